@@ -26,6 +26,7 @@ from typer.main import get_command
 
 from hearth import cli
 from hearth.api.app import ApiLimits, create_app
+from hearth.cli.snapshot import MakingGroup
 from hearth.config import HearthConfig, ModelConfig, load
 from hearth.errors import HearthError
 from hearth.models.families import FAMILIES
@@ -177,6 +178,7 @@ def check_parses(command: Command) -> None:
     """Have the real command read the words of one to copy, and know the options of one that is only named."""
     called, words = command_line(), command.words
     while isinstance(called, TyperGroup) and words and not words[0].startswith("-"):
+        words = called.resolve_words(words) if isinstance(called, MakingGroup) else words
         assert words[0] in called.commands, f"no such command: hearth {shlex.join(command.words)}"
         called, words = called.commands[words[0]], words[1:]
     if command.is_whole:

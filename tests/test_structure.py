@@ -31,6 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "cpus": {"cgroups"},
     "host_memory": {"cgroups"},
     "cuda_driver": {"errors"},
+    "cuda_graphs": {"cuda_driver"},
     "beacon": BASE,
     "messages": BASE,
     "wire": BASE | {"messages"},
@@ -42,14 +43,15 @@ ARROWS: dict[str, set[str]] = {
     "engine": EXECUTION | {"host_memory", "text"},
     "memory": EXECUTION | {"cuda_driver"},
     "store": EXECUTION | {"cpus", "cuda_driver", "messages", "model_files"},
-    "snapshot": EXECUTION,
+    "snapshot": BASE | {"cuda_driver", "cuda_graphs", "kernels"},
     "transfer": EXECUTION | {"messages"},
     "worker": EXECUTION
     | {"beacon", "cpus", "host_memory", "engine", "memory", "store", "snapshot", "transfer"}
-    | {"messages", "wire"},
+    | {"cuda_driver", "cuda_graphs", "messages", "wire"},
     "forecast": BASE | {"policy"},
     "control": BASE
-    | {"beacon", "config", "cpus", "host_memory", "policy", "store", "messages", "wire", "forecast", "text"},
+    | {"beacon", "config", "cpus", "host_memory", "policy", "store", "messages", "wire", "forecast", "text"}
+    | {"snapshot"},
     "api": BASE | {"config", "control", "messages", "policy", "text"},
     "sim": BASE | {"config", "policy", "snapshot"},
     "doctor": BASE | {"config", "cpus", "kernels", "store"},

@@ -13,7 +13,15 @@ from functools import cached_property
 import torch
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import Memory, ModelSpec, assemble, block_bytes, own_limits, workspace_bytes
+from hearth.engine.assemble import (
+    Memory,
+    ModelSpec,
+    assemble,
+    block_bytes,
+    own_limits,
+    tables_bytes,
+    workspace_bytes,
+)
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.pool import EvictionTermsOf, Pool, Shape, Space
 from hearth.messages import HostModel
@@ -67,6 +75,10 @@ class Body:
     def workspace_bytes(self) -> int:
         return workspace_bytes(self.spec, self.device)
 
+    @cached_property
+    def tables_bytes(self) -> int:
+        return tables_bytes(self.spec)
+
     @property
     def margin_bytes(self) -> int:
         """Return what rounding may take."""
@@ -74,7 +86,8 @@ class Body:
 
     @property
     def budget_bytes(self) -> int:
-        sizes = (self.layout.num_bytes, self.workspace_bytes, (1 + self.kv_blocks) * self.block_bytes)
+        kv_bytes = (1 + self.kv_blocks) * self.block_bytes
+        sizes = (self.layout.num_bytes, self.workspace_bytes, self.tables_bytes, kv_bytes)
         return sum(-(-size // self.page_bytes) * self.page_bytes for size in sizes)
 
     @cached_property
@@ -82,12 +95,12 @@ class Body:
         sizes = range(0, self.layout.num_bytes, self.page_bytes)
         chunks = tuple(Chunk(digest_of(f"{SERVED} {at}".encode()), self.page_bytes) for at in sizes)
         manifest = Manifest.of(self.arch, self.dtype, "none", chunks, self.page_bytes, {})
-        shape = self.shape(manifest.digest, self.layout, self.workspace_bytes)
+        shape = self.shape(manifest.digest, self.layout, self.workspace_bytes, self.tables_bytes)
         return HostingSpec(
             manifest, self.spec, self.layout, shape, blocks_for(1, self.max_context, self.config)
         )
 
-    def shape(self, name: str, layout: Layout, workspace_bytes: int) -> Shape:
+    def shape(self, name: str, layout: Layout, workspace_bytes: int, tables_bytes: int) -> Shape:
         """Return the shape of this model, or of another one beside it."""
         starts = range(0, layout.num_bytes, self.page_bytes)
         return Shape(
@@ -97,6 +110,7 @@ class Body:
             chunk_bytes=self.page_bytes,
             chunks=tuple(Chunk(digest_of(f"{name} {at}".encode()), self.page_bytes).id for at in starts),
             workspace_bytes=workspace_bytes,
+            tables_bytes=tables_bytes,
             block_bytes=self.block_bytes,
             max_blocks=1 + self.kv_blocks,
         )
@@ -118,8 +132,9 @@ class Stage:
             self.pool.prepare(SERVED, gap.part)
         weights = _random_weights(body, space)
         self.pool.load_ended(SERVED, is_whole=True)
-        memory = Memory(space.workspace, space.kv, space.sink, plan.floor_blocks)
+        memory = Memory(space.workspace, space.tables, space.kv, space.sink, plan.floor_blocks)
         self.engine = assemble(body.spec, weights, body.config, body.device, memory)
+        self.engine.runner.fill_tables()
         self._served = ServedModel(plan, self.engine)
         self._hosted[SERVED] = self._pinned(SERVED)
         self._hosted[SERVED].state = Loaded(self._served)
@@ -241,7 +256,9 @@ class Stage:
         self._num_fillers += 1
         model = ModelId(f"filler{self._num_fillers}")
         layout = _layout_of_bytes(num_bytes, self.body.page_bytes)
-        plan = replace(self.body.plan, layout=layout, shape=self.body.shape(model, layout, ALIGNMENT_BYTES))
+        plan = replace(
+            self.body.plan, layout=layout, shape=self.body.shape(model, layout, ALIGNMENT_BYTES, 0)
+        )
         for gap in self._reclaimer.place(model, plan).gaps:
             self.pool.prepare(model, gap.part)
         self.pool.load_ended(model, is_whole=True)

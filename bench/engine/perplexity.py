@@ -21,12 +21,13 @@ import torch
 from bench.report import HERE, arguments, emit
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan
+from hearth.models.buffers import zeros
 from hearth.models.decoder import Decoder
 from hearth.models.rope import cos_sin_table
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import bind, contiguous_places
 from hearth.models.workspace import Workspace
-from hearth.sizes import StepSize
+from hearth.sizes import StepSize, counter_buffer
 from hearth.store.convert import convert
 from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
 from hearth.text.tokenizer import Tokenizer
@@ -70,7 +71,9 @@ def _open(directory: Path, manifest: Manifest) -> tuple[Decoder, torch.Tensor]:
     memory = torch.empty(Workspace.num_bytes(arch, torch.float32, size), dtype=torch.uint8)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, MAX_TOKENS_PER_QUESTION, cpu)
     weights = bind(arch, manifest.layout, contiguous_places(manifest.layout, base))
-    decoder = Decoder(arch, weights, Workspace.bind(arch, torch.float32, size, memory), cos_sin)
+    counters = zeros(counter_buffer(arch.dimensions, MAX_TOKENS), cpu)
+    workspace = Workspace.bind(arch, torch.float32, size, memory, counters)
+    decoder = Decoder(arch, weights, workspace, cos_sin)
     kv = torch.empty(
         QUESTIONS_PER_STEP + 1, arch.num_layers, 2, MAX_TOKENS_PER_QUESTION, arch.num_kv_heads, arch.head_dim
     )

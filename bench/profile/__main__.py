@@ -32,8 +32,9 @@ from bench.profile.requests import measure_request
 from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
 from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
-from hearth.sim.profile import VERSION, Origin, Profile
+from hearth.sim.profile import Profile
 from hearth.sim.step_times import StepTimes
+from hearth.snapshot.cost_profile import VERSION, Origin
 from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"

@@ -36,7 +36,7 @@ from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.memory.cuda_pages import PAGE_BYTES
 from hearth.messages import DropModel, HostModel, ModelLoaded, RetireModel, Sampling, StartRequest, StepDone
 from hearth.models.dtypes import DTYPES
-from hearth.sim.profile import MeasuredMapping, MeasuredSwitch
+from hearth.snapshot.cost_profile import MeasuredMapping, MeasuredSwitch
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.store.tiers import Tiers

@@ -23,7 +23,7 @@ from bench.random_engine import new_engine
 from bench.shape import Shape
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
-from hearth.sim.step_times import MeasuredStep
+from hearth.snapshot.cost_profile import MeasuredStep
 from hearth.types import RequestId, SamplingParams
 
 #: Steps after a change of rows that are not counted: one is under way, one may capture a graph.

@@ -208,6 +208,7 @@ class Library:
             chunk_bytes=chunk_bytes,
             chunks=manifest.chunk_ids,
             workspace_bytes=self._workspace_bytes,
+            tables_bytes=0,  # no engine is put together
             block_bytes=block_bytes,
             max_blocks=2 + self._max_kv_bytes // block_bytes,  # with the sink, and what rounding up adds
         )

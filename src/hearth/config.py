@@ -95,6 +95,8 @@ class StoreConfig:
     disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most that they may take; None: no quota
     #: host memory that keeps models ready for GPUs; for a CPU they only pass through a little of it
     host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30
+    #: the most that snapshots may take on disk, in the data directory; 0: none are made or used
+    snapshot_bytes: Annotated[int, Limits(0)] = 1 << 30
 
     def __post_init__(self) -> None:
         _check_section(self, "store")

@@ -30,6 +30,13 @@
     │   ├── WorkersLost       the request ended because workers kept dying under it
     │   ├── NoWorkers         no worker comes up, for the reason that the last one gave
     │   └── Unreached         no service runs on the data directory, or answers at the URL
+    ├── SnapshotError         a snapshot cannot be written or used: an ordinary start stands in for it
+    │   ├── GraphUnreadable   a CUDA graph cannot be kept in a snapshot, or is damaged there
+    │   ├── KernelsMissing    a snapshot's graph runs kernels that this process does not have
+    │   ├── SnapshotTruncated the file has fewer or more bytes than were written
+    │   ├── SnapshotCorrupt   its bytes are not those that were written
+    │   ├── SnapshotForeign   it was made for another model, machine, software or format
+    │   └── SnapshotUnauthenticated  it was not written by this installation
     └── StoreError            a rung of the store cannot deliver or take what it should
         ├── LenderGone        the process that lends host memory is not there
         ├── ModelNotOpen      it is there, and was started anew or told to forget the model
@@ -184,6 +191,34 @@ class NoWorkers(ServiceError):
 
 class Unreached(ServiceError):
     label = "unreached"
+
+
+class SnapshotError(HearthError):
+    http_status, label = 503, "snapshot"
+
+
+class GraphUnreadable(SnapshotError):
+    label = "graph_unreadable"
+
+
+class KernelsMissing(SnapshotError):
+    label = "kernels_missing"
+
+
+class SnapshotTruncated(SnapshotError):
+    label = "snapshot_truncated"
+
+
+class SnapshotCorrupt(SnapshotError):
+    label = "snapshot_corrupt"
+
+
+class SnapshotForeign(SnapshotError):
+    label = "snapshot_foreign"
+
+
+class SnapshotUnauthenticated(SnapshotError):
+    label = "snapshot_unauthenticated"
 
 
 class StoreError(HearthError):

@@ -4,7 +4,7 @@
     (connects)                                Challenge
     WorkerHello, with a proof of the secret   Welcome, with the gateway's own proof; or the connection ends
     StepDone, one per step, ...               PrepareModel, HostModel, RetireModel, DropModel, HoldModel,
-                                              StartRequest, CancelRequest, Ping, Shutdown
+                                              MakeSnapshot, StartRequest, CancelRequest, Ping, Shutdown
 
 Both directions keep their order, and that is part of the contract: a worker carries out orders one after
 the other, so a model that is retired before another is hosted may be taken from by then. The gateway sees to
@@ -30,13 +30,14 @@ from hearth.types import (
     PromptReading,
     Rung,
     SamplingParams,
+    SnapshotOutcome,
     TokenLogprobs,
     TurnEnd,
     WorkerId,
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 9
+VERSION = 10
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -60,6 +61,8 @@ class WorkerSetup(Struct, frozen=True):
     log_level: str
     turns: bool = False  #: models that do not fit together take turns
     beacon: int | None = None  #: the descriptor of its beacon's memory; None: nobody looks
+    snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
+    snapshot_bytes: int = 0  #: that all of them may take
 
     def __repr__(self) -> str:
         """Leave the secret out: what is shown may be logged."""
@@ -218,6 +221,7 @@ class HostModel(Struct, frozen=True, tag=True):
     own_bytes: int = 0  #: these three are its `Promise`, which binds while it is in turn
     workspace_bytes: int = 0
     standing_bytes: int = 0
+    slot: int | None = None  #: of its addresses on the device; None: all are other models'
 
 
 class RetireModel(Struct, frozen=True, tag=True):
@@ -240,6 +244,16 @@ class HoldModel(Struct, frozen=True, tag=True):
 
     model: ModelId
     hold: Hold
+
+
+class MakeSnapshot(Struct, frozen=True, tag=True):
+    """Measure a hosted model and keep what its next start needs, as soon as no model has requests.
+
+    Answered by `SnapshotMade`, whatever becomes of it, unless the model's stay ends first.
+    """
+
+    model: ModelId
+    hosting: int
 
 
 class StartRequest(Struct, frozen=True, tag=True):
@@ -359,6 +373,35 @@ class HostingFailed(Struct, frozen=True, tag=True):
     reason: str
 
 
+class SnapshotLooked(Struct, frozen=True, tag=True):
+    """A snapshot of a model was looked for when its engine was put together, or found to be wrong later."""
+
+    model: ModelId
+    hosting: int
+    outcome: SnapshotOutcome
+    reason: str | None = None  #: why none is used; None: one is, or there is none
+
+
+class SnapshotProgress(Struct, frozen=True, tag=True):
+    """A snapshot that was ordered is on its way."""
+
+    model: ModelId
+    hosting: int
+    num_done: int  #: of the steps that are run for it
+    num_steps: int
+
+
+class SnapshotMade(Struct, frozen=True, tag=True):
+    """A snapshot that was ordered is on disk, or could not be made."""
+
+    model: ModelId
+    hosting: int
+    num_bytes: int = 0
+    unbooked_bytes: int = 0  #: of device memory that the worker took besides its pool
+    seconds: float = 0.0  #: from its first step to the end
+    failure: str | None = None  #: why there is none; None: there is
+
+
 class ModelTurn(Struct, frozen=True, tag=True):
     """The turn of a hosted model began or ended."""
 
@@ -391,9 +434,11 @@ class ModelUse(Struct, frozen=True):
     kv_blocks: int = 0  #: that it has now
     block_bytes: int = 0  #: of KV
     coming_bytes: int = 0  #: of `weights_bytes`, those that are still on their way
-    tables_bytes: int = 0  #: of its sampler, while requests need them
+    tables_bytes: int = 0  #: of its engine, and those of its sampler while requests need them
     is_in_turn: bool = False
     due_s: float | None = None  #: from now, when its next token is due; negative: overdue; None: no requests
+    num_captured_graphs: int = 0  #: parts of steps that were captured since its engine is there
+    num_restored_graphs: int = 0  #: and those of a snapshot that were tried, and serve
 
 
 class Pong(Struct, frozen=True, tag=True):
@@ -407,6 +452,9 @@ class Pong(Struct, frozen=True, tag=True):
     moved_bytes: int  #: since the worker started, to make place
     fallbacks: dict[str, int]  #: of the pool and of kernels, by name
     models: tuple[ModelUse, ...]
+    #: The most that torch may take of the device besides the pool; None: there is no limit.
+    torch_limit_bytes: int | None = None
+    is_torch_limit_measured: bool = False  #: False: it is a guess
 
 
 Order = (
@@ -416,6 +464,7 @@ Order = (
     | RetireModel
     | DropModel
     | HoldModel
+    | MakeSnapshot
     | StartRequest
     | CancelRequest
     | Ping
@@ -428,6 +477,9 @@ Fact = (
     | LoadProgress
     | ModelLoaded
     | HostingFailed
+    | SnapshotLooked
+    | SnapshotProgress
+    | SnapshotMade
     | ModelTurn
     | DeviceResidency
     | Pong

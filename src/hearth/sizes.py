@@ -21,8 +21,8 @@ from itertools import accumulate
 from math import prod
 
 ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
-#: Buffers of a workspace begin at multiples of it.
-WORKSPACE_ALIGNMENT_BYTES = 256
+#: Buffers of a workspace, and tables, begin at multiples of it.
+RUN_ALIGNMENT_BYTES = 256
 #: Programs of a decode attention launch for each multiprocessor, of which at most so many are used.
 _PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
 #: Logits that the sampler works on at a time where it needs several temporaries of each.
@@ -172,13 +172,18 @@ def workspace_buffers(
 
 
 def workspace_bytes(dimensions: Dimensions, layers: range, dtype: str, size: StepSize) -> int:
-    """The bytes that the buffers of a workspace take, each at its aligned place."""
-    return sum(map(padded_bytes, workspace_buffers(dimensions, layers, dtype, size).values()))
+    """The bytes of a workspace."""
+    return run_bytes(workspace_buffers(dimensions, layers, dtype, size))
 
 
 def padded_bytes(buffer: Buffer) -> int:
-    """Return the bytes of a workspace's buffer, rounded up to the alignment of the next one."""
-    return -(-buffer.num_bytes // WORKSPACE_ALIGNMENT_BYTES) * WORKSPACE_ALIGNMENT_BYTES
+    """Return the bytes of a buffer in a run, rounded up to the alignment of the next one."""
+    return -(-buffer.num_bytes // RUN_ALIGNMENT_BYTES) * RUN_ALIGNMENT_BYTES
+
+
+def run_bytes(buffers: Mapping[str, Buffer]) -> int:
+    """The bytes of a run in which buffers lie behind each other, each at its aligned place."""
+    return sum(map(padded_bytes, buffers.values()))
 
 
 # Tables.

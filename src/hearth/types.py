@@ -84,6 +84,18 @@ class TurnEnd(StrEnum):
     TIME = "time"  #: its time was over, and another model needs its room
 
 
+class SnapshotOutcome(StrEnum):
+    """How it went with a snapshot of a model, as it is counted."""
+
+    MADE = "made"
+    FAILED = "failed"  #: none could be made
+    USED = "used"
+    MISSING = "missing"  #: the model had none
+    OUTDATED = "outdated"  #: it had one of another machine, software or configuration
+    REFUSED = "refused"  #: the file is damaged, or not of this installation
+    DISCARDED = "discarded"  #: it was used, and computed otherwise than an ordinary start
+
+
 class SamplingTable(StrEnum):
     """A table of [slots, vocabulary] that a sampler has only while one of its requests needs it."""
 

@@ -10,7 +10,8 @@ import torch
 
 from bench.profile.__main__ import Draft, measure, origin
 from bench.profile.scale import GPU, TINY_CPU
-from hearth.sim.profile import VERSION, Profile
+from hearth.sim.profile import Profile
+from hearth.snapshot.cost_profile import VERSION
 from hearth.types import Rung
 
 CPU = torch.device("cpu")

@@ -24,6 +24,7 @@ from hearth.control.views import (
     ProcessView,
     ResidentView,
     RungView,
+    SnapshotView,
     TimelineMark,
     TimelineSpan,
     UnloadView,
@@ -134,6 +135,7 @@ class FakeService:
     breaks_after: int | None = None  #: pieces of an answer
     status: str = "ok"
     unloaded: UnloadView = field(default_factory=lambda: UnloadView("smol", False, True, 0, 638 << 20, 0))
+    snapshot_failure: str | None = None  #: why none can be made; None: one can
     #: Method, path and body of every question but those for its health.
     asked: list[tuple[str, str, object]] = field(default_factory=list)
     health_keys: list[str | None] = field(default_factory=list)  #: sent with questions for its health
@@ -211,6 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.service.models.remove(model)
         if rest == ["unload"]:
             return self._send(200, self.service.unloaded)
+        if rest == ["snapshot"]:
+            return self._make_snapshot()
         self._send(200, model if method == "GET" else {})
 
     def _deploy(self, body: dict[str, object]) -> None:
@@ -224,6 +228,18 @@ class _Handler(BaseHTTPRequestHandler):
             else {"event": "done", "model": done},
         ]
         self._stream(events)
+
+    def _make_snapshot(self) -> None:
+        made = SnapshotView("smol", 12 << 10, 310 << 20, 2.5)
+        end = self.service.snapshot_failure
+        self._stream(
+            [
+                {"event": "progress", "phase": "measuring", "num_done": 1, "num_steps": 2},
+                {"event": "done", "snapshot": made}
+                if end is None
+                else {"error": {"message": end, "code": "snapshot"}},
+            ]
+        )
 
     def _answer(self, body: dict[str, object]) -> None:
         is_chat = "messages" in body

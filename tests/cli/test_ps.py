@@ -19,7 +19,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.log_rotation import rotate
 from hearth.control.registry import Registry
 from hearth.control.views import UnloadView
-from tests.cli.fake_service import PROCESSES, FakeService, serving
+from tests.cli.fake_service import POOL, PROCESSES, FakeService, serving
 from tests.cli.shell import Hearth
 
 
@@ -93,6 +93,22 @@ def test_ps_shows_whose_turn_it_is_and_who_is_due_when(
     assert any("due in 300 ms" in line for line in lines)
     assert any("1.250 s late" in line for line in lines)
     assert "qwen should be pinned, and models beside it would have no room for a turn" in lines
+
+
+@pytest.mark.parametrize(
+    ("is_measured", "line"),
+    [
+        (True, "  besides: at most 1.5 GiB, as measured"),
+        (False, "  besides: at most 1.5 GiB, a guess, until its models have snapshots"),
+    ],
+)
+def test_ps_shows_what_a_worker_may_take_besides_its_pool(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch, is_measured: bool, line: str
+) -> None:
+    pool = replace(POOL, torch_limit_bytes=3 << 29, is_torch_limit_measured=is_measured)
+    worker = replace(PROCESSES.workers[0], pool=pool)
+    monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, workers=(worker,)))
+    assert line in hearth("ps").out.splitlines()
 
 
 def test_ps_draws_with_plain_signs_where_the_terminal_has_no_others(

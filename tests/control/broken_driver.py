@@ -15,6 +15,7 @@ from hearth.control.journal import Journal
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
+from hearth.control.snapshots import Snapshots
 from hearth.policy.fleet.events import BrainConfig, SetTimer, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
 
@@ -25,7 +26,9 @@ async def post_from_a_task(driver):
 
 async def main(path):
     journal = Journal(path, BrainConfig(), 1 << 20)
-    driver = Driver(Fleet(BrainConfig()), journal, Observer(Metrics()), PoolReports(), None, list)
+    metrics = Metrics()
+    observer, pools, snapshots = Observer(metrics), PoolReports(), Snapshots(metrics)
+    driver = Driver(Fleet(BrainConfig()), journal, observer, pools, snapshots, None, list)
     driver.post(JOINED)
     {bug}
     await asyncio.sleep(5.0)

@@ -30,6 +30,7 @@ from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import Registry
+from hearth.control.snapshots import Snapshots
 from hearth.control.supervisor import Supervisor, Vigilance
 from hearth.control.tokenization import PromptEncoder
 from hearth.messages import Fact, KeeperSetup, Order, StepDone, WorkerHello
@@ -73,8 +74,10 @@ class GatewayRig:
         metrics, pools = Metrics(device_hour_price=1.0), PoolReports()
         self.metrics = metrics
         observer = self.observer = Observer(metrics, takes_turns=takes_turns)
+        snapshots = self.snapshots = Snapshots(metrics)
         self.driver = Driver(
-            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders)
+            *(Fleet(brain), self.journal, observer, pools, snapshots),
+            *(catalog.host_order, catalog.prepare_orders),
         )
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(
@@ -85,7 +88,7 @@ class GatewayRig:
         self.demand = DemandReports(keeper)
         self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)
         self.gateway = Gateway(
-            *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools),
+            *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools, snapshots),
             *(self.supervisor, metrics, self.demand, HostReports(keeper)),
             keys=ApiKeys(data_dir.keys_path),
             admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),

@@ -98,6 +98,7 @@ def test_a_worker_is_told_how_much_kv_a_model_is_promised_and_may_have(registry:
     )
     assert (order.own_bytes, order.workspace_bytes, order.standing_bytes) == (50, 9, 3)
     assert (order.hosting, order.kv_floor_bytes, order.max_kv_bytes) == (7, 100, 200)
+    assert order.slot == registry.space_slots()[BIG]
 
 
 def test_the_first_worker_tells_the_budget_where_the_configuration_does_not(registry: Registry) -> None:

@@ -25,6 +25,7 @@ from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.snapshots import Snapshots
 from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.views import UpstreamView
 from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel
@@ -70,9 +71,10 @@ class DeploymentsRig:
         self.registry = Registry.open(data_dir)
         self.journal = Journal(data_dir.journal_path, brain, 1 << 30)
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
-        observer, pools = Observer(Metrics()), PoolReports()
+        metrics = Metrics()
         self.driver = Driver(
-            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders)
+            *(Fleet(brain), self.journal, Observer(metrics), PoolReports(), Snapshots(metrics)),
+            *(catalog.host_order, catalog.prepare_orders),
         )
         self.deployments = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
 

@@ -20,6 +20,7 @@ from hearth.control.journal import RETRY_S, Journal, Replay, previous, replay
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
+from hearth.control.snapshots import Snapshots
 from hearth.errors import DataDirError
 from hearth.messages import HostModel
 from hearth.policy.fleet.brain import step
@@ -134,7 +135,7 @@ def test_a_driver_rotates_its_journal(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with Journal(path, BrainConfig(), 20_000) as journal:
         observer, fleet = Observer(Metrics()), Fleet(BrainConfig())
-        driver = Driver(fleet, journal, observer, PoolReports(), _no_order, list)
+        driver = Driver(fleet, journal, observer, PoolReports(), Snapshots(Metrics()), _no_order, list)
         for number in range(300):
             driver.post(WorkerJoined(number, WorkerId(f"w{number}"), "cpu", 100))
             driver.post(WorkerLost(number, WorkerId(f"w{number}")))

@@ -21,6 +21,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.nearest_name import MAX_COMPARED
 from hearth.control.registry import Deployed, Names, Registry, check_name, file_name
 from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreError, UnknownModel
+from hearth.policy.memory.space_slots import NUM_SLOTS
 from tests.policy.fleet.test_footprint import LARGE
 
 TINY = Deployed("tiny", "/source", "/models/tiny", "/models/tiny", "0" * 32, LARGE, 1.5)
@@ -70,6 +71,49 @@ def test_a_name_is_taken_once_and_can_be_replaced(data_dir: DataDir) -> None:
         assert registry.all() == [TINY]
         registry.replace(replace(TINY, source="elsewhere"))
         assert registry.all() == [replace(TINY, source="elsewhere")]
+
+
+def hexadecimal(number: int) -> str:
+    return f"{number:064x}"
+
+
+def test_each_model_has_a_slot_of_its_own_for_as_long_as_it_is_the_same(data_dir: DataDir) -> None:
+    """By their digests all three would have one."""
+    models = [replace(TINY, name=f"m{at}", digest=hexadecimal(7 + at * NUM_SLOTS)) for at in range(3)]
+    with Registry.open(data_dir) as registry:
+        for model in models:
+            registry.add(model)
+        assert registry.space_slots() == {"m0": 7, "m1": 8, "m2": 9}
+        registry.remove("m0")
+        registry.replace(replace(models[2], source="elsewhere"))
+    with Registry.open(data_dir) as registry:
+        assert registry.space_slots() == {"m1": 8, "m2": 9}
+        registry.replace(replace(models[1], digest=hexadecimal(90)))
+        registry.replace(replace(models[2], digest=hexadecimal(9 + NUM_SLOTS)))
+        assert registry.space_slots() == {"m1": 90, "m2": 9}
+
+
+def test_models_that_were_deployed_when_there_were_no_slots_get_theirs(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(replace(OTHER, digest=hexadecimal(3)))
+    connection = sqlite3.connect(data_dir.registry_path)
+    connection.execute("drop table space_slots")
+    connection.commit()
+    connection.close()
+    with Registry.open(data_dir) as registry:
+        assert registry.space_slots() == {"tiny": 0, "Other-1.0": 3}
+
+
+def test_models_beyond_all_slots_have_none(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        with registry.transaction():
+            for number in range(NUM_SLOTS + 2):
+                registry.add(replace(TINY, name=f"m{number:03}"))
+        slots = registry.space_slots()
+        assert sorted(slots.values()) == list(range(NUM_SLOTS))
+        registry.remove("m000")
+        assert registry.space_slots()[f"m{NUM_SLOTS}"] == slots["m000"]
 
 
 def test_a_removed_model_is_returned_and_gone(data_dir: DataDir) -> None:

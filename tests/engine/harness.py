@@ -17,12 +17,15 @@ from hearth.engine.assemble import Memory, ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
 from hearth.engine.runner import PendingStep, StepResult
 from hearth.engine.sampler import Sampler, SampleRows, Samples
+from hearth.engine.upload import Uploads
 from hearth.errors import HearthError
+from hearth.models.buffers import zeroed
 from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import Admission, EngineRequest, StepPlan
+from hearth.sizes import sampler_buffers
 from hearth.types import FinishReason, PromptReading, RequestId, SamplingParams
 from tests.models.zoo import build, pack_directory
 
@@ -43,6 +46,12 @@ class Answer:
 
 #: How often a reference's near tie was decided the other way; printed at the end of the run.
 TIES: Counter[str] = Counter()
+
+
+def new_sampler(num_slots: int, vocab_size: int, device: torch.device) -> Sampler:
+    """Return a sampler with memory of its own."""
+    buffers = zeroed(sampler_buffers(num_slots, vocab_size), device, None)
+    return Sampler(buffers, vocab_size, Uploads(device))
 
 
 def engine_for(

@@ -17,7 +17,6 @@ import torch
 from hearth import LLM
 from hearth.config import EngineConfig
 from hearth.engine.engine import Output
-from hearth.engine.sampler import Sampler
 from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.engine.upload import Uploads
 from hearth.errors import LogitsNotFinite
@@ -33,6 +32,7 @@ from tests.engine.harness import (
     greedy,
     kv_bytes,
     new_id,
+    new_sampler,
     prompts_for,
     reference_logits,
     run,
@@ -295,7 +295,7 @@ def test_what_a_step_was_sent_is_kept_until_the_device_has_read_it() -> None:
 
 
 def test_guided_rows_are_masked_on_the_device() -> None:
-    sampler = Sampler(4, 100, Uploads(torch.device("cuda")))
+    sampler = new_sampler(4, 100, torch.device("cuda"))
     params = SamplingParams(temperature=1.0, seed=1)
     sampler.admit([Admission(RequestId(str(slot)), slot, (1,), 1, 0, params) for slot in range(4)])
     mask = sum(1 << token for token in (31, 32, 99)).to_bytes(16, "little")
@@ -344,7 +344,7 @@ def test_a_row_that_is_not_finite_is_named_and_changes_no_other(broken: float, t
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)).cuda()
     results = []
     for is_broken in (False, True):
-        sampler = Sampler(4, 1000, Uploads(torch.device("cuda")))
+        sampler = new_sampler(4, 1000, torch.device("cuda"))
         sampler.admit([Admission(RequestId(str(slot)), slot, (1,), 1, 0, params) for slot in range(4)])
         given = logits.clone()
         if is_broken:
@@ -364,7 +364,7 @@ def test_a_row_that_is_not_finite_is_named_and_changes_no_other(broken: float, t
 
 def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     wishes = (1, 20, None, 0)
-    sampler = Sampler(4, 1000, Uploads(torch.device("cuda")))
+    sampler = new_sampler(4, 1000, torch.device("cuda"))
     params = [SamplingParams(temperature=0.0, logprobs=wish) for wish in wishes]
     sampler.admit([Admission(RequestId(str(at)), at, (1,), 1, 0, each) for at, each in enumerate(params)])
     rows = sample_rows(range(4), 1, device="cuda")

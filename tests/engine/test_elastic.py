@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import Memory, ModelSpec, block_bytes, workspace_bytes
+from hearth.engine.assemble import Memory, ModelSpec, block_bytes, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine, Output
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.elastic import KvUse
@@ -32,11 +32,17 @@ def elastic_engine(
     name: str, config: EngineConfig = ROOMY, floor_blocks: int = 32, device: str = "cpu"
 ) -> Engine:
     def memory(spec: ModelSpec) -> Memory:
-        sizes = workspace_bytes(spec, torch.device(device)), NUM_BLOCKS * block_bytes(spec)
-        workspace, kv = (torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes)
-        return Memory(workspace, kv, SINK, floor_blocks)
+        sizes = (
+            workspace_bytes(spec, torch.device(device)),
+            tables_bytes(spec),
+            NUM_BLOCKS * block_bytes(spec),
+        )
+        parts = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
+        return Memory(*parts, SINK, floor_blocks)
 
-    return engine_over(build(name).directory, config, device, memory=memory)
+    engine = engine_over(build(name).directory, config, device, memory=memory)
+    engine.runner.fill_tables()
+    return engine
 
 
 def prompts(name: str) -> list[list[int]]:

@@ -7,9 +7,10 @@ from hearth.engine.inputs import InputBuffers
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.engine.upload import Uploads
 from hearth.kernels.prompt_tiles import PrefillSpan
+from hearth.models.buffers import zeroed
 from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
-from hearth.sizes import StepLimits
+from hearth.sizes import StepLimits, input_buffers
 from hearth.types import RequestId, SamplingParams
 
 MAX_TOKENS, MAX_SEQS, MAX_BLOCKS = 12, 4, 3
@@ -23,7 +24,9 @@ def buffers() -> InputBuffers:
     """Slot s has sampled 100 + s last."""
     last_tokens = torch.arange(100, 100 + MAX_SEQS + 1)
     uploads = Uploads(torch.device("cpu"))
-    return InputBuffers(LIMITS, 4 * MAX_BLOCKS, last_tokens, uploads, SINK, lambda _num_rows: 32)
+    tables = zeroed(input_buffers(LIMITS, 4 * MAX_BLOCKS), uploads.device, None)
+    tables["block_table"].fill_(SINK)
+    return InputBuffers(MAX_SEQS, tables, last_tokens, uploads, SINK, lambda _num_rows: 32)
 
 
 def decode(slot: int, start: int) -> Row:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from hearth.engine.runner import StepResult
 from hearth.engine.sampler import Sampler, Samples
-from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams, TokenLogprobs
-from tests.engine.harness import sample, sample_rows, waited
+from tests.engine.harness import new_sampler, sample, sample_rows, waited
 
 Floats = npt.NDArray[np.float64]
 CPU = torch.device("cpu")
@@ -38,7 +37,7 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torc
 
 def sampler_with(*samplings: SamplingParams, vocab_size: int = VOCAB) -> Sampler:
     """Request i sits in slot i, with the prompt 1, 2, 3; there are slots enough for many rows at once."""
-    sampler = Sampler(NUM_SLOTS, vocab_size, Uploads(CPU))
+    sampler = new_sampler(NUM_SLOTS, vocab_size, CPU)
     sampler.admit([admission(slot, sampling) for slot, sampling in enumerate(samplings)])
     return sampler
 
@@ -119,7 +118,7 @@ samplings = st.builds(
 def test_every_rule_in_its_order_matches_the_oracle(
     data: st.DataObject, params: list[SamplingParams], logits_seed: int
 ) -> None:
-    sampler = Sampler(8, VOCAB, Uploads(CPU))
+    sampler = new_sampler(8, VOCAB, CPU)
     slots = data.draw(st.permutations(range(8)))
     tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
     requests = [admission(slots[i], p, data.draw(tokens), data.draw(tokens)) for i, p in enumerate(params)]
@@ -214,7 +213,7 @@ def test_a_draw_does_not_depend_on_batch_slot_or_order(
     logits = random_logits(len(params))
     alone = [draw(sampler_with(p), logits[i], [3])[0] for i, p in enumerate(params)]
     order = data.draw(st.permutations(range(len(params))))
-    sampler = Sampler(10, VOCAB, Uploads(CPU))
+    sampler = new_sampler(10, VOCAB, CPU)
     sampler.admit([admission(9 - i, params[i]) for i in order])
 
     together = sample(sampler, logits[order], sample_rows([9 - i for i in order], 3)).tokens
@@ -319,7 +318,7 @@ def test_no_rows_give_no_samples() -> None:
 def test_a_reused_slot_remembers_nothing_of_its_last_request(
     old: SamplingParams, new: SamplingParams
 ) -> None:
-    used, fresh = Sampler(1, VOCAB, Uploads(CPU)), sampler_with(new)
+    used, fresh = new_sampler(1, VOCAB, CPU), sampler_with(new)
     used.admit([admission(0, old, prompt=range(10), output=range(5, 15))])
     draw(used, random_logits(1)[0], [20])
     used.admit([admission(0, new)])
@@ -371,7 +370,7 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
     admissions = [admission(slot, kinds[slot % len(kinds)]) for slot in range(16)]
     drawn = {}
     for device in (CPU, torch.device("cuda")):
-        sampler = Sampler(16, 32_000, Uploads(device))
+        sampler = new_sampler(16, 32_000, device)
         steps = [random_logits(16, 32_000, seed=step).to(device) for step in range(6)]
         rows = [sample_rows(range(16), 3 + step, device=device) for step in range(6)]
         try:
@@ -409,7 +408,7 @@ def test_many_rows_are_sampled_some_at_a_time_and_draw_what_they_draw_at_once(
 @pytest.mark.gpu
 def test_a_thousand_rows_of_a_large_vocabulary_are_sampled_within_four_gigabytes() -> None:
     device, vocab_size, num_rows = torch.device("cuda"), 128_256, 1024
-    sampler = Sampler(num_rows, vocab_size, Uploads(device))
+    sampler = new_sampler(num_rows, vocab_size, device)
     sampling = SamplingParams(seed=1, top_p=0.9, frequency_penalty=0.1)
     sampler.admit([admission(slot, sampling) for slot in range(num_rows)])
     logits = torch.randn(num_rows, vocab_size, device=device)

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.engine.sampler import Sampler, apply_masks
+from hearth.engine.sampler import apply_masks
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams
-from tests.engine.harness import sample, sample_rows
+from tests.engine.harness import new_sampler, sample, sample_rows
 
 UPLOADS = Uploads(torch.device("cpu"))
 
@@ -40,7 +40,7 @@ def test_forbidden_tokens_are_out_and_all_else_stays(data: st.DataObject, vocab_
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_mask_hides_nothing_that_a_model_should_not_compute(temperature: float, broken: float) -> None:
-    sampler = Sampler(2, 40, UPLOADS)
+    sampler = new_sampler(2, 40, UPLOADS.device)
     params = SamplingParams(temperature=temperature, seed=1, top_p=0.9, min_p=0.1)
     sampler.admit([Admission(RequestId("a"), slot, (1,), 1, 0, params) for slot in range(2)])
     logits = torch.randn(2, 40)
@@ -55,7 +55,7 @@ def test_a_mask_hides_nothing_that_a_model_should_not_compute(temperature: float
 
 
 def test_a_mask_that_allows_no_token_shows() -> None:
-    sampler = Sampler(1, 40, UPLOADS)
+    sampler = new_sampler(1, 40, UPLOADS.device)
     sampler.admit([Admission(RequestId("a"), 0, (1,), 1, 0, SamplingParams(temperature=0.0))])
 
     samples = sample(sampler, torch.randn(1, 40), sample_rows([0], 1, {0: mask_of(set(), 40)}))

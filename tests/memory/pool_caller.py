@@ -42,6 +42,7 @@ def sample(
     digest: int,
     cut_bytes: int = 0,
     workspace_bytes: int = ALIGNMENT_BYTES,
+    tables_bytes: int = 0,
     block_bytes: int = ALIGNMENT_BYTES,
     max_blocks: int = 1000,
 ) -> Sample:
@@ -64,6 +65,7 @@ def sample(
             chunk_bytes=chunk_bytes,
             chunks=tuple(ids),
             workspace_bytes=workspace_bytes,
+            tables_bytes=tables_bytes,
             block_bytes=block_bytes,
             max_blocks=max_blocks,
         ),
@@ -263,13 +265,21 @@ class PoolCaller:
                 assert (self._block(model, block) == self._pattern(model, block)).all(), f"{model} {block}"
             for table, memory in self.tables[model].items():
                 assert (memory == self._table_pattern(model, table)).all(), f"{model} {table}"
-            own_bytes = sum(map(len, self.tables[model].values()))
+            engine_tables = self.spaces[model].tables
+            assert (engine_tables == self._engine_pattern(model)).all(), f"{model}"
+            own_bytes = len(engine_tables) + sum(map(len, self.tables[model].values()))
             assert own_bytes <= holding.tables_bytes, f"{own_bytes=} {holding}"
             assert bool(own_bytes) == bool(holding.tables_bytes), f"{own_bytes=} {holding}"
 
     def _placed(self, model: ModelId, space: Space) -> None:
+        assert (space.tables.dtype, len(space.tables)) == (
+            torch.uint8,
+            self.samples[model].shape.tables_bytes,
+        )
+        assert space.tables.data_ptr() % ALIGNMENT_BYTES == 0
         if model not in self.spaces:
             self.blocks[model], self.tables[model] = set(), {}
+            space.tables.fill_(self._engine_pattern(model))
         self.spaces[model], self.places[model] = space, space.places
         for before, after in pairwise(space.gaps):
             assert before.part.end <= after.part.begin, f"{space.gaps}"
@@ -321,6 +331,10 @@ class PoolCaller:
     @staticmethod
     def _pattern(model: ModelId, block: int) -> int:
         return (sum(map(ord, model)) * 31 + block) % 200
+
+    @staticmethod
+    def _engine_pattern(model: ModelId) -> int:
+        return 250 - sum(map(ord, model)) % 50
 
     @staticmethod
     def _table_pattern(model: ModelId, table: SamplingTable) -> int:

@@ -46,6 +46,7 @@ def shape(
     *,
     digest: str = "00",
     workspace_bytes: int = PAGE,
+    tables_bytes: int = 0,
     block_bytes: int = PAGE,
     max_blocks: int = 1000,
     stored: str = "float32",
@@ -53,7 +54,9 @@ def shape(
     """A model with a tensor of so many pages each."""
     num_elements = [int(num * PAGE / 4) for num in pages]
     layouts = layout(num_elements, stored), layout(num_elements, "float32")
-    return Shape(Digest(digest), *layouts, 1 << 24, (), workspace_bytes, block_bytes, max_blocks)
+    return Shape(
+        Digest(digest), *layouts, 1 << 24, (), workspace_bytes, tables_bytes, block_bytes, max_blocks
+    )
 
 
 def wipe(part: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from hearth.errors import DeviceError
 from hearth.memory.cuda_pages import BASE_ADDRESS, SPACE_BYTES, CudaPages
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
+from hearth.policy.memory.space_slots import NUM_SLOTS
 from hearth.types import ModelId
 from tests.memory.pool_actions import Action, actions, carry_out
 from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe
@@ -75,7 +76,7 @@ def test_addresses_are_the_same_in_every_process() -> None:
     )
 
     assert first == second
-    assert int(first.split()[0]) == BASE_ADDRESS + 0xABCDEF % 252 * SPACE_BYTES
+    assert int(first.split()[0]) == BASE_ADDRESS + 0xABCDEF % NUM_SLOTS * SPACE_BYTES
 
 
 def test_pages_can_be_exported_where_the_device_can() -> None:

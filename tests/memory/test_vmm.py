@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -113,6 +114,43 @@ def test_of_two_that_want_one_slot_the_second_is_elsewhere_and_that_is_counted(
 
     assert caller.pool.usage().fallbacks["address"] == 1
     assert [record.message.split()[0] for record in caplog.records] == ["fallback"]
+
+
+def test_addresses_are_those_of_the_slot_where_a_model_has_one(caller: PoolCaller, pages: Watched) -> None:
+    in_slots = {A: 3, C: 1}  # which A would have without
+    for model, slot in in_slots.items():
+        caller.samples[model] = replace(
+            SAMPLES[model], shape=replace(SAMPLES[model].shape, slot=slot, tables_bytes=100)
+        )
+        caller.host(model)
+        assert addresses(caller, model)[0] == pages.base_address + slot * pages.space_bytes
+    assert caller.pool.usage().fallbacks["address"] == 0
+
+    caller.retire(A)
+    caller.samples[A] = SAMPLES[A]  # its slot is another one, which C has now
+    caller.host(A)
+    assert caller.pool.usage().fallbacks["address"] == 1
+    caller.drop(C)
+    moved = replace(SAMPLES[A].shape, slot=1)
+    caller.retire(A)
+    caller.samples[A] = replace(SAMPLES[A], shape=moved)
+    caller.host(A)
+    assert addresses(caller, A)[0] == pages.base_address + 1 * pages.space_bytes
+
+
+def test_tables_lie_in_pages_of_their_own_behind_kv(pages: Watched) -> None:
+    with hosting(pages) as caller:
+        caller.samples[A] = replace(SAMPLES[A], shape=replace(SAMPLES[A].shape, tables_bytes=PAGE + 1))
+        caller.host(A)
+        space = caller.spaces[A]
+        offset = space.tables.data_ptr() - addresses(caller, A)[0]
+        assert offset == pages.space_bytes // 64 * 59
+        assert space.kv.data_ptr() + len(space.kv) <= space.tables.data_ptr()
+        assert caller.holdings()[A].tables_bytes == 2 * PAGE
+
+        too_large = replace(SAMPLES[B].shape, tables_bytes=pages.space_bytes // 64 + 1)
+        with pytest.raises(DeviceError, match="the tables of `b` could take"):
+            caller.pool.place(B, too_large)
 
 
 def test_a_refused_address_costs_nothing_but_the_address(pages: Watched) -> None:

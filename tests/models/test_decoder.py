@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.arch import Arch, Norm, Residual
+from hearth.models.buffers import zeros
 from hearth.models.decoder import Decoder
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
@@ -18,7 +19,7 @@ from hearth.models.rope import cos_sin_table
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import NormWeights, bind, contiguous_places
 from hearth.models.workspace import Workspace
-from hearth.sizes import StepSize
+from hearth.sizes import StepSize, counter_buffer
 from tests.engine.harness import prompts_for, reference_logits
 from tests.models.zoo import VARIANTS, build, pack_directory
 
@@ -66,7 +67,8 @@ def stage(name: str, layers: range | None = None) -> Stage:
     weights = bind(arch, layout, places, layers)
     size = StepSize(max_tokens=NUM_ROWS, max_samples=NUM_ROWS, num_programs=1)
     run = torch.full((Workspace.num_bytes(arch, torch.float32, size),), 0xFF, dtype=torch.uint8)
-    workspace = Workspace.bind(arch, torch.float32, size, run)
+    counters = zeros(counter_buffer(arch.dimensions, NUM_ROWS), run.device)
+    workspace = Workspace.bind(arch, torch.float32, size, run, counters)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, arch.max_positions, run.device)
     kv = torch.full((16, len(chosen), 2, BLOCK_TOKENS, arch.num_kv_heads, arch.head_dim), float("nan"))
     return Stage(Decoder(arch, weights, workspace, cos_sin, layers), kv)

@@ -5,9 +5,10 @@ from dataclasses import fields
 import pytest
 import torch
 
+from hearth.models.buffers import zeros
 from hearth.models.families import read_arch
 from hearth.models.workspace import Workspace
-from hearth.sizes import StepSize
+from hearth.sizes import StepSize, counter_buffer
 from tests.models.zoo import build
 
 SIZES = [StepSize(1, 1, 1), StepSize(7, 3, 5), StepSize(64, 8, 132)]
@@ -19,7 +20,8 @@ def bound(name: str, dtype: torch.dtype, size: StepSize) -> tuple[torch.Tensor, 
     """The bytes, 0xFF before they are bound, and every buffer in them by name."""
     arch = read_arch(build(name).directory)
     base = torch.full((Workspace.num_bytes(arch, dtype, size),), 0xFF, dtype=torch.uint8)
-    workspace = Workspace.bind(arch, dtype, size, base)
+    counters = zeros(counter_buffer(arch.dimensions, size.max_samples), base.device)
+    workspace = Workspace.bind(arch, dtype, size, base, counters)
     holders = (workspace, workspace.scratch)
     parts = {f.name: getattr(holder, f.name) for holder in holders for f in fields(holder)}
     return base, {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}

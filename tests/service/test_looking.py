@@ -12,7 +12,7 @@ from bench.bad_server import Exchange, well
 from hearth.store.manifest import read_manifest
 from tests.control.shown_metrics import check_with_promtool
 from tests.service.checkpoints import write_tiny
-from tests.service.harness import Service, eventually
+from tests.service.harness import PATIENCE_S, Service, eventually
 from tests.store.stored import files_of
 from tests.store.stored import serving as serving_files
 
@@ -34,6 +34,7 @@ FAMILIES = {
     "hearth_device_seconds": {"model"},
     "hearth_http_responses": {"route", "status"},
     "hearth_evictions": set(),
+    "hearth_snapshots": {"outcome"},
     "hearth_workers_lost": set(),
     "hearth_kv_blocks_used": set(),
     "hearth_kv_blocks": set(),
@@ -243,3 +244,15 @@ def test_a_new_upload_leaves_the_deployed_model_as_it_is_and_is_shown(
     assert shown["current_version"] == read_manifest(tmp_path / "new").digest
     assert service.http.delete("/hearth/models/far").is_success
     eventually("it has left memory again", lambda: "far" not in service.residents())
+
+
+def test_a_snapshot_is_made_by_hand_and_lies_beside_the_model(service: Service) -> None:
+    answer = service.http.post(
+        "/hearth/models/tiny-a/snapshot", headers={"accept": "application/json"}, timeout=PATIENCE_S
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == "tiny-a"
+    digest = service.get("/hearth/models/tiny-a")["digest"]
+    (path,) = (service.data_dir / "snapshots" / str(digest)).glob("*.snapshot")
+    assert path.stat().st_size == answer.json()["num_bytes"]
+    assert service.http.post("/hearth/models/nobody/snapshot").status_code == 404

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hearth.sim.profile import MeasuredProfile, MeasuredShape, MeasuredSwitch, Origin, Profile
-from hearth.sim.step_times import MeasuredStep
+from hearth.sim.profile import Profile
 from hearth.sim.traces import Trace, TracedRequest
+from hearth.snapshot.cost_profile import MeasuredProfile, MeasuredShape, MeasuredStep, MeasuredSwitch, Origin
 from hearth.types import ModelId, Rung
 
 GB = 10**9

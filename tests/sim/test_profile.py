@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hearth.errors import ConfigError
 from hearth.sim.profile import Profile, kept_names
-from hearth.sim.step_times import MeasuredStep, StepTimes
+from hearth.sim.step_times import StepTimes
+from hearth.snapshot.cost_profile import MeasuredStep
 from hearth.types import Rung
 
 

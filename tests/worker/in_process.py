@@ -44,6 +44,7 @@ from hearth.store.tiers import Tiers
 from hearth.types import Hold, ModelId, TokenLogprobs
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
+from hearth.worker.model_snapshots import ModelSnapshots
 from hearth.worker.runtime import HostingResources
 from hearth.worker.worker_loop import DeviceLost, Inbox, WorkerLoop
 from tests.store.stored import PATIENCE_S
@@ -163,12 +164,15 @@ def working_in_process(
     turns: TurnRules | None = None,
     kernels: ModelKernels | None = None,
     marks: WorkerMarks | None = None,
+    snapshots: ModelSnapshots | None = None,
 ) -> Iterator[LoopGateway]:
     """With `max_facts`, the worker waits when so many lie there untaken."""
     with (
         folder() as place,
         closing(Lender(tiers, place / "s")),
-        working_beside(place / "s", new_pool, device, config, max_facts, turns, kernels, marks) as gateway,
+        working_beside(
+            *(place / "s", new_pool, device, config, max_facts, turns, kernels, marks, snapshots)
+        ) as gateway,
     ):
         yield gateway
 
@@ -183,6 +187,7 @@ def working_beside(
     turns: TurnRules | None = None,
     kernels: ModelKernels | None = None,
     marks: WorkerMarks | None = None,
+    snapshots: ModelSnapshots | None = None,
 ) -> Iterator[LoopGateway]:
     """A worker that borrows from whoever lends at a socket, otherwise as `working_in_process`."""
     device = device or torch.device("cpu")
@@ -196,6 +201,7 @@ def working_beside(
         resources = HostingResources(
             *(device, config, kept_pool, borrower, Loader(device), turns, kernels),
             marks=marks or WorkerMarks(),
+            snapshots=snapshots,
         )
         worker = WorkerLoop(resources, gateway.inbox, gateway.facts.put)
 

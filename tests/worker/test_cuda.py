@@ -5,14 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from hearth import LLM
 from hearth.beacon import Beacon, new_beacon_file
-from hearth.messages import ModelLoaded, ModelTurn, RetireModel
-from hearth.types import ModelId, SamplingParams
+from hearth.messages import (
+    MakeSnapshot,
+    ModelLoaded,
+    ModelTurn,
+    RetireModel,
+    SnapshotLooked,
+    SnapshotMade,
+)
+from hearth.sim.profile import Profile
+from hearth.snapshot.cost_profile import cost_profile_of
+from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.memory_profile import MemoryProfile
+from hearth.store.manifest import read_manifest
+from hearth.types import ModelId, SamplingParams, SnapshotOutcome
+from hearth.worker.torch_limit import SPARE_BYTES
 from tests.store.stored import converted
 from tests.worker.harness import CONFIG, Gateway, folder, greedy, host_order, keeper_setup, keeping, working
 
@@ -128,3 +142,44 @@ def test_whose_step_is_under_way_is_shown_until_the_device_is_done_with_it() -> 
             assert seen.read().model is None
     finally:
         os.close(descriptor)
+
+
+def test_a_snapshot_of_one_process_is_used_by_the_next(tmp_path: Path) -> None:
+    where, directory = converted("llama-gqa"), SnapshotDirectory.open(tmp_path / "snapshots", 1 << 30)
+    settings: dict[str, object] = {
+        **{"kind": "cuda", "budget_bytes": BUDGET_BYTES},
+        **{"snapshots_path": str(directory.path), "snapshot_bytes": 1 << 30},
+    }
+    with folder() as place, keeping(setup := keeper_setup(place, kind="cuda")):
+        with working(setup.socket, **settings) as first:
+            gateway = first.gateway
+            gateway.host("a", where)
+            (looked,) = (fact for fact in gateway.facts if isinstance(fact, SnapshotLooked))
+            assert looked.outcome is SnapshotOutcome.MISSING
+            assert not gateway.ping().is_torch_limit_measured
+            (before,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
+            gateway.send(MakeSnapshot(ModelId("a"), looked.hosting))
+            made = gateway.until_kind(SnapshotMade)
+            assert (made.failure, made.seconds < 60) == (None, True)
+            assert gateway.ping().is_torch_limit_measured
+            (after,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
+            assert after.tokens == before.tokens
+        opened = directory.newest(read_manifest(where).digest)
+        assert opened is not None
+        with opened:
+            fingerprint, memory = opened.fingerprint, MemoryProfile.of(opened)
+            profile = Profile.of(cost_profile_of(opened), "the snapshot")
+        assert [name for name, value in asdict(fingerprint).items() if not value] == []
+        print(fingerprint, memory, profile.measured)  # for whoever looks whether that is so
+        assert memory.torch_bytes > 0
+        assert profile.shape("a").step_s(1, 1, 10) > 0.0
+        with working(setup.socket, **settings) as second:
+            gateway = second.gateway
+            gateway.host("a", where)
+            (looked,) = (fact for fact in gateway.facts if isinstance(fact, SnapshotLooked))
+            assert (looked.outcome, looked.reason) == (SnapshotOutcome.USED, None)
+            pong = gateway.ping()
+            assert pong.is_torch_limit_measured
+            assert pong.torch_limit_bytes == memory.torch_bytes + SPARE_BYTES
+            (again,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
+            assert again.tokens == before.tokens

@@ -18,12 +18,13 @@ import torch
 
 from bench.host_pages import HostPages
 from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
+from hearth.engine.assemble import ModelSpec, block_bytes, tables_bytes, workspace_bytes
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import StepDone
+from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.manifest import read_manifest
@@ -74,6 +75,11 @@ class Setting:
     def block_bytes(self, name: str) -> int:
         return block_bytes(self.spec(name))
 
+    def tables_bytes(self, name: str) -> int:
+        """What its engine always has."""
+        unit_bytes = ALIGNMENT_BYTES if self.new_pool is arena else self.page_bytes
+        return -(-tables_bytes(self.spec(name)) // unit_bytes) * unit_bytes
+
     def floor_bytes(self, name: str) -> int:
         """One full context, and the sink."""
         return (1 + CONTEXT // CONFIG.block_tokens) * self.block_bytes(name)
@@ -86,12 +92,12 @@ class Setting:
     def promise(self, name: str) -> Promise:
         """With what the seams of KV extents may cost in an arena."""
         own_bytes = self._rounded(read_manifest(self.where(name)).num_bytes)
-        own_bytes += self._rounded(self.floor_bytes(name))
+        own_bytes += self._rounded(self.floor_bytes(name)) + self.tables_bytes(name)
         own_bytes += 16 * self.block_bytes(name) if self.new_pool is arena else 0
         return Promise(
             own_bytes,
             workspace_bytes=self._rounded(workspace_bytes(self.spec(name), self.device)),
-            standing_bytes=self._rounded(self.block_bytes(name)),
+            standing_bytes=self._rounded(self.block_bytes(name)) + self.tables_bytes(name),
         )
 
     def _rounded(self, num_bytes: int) -> int:
@@ -316,6 +322,7 @@ def test_tables_grow_in_the_pool_with_those_who_need_them_and_keep_what_they_hol
 ) -> None:
     setting = SETTINGS[kind]
     name = setting.names[0]
+    always_bytes = setting.tables_bytes(name)
     prompts = prompts_for(VOCABULARY, [4] * 10, seed=4)
     with playing(kind, 3 * setting.promise_bytes(name), tmp_path, seed=0) as player:
         gateway = player.gateway
@@ -339,7 +346,7 @@ def test_tables_grow_in_the_pool_with_those_who_need_them_and_keep_what_they_hol
         for few_bytes, *_, many_bytes in placed_bytes.values():
             assert few_bytes < many_bytes
         told = gateway.ping()
-        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (0, 0)
+        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (always_bytes, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -348,6 +355,7 @@ def test_tables_are_the_pools_while_they_are_used_and_answer_as_they_do_outside_
 ) -> None:
     setting = SETTINGS[kind]
     name = setting.names[0]
+    always_bytes = setting.tables_bytes(name)
     (prompt,) = prompts_for(VOCABULARY, [20], seed=3)
     with playing(kind, 2 * setting.promise_bytes(name), tmp_path, seed=0) as player:
         gateway = player.gateway
@@ -363,9 +371,9 @@ def test_tables_are_the_pools_while_they_are_used_and_answer_as_they_do_outside_
         monkeypatch.setattr(pool, "place_table", partial(watched, pool.place_table))
         inside = gateway.ask(name, prompt, PENALISED_AND_BIASED)
         first_bytes, both_bytes = held_bytes
-        assert 0 < first_bytes < both_bytes
+        assert always_bytes < first_bytes < both_bytes
         told = gateway.ping()
-        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (0, 0)
+        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (always_bytes, 0)
 
         monkeypatch.setattr(pool, "place_table", lambda model, table, num_bytes: None)
         outside = gateway.ask(name, prompt, PENALISED_AND_BIASED)
@@ -373,4 +381,4 @@ def test_tables_are_the_pools_while_they_are_used_and_answer_as_they_do_outside_
         assert inside.tokens == outside.tokens
         assert inside.tokens != gateway.ask(name, prompt, greedy(36, ignore_eos=True)).tokens
         told = gateway.ping()
-        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (0, 2)
+        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (always_bytes, 2)

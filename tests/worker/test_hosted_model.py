@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from bench.host_pages import HostPages
+from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome
+from hearth.engine.runner import Runner
 from hearth.kernels import prefill_hopper
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
@@ -23,7 +25,7 @@ from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import Hold, Rung
 from hearth.worker.hosted_model import HostedModel
-from hearth.worker.model_load import EngineReady
+from hearth.worker.model_load import EngineReady, ModelLoad
 from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
 from tests.worker.harness import BUDGET_BYTES, greedy
@@ -207,6 +209,35 @@ def test_a_load_that_was_called_off_holds_up_no_later_step(tmp_path: Path) -> No
         gateway.host("a", model)
 
         assert gateway.ask("a", PROMPT, greedy(5)).tokens == before
+
+
+def test_a_load_that_was_called_off_while_its_engine_was_put_together_touches_no_memory(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may be somebody else's by now, or unmapped."""
+    is_assembling, may_go, is_over, filled = Event(), Event(), Event(), list[Runner]()
+    run = ModelLoad._run
+
+    def late(*arguments: object) -> Engine:
+        is_assembling.set()
+        may_go.wait(PATIENCE_S)
+        return assemble(*arguments)  # type: ignore[arg-type] # as it was called
+
+    def noted(load: ModelLoad, engine: Engine | None) -> None:
+        run(load, engine)
+        is_over.set()
+
+    monkeypatch.setattr(ModelLoad, "_run", noted)
+    monkeypatch.setattr("hearth.worker.model_load.assemble", late)
+    monkeypatch.setattr(Runner, "fill_tables", filled.append)
+    bench.gate.open()
+    bench.gateway.host("a", model)
+    assert is_assembling.wait(PATIENCE_S)
+    bench.gateway.retire("a")
+    bench.gateway.ping()  # it is retired
+    may_go.set()
+    assert is_over.wait(PATIENCE_S)
+    assert not filled
 
 
 def test_a_model_is_there_when_both_its_bytes_and_its_engine_are(

@@ -202,7 +202,9 @@ def test_a_grammar_goes_on_after_each_pause(kind: str, tmp_path: Path) -> None:
             kv_floor_bytes=setting.floor_bytes(name),
             max_kv_bytes=setting.floor_bytes(name),
             eos_ids=(backend.token_to_id("</s>"),),
-            own_bytes=budget_bytes - setting.promise(name).workspace_bytes - setting.page_bytes,
+            own_bytes=budget_bytes
+            - setting.promise(name).workspace_bytes
+            - setting.promise(name).standing_bytes,
         )
         guided = gateway.start("spoken", [3, 14, 15], greedy(40), GuideOrder("json_schema", schema))
         gateway.until_ended(gateway.start(name, [1, 2, 3], greedy(40, ignore_eos=True)), guided)
@@ -307,7 +309,8 @@ def test_a_paused_request_can_be_cancelled_and_leaves_nothing(kind: str, tmp_pat
         gateway.until_ended(other)
 
         use = {one.model: one for one in gateway.ping().models}[ModelId(first)]
-        assert (use.num_running, use.num_waiting, use.kv_used_blocks, use.tables_bytes) == (0, 0, 0, 0)
+        assert (use.num_running, use.num_waiting, use.kv_used_blocks) == (0, 0, 0)
+        assert use.tables_bytes == SETTINGS[kind].tables_bytes(first), "its sampler has none any more"
         assert use.hold is Hold.WARM
         assert not gateway.answers[paused].is_ended
         assert_empty_when_dropped(gateway, first, second)
@@ -325,6 +328,7 @@ def test_a_model_that_is_always_busy_and_one_that_waits_hold_up_nobody(kind: str
     rules = TurnRules(min_turn_s=0.01, quantum_s=0.02, max_turn_s=0.1)
     is_small_beside = False
     with taking_turns(kind, tmp_path, [waiter, busy, small], turn_bytes[small], rules) as gateway:
+        gateway.ask(small, [4, 5, 6], greedy(1))  # from here on it keeps its tables and its sink
         stream = [gateway.start(busy, [1, 2, 3], LONG)]
         while not gateway.answers[stream[0]].tokens:
             gateway.hear()

@@ -451,7 +451,8 @@ def test_a_ping_tells_what_is_used(gateway: Gateway, model: Path) -> None:
     assert (use.model, use.hold, use.is_hosted, use.num_running) == ("a", Hold.WARM, True, 0)
     assert use.weights_bytes == use.total_bytes == read_manifest(model).num_bytes
     assert pong.workspace_bytes > 0
-    parts = use.weights_bytes + use.kv_bytes + pong.workspace_bytes + pong.lost_bytes
+    assert use.tables_bytes > 0
+    parts = use.weights_bytes + use.kv_bytes + use.tables_bytes + pong.workspace_bytes + pong.lost_bytes
     assert pong.free_bytes + parts == pong.budget_bytes == BUDGET_BYTES
 
 
@@ -464,7 +465,7 @@ def test_a_model_beyond_the_budget_is_refused_with_the_numbers(gateway: Gateway,
 
     assert isinstance(failed, HostingFailed)
     assert failed.label == "device"
-    assert f"`b` needs {budget_bytes} bytes for weights and " in failed.reason
+    assert f"`b` needs {budget_bytes} bytes for weights, " in failed.reason
     assert f"more than can be freed of {budget_bytes}" in failed.reason
 
 

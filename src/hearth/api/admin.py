@@ -72,13 +72,21 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     async def deploy(body: DeployBody, request: Request) -> Response:
         """Answers with progress as events; with `Accept: application/json` it waits and shows the model."""
         events = gateway.deploy(body.source, body.name, body.dtype, body.quant, body.overwrite)
-        is_whole = request.headers.get("accept", "").startswith("application/json")
-        return DeploymentResponse(events, is_whole, heartbeat_s)
+        return ProgressResponse(events, "model", request, heartbeat_s)
 
     @routes.delete("/{name:path}", summary="Remove a model")
     async def remove(name: str) -> Response:
         await gateway.remove(name)
         return as_json({"removed": name})
+
+    @routes.post("/{name:path}/snapshot", summary="Make a snapshot of a model", responses=_EVENTS)
+    async def make_snapshot(name: str, request: Request) -> Response:
+        """Asks the model for a token, so that it is loaded, and measures it when nobody has requests.
+
+        Answers with progress as events; with `Accept: application/json` it waits and shows the snapshot.
+        """
+        events = gateway.make_snapshot(name, caller_of(request))
+        return ProgressResponse(events, "snapshot", request, heartbeat_s)
 
     @routes.post("/{name:path}/unload", summary="Let a model go from device memory")
     async def unload(name: str, body: UnloadBody) -> Response:
@@ -151,15 +159,17 @@ def service_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
-class DeploymentResponse(Response):
-    """The HTTP response to an order to deploy: progress as events, or the model when it is done."""
+class ProgressResponse(Response):
+    """The HTTP response to an order that takes its time: progress as events, or the result at the end."""
 
-    def __init__(self, events: AsyncIterator[dict[str, object]], is_whole: bool, heartbeat_s: float) -> None:
+    def __init__(
+        self, events: AsyncIterator[dict[str, object]], result: str, request: Request, heartbeat_s: float
+    ) -> None:
+        """`result`: the field of the last event that a client gets who asks for plain JSON."""
         super().__init__()
         assert isinstance(events, AsyncGenerator), f"it must be possible to call it off: {type(events)}"
-        self._events = events
-        self._is_whole = is_whole
-        self._heartbeat_s = heartbeat_s
+        self._events, self._result, self._heartbeat_s = events, result, heartbeat_s
+        self._is_whole = request.headers.get("accept", "").startswith("application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._wait(scope, receive, send) if self._is_whole else self._stream(send)
@@ -169,11 +179,11 @@ class DeploymentResponse(Response):
             raise RequestError(str(error)) from error
 
     async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
-        model: object = None
+        result: object = None
         async with aclosing(self._events) as events:
             async for event in events:
-                model = event.get("model")
-        await as_json(model)(scope, receive, send)
+                result = event.get(self._result)
+        await as_json(result)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         """Send progress as events; what fails before the first has its own status, as in `Answer`."""

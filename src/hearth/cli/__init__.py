@@ -13,7 +13,8 @@ import typer
 from rich.text import Text
 
 # Each adds its commands to the application, in the order of the help.
-from hearth.cli import run, chat, demo, deploy, explain, keys, doctor, convert, upgrade, serve, ps, simulate  # noqa: F401  # isort: skip
+from hearth.cli import run, chat, demo, deploy, snapshot, explain, keys  # noqa: F401  # isort: skip
+from hearth.cli import doctor, convert, upgrade, serve, ps, simulate  # noqa: F401  # isort: skip
 from hearth.cli.console import app, err
 from hearth.cli.help import command_of
 from hearth.errors import ConfigError, HearthError, ModelError, RequestError, Unreached

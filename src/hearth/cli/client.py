@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from hearth.control.keys import is_loopback
-from hearth.control.views import Explanation, Health, ModelView, ProcessView, UnloadView
+from hearth.control.views import Explanation, Health, ModelView, ProcessView, SnapshotView, UnloadView
 from hearth.errors import (
     ConfigError,
     HearthError,
@@ -90,6 +90,16 @@ class _DeployEvent(msgspec.Struct):
     done_bytes: int = 0
     total_bytes: int = 0
     model: ModelView | None = None
+
+
+class SnapshotEvent(msgspec.Struct):
+    """An event while a snapshot is made: progress, or the snapshot at the end."""
+
+    event: str
+    phase: str = ""
+    num_done: int = 0
+    num_steps: int = 0
+    snapshot: SnapshotView | None = None
 
 
 class Client:
@@ -167,6 +177,17 @@ class Client:
                     yield event.model
                     return
                 yield DeployProgress(event.phase, event.done_bytes, event.total_bytes)
+
+    def make_snapshot(self, name: str) -> Iterator[SnapshotEvent | SnapshotView]:
+        """Yield progress, and last the snapshot. Leaving early stops nothing."""
+        path = f"/hearth/models/{_segment(name)}/snapshot"
+        with self._answered("POST", path, {}, is_stream=True) as response:
+            for data in _server_sent(response.iter_bytes()):
+                event = self._streamed(data, SnapshotEvent)
+                if event.snapshot is not None:
+                    yield event.snapshot
+                    return
+                yield event
 
     def chat(
         self, model: str, messages: Sequence[Message], params: SamplingParams

@@ -28,6 +28,7 @@ from hearth.cli.console import (
 from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
 from hearth.cli.pool_bars import fallbacks
+from hearth.cli.snapshot import look_at_snapshots
 from hearth.config import HearthConfig, plain, to_toml
 from hearth.control.datadir import is_held, running_service
 from hearth.errors import DataDirError, ServiceError
@@ -62,10 +63,21 @@ def doctor(
         data_dir = data_dir_of(context, data_dir, applied)
         models = _models(data_dir, applied)
         report, service = examine(applied.store, data_dir), _service(data_dir, models.num_models)
-        report = replace(report, notes=(*report.notes, *models.notes, *configuration.notes))
+        snapshots = look_at_snapshots(data_dir)
+        notes = (*report.notes, *models.notes, *snapshots.notes, *configuration.notes)
+        report = replace(report, notes=notes)
     origins = dict(configuration.origins)
     if as_json:
-        typer.echo(json.dumps({**asdict(report), "settings": origins, "service": asdict(service)}))
+        typer.echo(
+            json.dumps(
+                {
+                    **asdict(report),
+                    "settings": origins,
+                    "snapshots": asdict(snapshots),
+                    "service": asdict(service),
+                }
+            )
+        )
         return
     facts = asdict(report)
     for name in ("devices", "notes", "store", "service_store", "kernel_caches"):
@@ -81,6 +93,7 @@ def doctor(
             f"{cache.path}, {cache.num_entries} kernels, {size(cache.num_bytes)}"
         )
     facts["settings"] = told_origins(origins) or "all defaults"
+    facts["snapshots"] = f"{snapshots.number}, {size(snapshots.num_bytes)}"
     facts["models"] = "unknown" if models.num_models is None else f"{models.num_models} deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
     for number, worker in enumerate(service.workers):

@@ -75,13 +75,14 @@ def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[
 
 def remove(data_dir: Path, name: str) -> None:
     """Remove a model and the files that were made for it. Raises UnknownModel."""
-    from hearth.control.deploy import remove_files
+    from hearth.control.deploy import collect_snapshots, remove_files
 
     if not DataDir(data_dir).registry_path.exists():
         raise Names([], {}).unknown(name)
     opened = DataDir.open(data_dir)
     with Registry.open(opened) as registry:
         remove_files(registry.remove(name), opened)
+        collect_snapshots(opened, registry)
 
 
 def deploy(

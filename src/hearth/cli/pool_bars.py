@@ -34,6 +34,7 @@ FALLBACKS = {
     "graphs": "models so far whose steps are launched kernel by kernel: torch frees what captured ones use",
     "kernels_compiled_while_serving": "that all models of the worker waited for",
     "kernels_loaded_while_serving": "from disk when a step asked for them",
+    "library_address": "worker whose library memory is at another address than planned",
     "prompt_attention": "models so far whose prompts are attended to by the slower kernel",
     "tables": "of penalties or biases outside of the pool",
 }

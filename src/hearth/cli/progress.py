@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     Task,
@@ -27,8 +28,8 @@ OTHER_COLUMNS = 44
 
 
 class Advance(Protocol):
-    def __call__(self, done_bytes: int, total_bytes: int | None, what: str | None = None) -> None:
-        """Show so many bytes; `what` is done now, None: the same as before."""
+    def __call__(self, done: int, total: int | None, what: str | None = None) -> None:
+        """Show so many bytes or steps; `what` is done now, None: the same as before."""
 
 
 class _OnceKnown(ProgressColumn):
@@ -40,6 +41,19 @@ class _OnceKnown(ProgressColumn):
 
     def render(self, task: Task) -> RenderableType:
         return self._column.render(task) if self._is_known(task) else Text()
+
+
+@contextmanager
+def step_bar(title: str) -> Iterator[Advance]:
+    """Show a bar of steps, whose number need not be known at first, instead of bytes."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        _OnceKnown(MofNCompleteColumn(), lambda task: task.total is not None),
+        TimeElapsedColumn(),
+    )
+    with _shown(title, None, *columns) as advance:
+        yield advance
 
 
 @contextmanager
@@ -56,10 +70,16 @@ def bar(title: str, total_bytes: int | None = None) -> Iterator[Advance]:
         _OnceKnown(TransferSpeedColumn(), lambda task: bool(task.finished_speed or task.speed)),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
-        task = shown.add_task(title, total=total_bytes)
+    with _shown(title, total_bytes, *columns) as advance:
+        yield advance
 
-        def advance(done_bytes: int, total_bytes: int | None, what: str | None = None) -> None:
-            shown.update(task, completed=done_bytes, total=total_bytes, description=what)
+
+@contextmanager
+def _shown(title: str, total: int | None, *columns: ProgressColumn) -> Iterator[Advance]:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
+        task = shown.add_task(title, total=total)
+
+        def advance(done: int, total: int | None, what: str | None = None) -> None:
+            shown.update(task, completed=done, total=total, description=what)
 
         yield advance

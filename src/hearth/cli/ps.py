@@ -26,7 +26,7 @@ from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
 from hearth.cli.tab_completion import ModelName
 from hearth.control.datadir import DataDir
 from hearth.control.log_rotation import rotated_path
-from hearth.control.views import ProcessView, ResidentView, UnloadView
+from hearth.control.views import PoolView, ProcessView, ResidentView, UnloadView
 from hearth.errors import DataDirError
 
 
@@ -154,6 +154,8 @@ def _print_processes(view: ProcessView) -> None:
     for worker in view.workers:
         for line in pool_lines(worker, keys, signs, out.width):
             out.print(line, soft_wrap=True)
+        if worker.pool is not None and (limit := _torch_limit(worker.pool)) is not None:
+            typer.echo(f"  besides: {limit}")
     typer.echo()
     models = [
         [
@@ -175,6 +177,14 @@ def _print_processes(view: ProcessView) -> None:
     if view.host is not None:
         typer.echo(f"\nhost memory: {size(view.host.used_bytes)} of {size(view.host.budget_bytes)}")
     typer.echo(f"\nrequests: {view.num_running} running, {view.num_waiting} waiting")
+
+
+def _torch_limit(pool: PoolView) -> str | None:
+    """Say how much of the device a worker may take besides its pool; None: there is no limit."""
+    if pool.torch_limit_bytes is None:
+        return None
+    how = "as measured" if pool.is_torch_limit_measured else "a guess, until its models have snapshots"
+    return f"at most {size(pool.torch_limit_bytes)}, {how}"
 
 
 def _running(model: ResidentView) -> str:

@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from hearth.cli.console import AsJson, app, err, print_table
+from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_table
 from hearth.cli.figures import precise, size
+from hearth.cli.snapshot import cost_profile
 from hearth.config import parse_bytes
 from hearth.errors import ConfigError
 from hearth.sim.arrivals import Lengths, draw_trace, steady
@@ -52,7 +53,11 @@ def simulate(
     ] = Policy.TURNS,
     profile: Annotated[
         str,
-        typer.Option("--profile", metavar="NAME|FILE", help="The machine: h200, cpu2 or a measured file."),
+        typer.Option(
+            "--profile",
+            metavar="NAME|FILE",
+            help="The machine: h200, cpu2, a measured file, or snapshot:MODEL for this one.",
+        ),
     ] = "h200",
     context: Annotated[int, typer.Option("--context", min=2, help="Tokens of prompt and answer.")] = 2048,
     begin_s: Annotated[float, typer.Option("--begin", min=0, metavar="SECONDS", help="Of the trace.")] = 0.0,
@@ -81,12 +86,15 @@ def simulate(
         typer.Option("--on-time", min=0, metavar="SECONDS", help="The first token counts as late after it."),
     ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of what is drawn.")] = 0,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
     """Say how a service would fare with a workload, in virtual time.
 
     The brain, the turns, the batcher and the policies of memory are those of a service; only the device is
-    simulated, by a measured profile of a machine. A shape is one of the profile, or a size such as 13b. The
+    simulated, by a measured profile of a machine. With --profile snapshot:MODEL that is what a worker here
+    has measured of a model, which is the one shape of the profile, under its name: see `hearth snapshot`. A
+    shape is one of the profile, or a size such as 13b. The
     tenants of a trace are mapped to the models by how busy they are, the busiest to the first, and behind the
     last model from the first again. Lengths that a trace does not tell are drawn from --lengths, or are 512
     tokens of prompt and 128 of answer. Token i is on time if it comes by the arrival + --on-time + i / 10 s.
@@ -98,6 +106,8 @@ def simulate(
       hearth simulate --trace poisson:2 --models "7b*10" --policy drain
 
       hearth simulate --trace gamma:2:4 --models "3b*20" --workers 4 --json
+
+      hearth simulate --trace poisson:1 --profile snapshot:qwen-7b --models "qwen-7b*4"
     """
     setting = SimulationSetting(
         shapes=parse_models(models),
@@ -119,7 +129,7 @@ def simulate(
         err.print(
             f"{num_idle} of {len(names)} models get no request: the trace has too few tenants in its window"
         )
-    machine = Profile.load(profile)
+    machine = _machine(profile, data_dir)
     columns = ("simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
         task = shown.add_task("", total=len(workload.requests))
@@ -130,6 +140,11 @@ def simulate(
         typer.echo(json.dumps({"trace": workload.name, "seed": seed, "profile": profile, **asdict(report)}))
     else:
         print_table(f"{workload.name} at {speed:g}x, {policy}", _facts(report, setting.on_time))
+
+
+def _machine(profile: str, data_dir: Path) -> Profile:
+    kind, _, model = profile.partition(":")
+    return Profile.of(cost_profile(data_dir, model), profile) if kind == "snapshot" else Profile.load(profile)
 
 
 def _workload(

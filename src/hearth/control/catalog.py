@@ -85,6 +85,7 @@ class Catalog:
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
         self._entries: dict[ModelId, CatalogEntry] = {}
+        self._slots: Mapping[str, int] = {}  #: of device addresses, by name
         self.refresh()
 
     def check_settings(self) -> None:
@@ -105,6 +106,7 @@ class Catalog:
         names = Names(deployed, self._configs)
         entries = {ModelId(one.name): self._entry(one) for one in deployed}
         self._names, self._entries = names, entries  # both or, where the configuration is wrong, neither
+        self._slots = self._registry.space_slots()
         self._log_cuts()
 
     def _log_cuts(self) -> None:
@@ -157,6 +159,7 @@ class Catalog:
             own_bytes=order.promise.own_bytes,
             workspace_bytes=order.promise.workspace_bytes,
             standing_bytes=order.promise.standing_bytes,
+            slot=self._slots.get(deployed.name),
         )
 
     def prepare_orders(self) -> list[PrepareModel]:

@@ -9,6 +9,7 @@ hashes/             the store's: what this machine found of files that it has ch
 upgrade/            the way back to the format before, until the first model is deployed or removed
 downloads/          checkpoints on their way to models/
 kernels/            compiled kernels (`kernels/kernel_cache.py`)
+snapshots/          what starts of models need, and the key that it is authenticated by (`snapshot/`)
 logs/               of the service, its processes and its events
 run/lock            held by the running service; a dead one holds nothing
 run/deploying       held by deployments under way
@@ -142,6 +143,10 @@ class DataDir:
     @property
     def kernels_path(self) -> Path:
         return self.path / "kernels"
+
+    @property
+    def snapshots_path(self) -> Path:
+        return self.path / "snapshots"
 
     @property
     def logs_path(self) -> Path:

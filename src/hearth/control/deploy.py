@@ -32,6 +32,7 @@ import msgspec
 from hearth.control.datadir import DataDir, is_locked
 from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.errors import DataDirError, ServiceError, StoreError, error_of
+from hearth.snapshot.directory import keep_quota, remove_others
 from hearth.store.writer import LOCK
 
 #: Time for a process that was called off to clear away what it has written.
@@ -179,6 +180,7 @@ def register(deployed: Deployed, overwrite: bool, registry: Registry, data_dir: 
         before = switch(deployed, overwrite, registry)
     if before is not None:
         remove_files(before, data_dir)
+        collect_snapshots(data_dir, registry)
 
 
 def switch(deployed: Deployed, overwrite: bool, registry: Registry) -> ModelLocation | None:
@@ -234,6 +236,20 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
             elif _MADE.fullmatch(path.name) and (path / "weights.bin").exists():
                 log.info("orphan_removed directory=%s", path)
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def collect_snapshots(data_dir: DataDir, registry: Registry, quota_bytes: int | None = None) -> None:
+    """Delete the snapshots of models that are not registered, and those beyond the quota, if one is given."""
+    try:
+        models = {deployed.digest for deployed in registry.all()}
+        num_removed = remove_others(data_dir.snapshots_path, models)
+        if quota_bytes is not None:
+            num_removed += keep_quota(data_dir.snapshots_path, quota_bytes)
+    except OSError as error:  # they are in nobody's way
+        log.warning("snapshots_left reason=%s", error)
+    else:
+        if num_removed:
+            log.info("snapshots_removed number=%d", num_removed)
 
 
 def _clear_refused(deployed: Deployed, data_dir: DataDir) -> None:

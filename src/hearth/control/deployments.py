@@ -13,7 +13,15 @@ from pathlib import Path
 
 from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployDone, DeployOrder, DeployProgress, deploying, remove_files, switch
+from hearth.control.deploy import (
+    DeployDone,
+    DeployOrder,
+    DeployProgress,
+    collect_snapshots,
+    deploying,
+    remove_files,
+    switch,
+)
 from hearth.control.driver import Driver
 from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.control.upstream_looks import UpstreamLooks
@@ -177,6 +185,7 @@ class Deployments:
 
     async def _clear_files(self, location: ModelLocation) -> None:
         async with self._files:
+            await asyncio.to_thread(_clear_snapshots, self._data_dir)
             if await asyncio.to_thread(_is_shared, location, self._registry.locations()):
                 return
             try:
@@ -184,6 +193,11 @@ class Deployments:
             except (HearthError, TimeoutError) as error:  # it may be starting anew, and reads the disk then
                 log.warning("keeper_not_told where=%s reason=%r", location.where, error)
             await asyncio.to_thread(remove_files, location, self._data_dir)
+
+
+def _clear_snapshots(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        collect_snapshots(data_dir, registry)
 
 
 def _is_shared(location: ModelLocation, others: list[ModelLocation]) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 from hearth import errors, messages
@@ -19,6 +20,7 @@ from hearth.control.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, 
 from hearth.control.journal import Journal
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
+from hearth.control.snapshots import Snapshots
 from hearth.control.worker_link import WorkerLink
 from hearth.errors import HearthError
 from hearth.policy.fleet import events
@@ -45,6 +47,14 @@ PrepareOrders = Callable[[], list[messages.PrepareModel]]
 Sink = Callable[[Event, Sequence[Action]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class HostingStay:
+    """One stay of a model on a worker."""
+
+    worker: WorkerId
+    hosting: int
+
+
 class Driver:
     """The one task that owns the fleet. Mutable; used on the event loop alone."""
 
@@ -54,12 +64,13 @@ class Driver:
         journal: Journal,
         observer: Observer,
         pools: PoolReports,
+        snapshots: Snapshots,
         host_order: HostOrder,
         prepare_orders: PrepareOrders,
     ) -> None:
         self.fleet = fleet
         self.requests = ActiveRequests()
-        self._journal, self._observer, self._pools = journal, observer, pools
+        self._journal, self._observer, self._pools, self._snapshots = journal, observer, pools, snapshots
         self._host_order, self._prepare_orders = host_order, prepare_orders
         self._sinks: list[Sink] = [observer.observe]
         self._links: dict[WorkerId, WorkerLink] = {}
@@ -139,6 +150,7 @@ class Driver:
             self._journal.rotate(self.fleet)
         if isinstance(event, events.ModelRemoved):
             self._failures.pop(event.model, None)
+            self._snapshots.removed(event.model)
         for sink in self._sinks:
             sink(event, actions)
         for action in actions:
@@ -154,6 +166,7 @@ class Driver:
                 self._send(worker, self._host_order(action, hosting))
             case events.Evict(model, worker, _, is_freed):
                 self._hostings.pop((worker, model), None)
+                self._snapshots.left(worker, model)
                 self._send(worker, messages.DropModel(model) if is_freed else messages.RetireModel(model))
             case events.SetHold(model, worker, hold):
                 self._send(worker, messages.HoldModel(model, hold))
@@ -210,6 +223,13 @@ class Driver:
         if link is not None:
             link.send(order)
 
+    def ready_stay(self, model: ModelId) -> HostingStay | None:
+        """Return a stay of a model that is all on a worker; None: it is on none."""
+        for replica in self.fleet.replicas():
+            if replica.model.name == model and replica.is_ready:
+                return HostingStay(replica.worker.name, self._hostings[replica.worker.name, model])
+        return None
+
     # Workers.
 
     def prepare(self, order: messages.PrepareModel) -> None:
@@ -224,6 +244,7 @@ class Driver:
     def joined(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
         self._links[hello.worker] = link
         self._pools.joined(hello.worker, link)
+        self._snapshots.joined(hello.worker, link)
         self.post(
             events.WorkerJoined(
                 *(self.now_s, hello.worker, hello.kind, hello.budget_bytes), hello.shares_workspace
@@ -261,6 +282,9 @@ class Driver:
             case messages.LoadProgress() | messages.ModelLoaded() | messages.HostingFailed():
                 if self._hostings.get((worker, fact.model)) == fact.hosting:  # else it was evicted meanwhile
                     self._load_changed(now_s, worker, fact)
+            case messages.SnapshotLooked() | messages.SnapshotProgress() | messages.SnapshotMade():
+                if self._hostings.get((worker, fact.model)) == fact.hosting:
+                    self._snapshot_changed(worker, fact)
             case messages.ModelTurn(model, hosting, why):
                 if self._hostings.get((worker, model)) == hosting:
                     began, ended = events.TurnBegan, events.TurnEnded
@@ -358,15 +382,31 @@ class Driver:
                         now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes, fact.shared_bytes
                     )
                 )
+                self._snapshots.loaded(worker, model, fact.hosting)
             case messages.HostingFailed(model):
                 self._failures[model] = fact.label
                 del self._hostings[worker, model]
+                self._snapshots.left(worker, model)
                 self.requests.detach(worker, model)
                 self.post(events.ModelFailed(now_s, worker, model, fact.reason))
+
+    def _snapshot_changed(
+        self,
+        worker: WorkerId,
+        fact: messages.SnapshotLooked | messages.SnapshotProgress | messages.SnapshotMade,
+    ) -> None:
+        match fact:
+            case messages.SnapshotLooked():
+                self._snapshots.looked(worker, fact)
+            case messages.SnapshotProgress():
+                self._snapshots.progressed(worker, fact)
+            case messages.SnapshotMade():
+                self._snapshots.made(worker, fact)
 
     def _worker_lost(self, now_s: float, worker: WorkerId, link: WorkerLink) -> None:
         del self._links[worker]
         self._pools.lost(worker)
+        self._snapshots.lost(worker)
         for key in [key for key in self._hostings if key[0] == worker]:
             del self._hostings[key]
         signs = None if link.beacon is None else link.beacon.read()

@@ -41,6 +41,7 @@ from hearth.control.request_checks import (
     max_chars,
 )
 from hearth.control.request_pace import pace_of
+from hearth.control.snapshots import Snapshots
 from hearth.control.supervisor import Supervisor
 from hearth.control.timeline import Timeline
 from hearth.control.tokenization import PromptEncoder
@@ -51,6 +52,7 @@ from hearth.control.views import (
     ModelView,
     ProcessView,
     ResidentView,
+    SnapshotView,
     UnloadView,
     WorkerView,
 )
@@ -60,11 +62,11 @@ from hearth.errors import (
     ServiceError,
     ShuttingDown,
 )
-from hearth.messages import Sampling
+from hearth.messages import Sampling, SnapshotProgress
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, RateStatus, RequestId, Rung
+from hearth.types import ModelId, RateStatus, RequestId, Rung, SamplingParams
 from hearth.version import hearth_version
 
 #: Time for workers to report their memory when somebody looks; else their last report is shown.
@@ -84,6 +86,7 @@ class Gateway:
         driver: Driver,
         observer: Observer,
         pools: PoolReports,
+        snapshots: Snapshots,
         supervisor: Supervisor,
         metrics: Metrics,
         demand: DemandReports,
@@ -102,7 +105,8 @@ class Gateway:
         self._exchange_sinks = exchange_sinks
         self._config, self._deployments, self._catalog = config, deployments, catalog
         self._encoder, self._driver, self._observer = encoder, driver, observer
-        self._pools, self._supervisor, self._kind = pools, supervisor, kind
+        self._pools, self._snapshots = pools, snapshots
+        self._supervisor, self._kind = supervisor, kind
         self._is_draining = False
         self._demand, self._host = demand, host
         self._metrics = metrics
@@ -283,6 +287,37 @@ class Gateway:
                     yield {"event": "progress", **event.as_json()}
                 else:
                     yield {"event": "done", "model": self._catalog.view(event)}
+
+    async def make_snapshot(self, name: str, caller: Caller) -> AsyncIterator[dict[str, object]]:
+        """Have a snapshot of a model made now; yields progress, and last what was made.
+
+        The model is asked for one token first, so that it is there. Leaving early stops nothing.
+
+        Raises:
+            HearthError: it cannot be loaded, or the snapshot cannot be made.
+        """
+        model = ModelId(self._find(name, caller).deployed.name)
+        yield {"event": "progress", "phase": "loading", "num_done": 0, "num_steps": 0}
+        wanted = GenerationRequest(name, [0], SamplingParams(temperature=0.0, max_tokens=1))
+        with self.admit(caller) as admission:
+            stream = self.start(await self.prepare(wanted, admission))
+            try:
+                await stream.rest()
+            finally:
+                stream.close()
+        yield {"event": "progress", "phase": "waiting", "num_done": 0, "num_steps": 0}
+        # Together with the order, between which nothing else may happen.
+        stay = self._driver.ready_stay(model)
+        if stay is None:
+            raise ServiceError(f"`{model}` left device memory at once, as others need the room; try again")
+        async with aclosing(self._snapshots.make(stay.worker, model, stay.hosting)) as facts:
+            async for fact in facts:
+                if isinstance(fact, SnapshotProgress):
+                    progress = {"num_done": fact.num_done, "num_steps": fact.num_steps}
+                    yield {"event": "progress", "phase": "measuring", **progress}
+                else:
+                    view = SnapshotView(str(model), fact.num_bytes, fact.unbooked_bytes, fact.seconds)
+                    yield {"event": "done", "snapshot": view}
 
     async def remove(self, name: str) -> None:
         await self._deployments.remove(name)

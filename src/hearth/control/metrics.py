@@ -132,6 +132,9 @@ class Metrics:
         self.key_refusals = self._counter(
             "hearth_key_refusals", "Requests beyond a limit of their API key.", "key", "limit"
         )
+        self.snapshots = self._counter(
+            "hearth_snapshots", "Snapshots of models, by how it went with them.", "outcome"
+        )
         self.fallbacks = self._counter("hearth_fallbacks", "Ways that had to be gone around.", "what")
 
     def loaded(self, ready: ModelReady) -> None:

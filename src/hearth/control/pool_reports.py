@@ -95,7 +95,11 @@ class PoolReports:
         if report is None:
             return None
         pong = report.pong
-        return PoolView(now_s - report.received_s, pool_parts(pong), pong.moved_bytes, pong.fallbacks)
+        return PoolView(
+            *(now_s - report.received_s, pool_parts(pong), pong.moved_bytes, pong.fallbacks),
+            torch_limit_bytes=pong.torch_limit_bytes,
+            is_torch_limit_measured=pong.is_torch_limit_measured,
+        )
 
     def collect(self) -> Iterator[Metric]:
         taken = GaugeMetricFamily(

@@ -4,7 +4,7 @@ The parts of a pool are disjoint and make up its budget:
 
     weights   active: of a hosted model        retained: kept until somebody needs the room
     kv        active: of running requests      retained: cached prefixes    spare: a model's, but empty
-    tables    active: of requests that are penalised or biased
+    tables    active: of a placed model's engine, and of requests that are penalised or biased
     workspace active: of all models together
     lost      spare: to rounding and fragments
     free      spare

@@ -26,6 +26,7 @@ from hearth.errors import (
     UnknownModel,
 )
 from hearth.policy.fleet.footprint import Facts
+from hearth.policy.memory.space_slots import choose_slot
 
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
 WAIT_S, LOOP_WAIT_S = 10.0, 1.0
@@ -42,6 +43,11 @@ _SCHEMA = """
 create table if not exists models (
     name text primary key, source text not null, location text not null, directory text not null,
     digest text not null, facts text not null, created_at_s real not null
+) without rowid
+"""
+_SLOTS_SCHEMA = """
+create table if not exists space_slots (
+    name text primary key, digest text not null, slot integer not null unique
 ) without rowid
 """
 _RENAMED_SCHEMA = "create table if not exists renamed_digests (old text primary key, new text not null)"
@@ -108,6 +114,8 @@ class Registry:
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_SCHEMA)
             self._connection.execute(_RENAMED_SCHEMA)
+            self._connection.execute(_SLOTS_SCHEMA)
+        self._give_slots()  # to models that were registered when there were none
         self._seen_version = -1
 
     @staticmethod
@@ -159,6 +167,7 @@ class Registry:
             if location is None:
                 raise Names(self.all(), {}).unknown(name)
             self._execute("delete from models where name = ?", name)
+            self._give_slots()
             self._data_dir.forget_upgrade()
         return location
 
@@ -205,6 +214,27 @@ class Registry:
                 log.warning("row_skipped reason=%s", error)
         return found
 
+    def space_slots(self) -> dict[str, int]:
+        """Return by name which slot of device addresses each model has; none where all are taken."""
+        return dict(self._execute("select name, slot from space_slots").fetchall())
+
+    def _give_slots(self) -> None:
+        """Give a slot to each model that has none. One that has another digest now loses its own first."""
+        is_stale = "not exists (select 1 from models m where m.name = s.name and m.digest = s.digest)"
+        stale = self._execute(f"select name from space_slots s where {is_stale}").fetchall()
+        for (name,) in stale:
+            self._execute("delete from space_slots where name = ?", name)
+        taken = set(self.space_slots().values())
+        lacking = self._execute(
+            "select name, digest from models where name not in (select name from space_slots) order by name"
+        )
+        for name, digest in lacking.fetchall():
+            if (slot := choose_slot(digest, taken)) is None:
+                break
+            # Another process may have been faster: then this one is given its slot the next time.
+            self._execute("insert or ignore into space_slots values (?, ?, ?)", name, digest, slot)
+            taken.add(slot)
+
     def has_changed(self) -> bool:
         """True if another connection has written since this was asked last. Takes microseconds."""
         (version,) = self._execute("pragma data_version").fetchone()
@@ -221,6 +251,7 @@ class Registry:
             *(check_name(deployed.name), deployed.source, deployed.where, deployed.directory),
             *(deployed.digest, msgspec.json.encode(deployed.facts).decode(), deployed.created_at_s),
         )
+        self._give_slots()
 
     def _execute(self, statement: str, *values: str | float) -> sqlite3.Cursor:
         with self._translated():

@@ -16,7 +16,7 @@ from hearth.control.access_log import LINE_FORMATS, AccessLog
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
-from hearth.control.deploy import collect
+from hearth.control.deploy import collect, collect_snapshots
 from hearth.control.deployments import Deployments
 from hearth.control.devices import Devices
 from hearth.control.driver import Driver
@@ -35,15 +35,17 @@ from hearth.control.pool_reports import PoolReports
 from hearth.control.process_log import ProcessLog, logs_to_stderr
 from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
+from hearth.control.snapshots import Snapshots
 from hearth.control.supervisor import Supervisor, Vigilance, seat_index
 from hearth.control.tokenization import PromptEncoder
 from hearth.control.tracing import Tracing, tracing_of
 from hearth.control.worker_link import WorkerLink
 from hearth.control.worker_template import WorkerTemplate
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, SnapshotError
 from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
+from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import Pace, WorkerId
 
@@ -69,6 +71,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         registry = Registry.open(data_dir, LOOP_WAIT_S)
         stack.callback(registry.close)
         collect(data_dir, registry)
+        collect_snapshots(data_dir, registry, config.store.snapshot_bytes)
         catalog = Catalog(
             *(registry, config.models, config.engine, service.keep_alive),
             kind=devices.kind,
@@ -86,7 +89,14 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             device_share=lambda worker: devices.share_of(seat_index(worker)),
         )
         pools = PoolReports()
-        driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, catalog.prepare_orders))
+        obstacle = _snapshots_obstacle(config, data_dir)
+        if obstacle is not None:
+            log.warning("fallback snapshots=off reason=`%s`", obstacle)
+            metrics.fallbacks.labels("snapshots").inc()
+        snapshots = Snapshots(metrics, obstacle)
+        driver = Driver(
+            *(Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders)
+        )
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
         stack.callback(decoder.close)
@@ -150,20 +160,45 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
         gateway = Gateway(
-            *(service, deployments, catalog, encoder, driver, observer, pools, supervisor, metrics, demand),
+            *(
+                service,
+                deployments,
+                catalog,
+                encoder,
+                driver,
+                observer,
+                pools,
+                snapshots,
+                supervisor,
+                metrics,
+            ),
+            demand=demand,
             host=HostReports(keeper),
             keys=keys,
             admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
             kind=devices.kind,
-            notes=lambda: tuple(
-                one.note
-                for one in (usage, journal, process_log, access_log, tracing, template)
-                if one is not None and one.note is not None
+            notes=lambda: (
+                tuple(
+                    one.note
+                    for one in (usage, journal, process_log, access_log, tracing, template)
+                    if one is not None and one.note is not None
+                )
+                + snapshots.notes
             ),
             exchange_sinks=sinks,
         )
         yield gateway
         observer.close()
+
+
+def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
+    """Make the directory of snapshots and its key, if any are to be kept; say why they cannot be."""
+    if config.store.snapshot_bytes:
+        try:
+            SnapshotDirectory.open(data_dir.snapshots_path, config.store.snapshot_bytes)
+        except SnapshotError as error:
+            return str(error)
+    return None
 
 
 def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
@@ -253,6 +288,8 @@ def _worker_setups(
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
             turns=config.service.turns,
+            snapshots_path=str(data_dir.snapshots_path) if config.store.snapshot_bytes else None,
+            snapshot_bytes=config.store.snapshot_bytes,
         )
 
     return setup

@@ -68,6 +68,8 @@ class PoolView:
     parts: tuple[PartView, ...]  #: disjoint; together they are the budget
     moved_bytes: int  #: so far, to make place
     fallbacks: dict[str, int]  #: what it had to do otherwise than wished, by name
+    torch_limit_bytes: int | None = None  #: that torch may take besides; None: any number
+    is_torch_limit_measured: bool = False  #: False: it is a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,16 @@ class UnloadView:
     num_requests: int  #: that it has to finish first
     device_bytes: int  #: its own, on all workers; with `free` they are given back
     host_bytes: int  #: of its chunks in host memory, where they stay until others need the room
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotView:
+    """A snapshot that was made just now."""
+
+    model: str
+    num_bytes: int
+    unbooked_bytes: int  #: of device memory that the worker took besides its pool
+    seconds: float  #: that it took
 
 
 @dataclass(frozen=True, slots=True)

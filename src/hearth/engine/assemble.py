@@ -12,6 +12,8 @@ import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
+from hearth.engine.engine_tables import EngineTables
+from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
@@ -29,14 +31,13 @@ from hearth.kernels.prefill_attention import PromptKernel, prompt_kernel, prompt
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.decoder import Decoder
-from hearth.models.rope import cos_sin_table
 from hearth.models.weights import Weights
 from hearth.models.workspace import Workspace
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.batch.step_limits import step_limits
-from hearth.sizes import Buffer, StepLimits, StepSize, block_buffer
+from hearth.sizes import Buffer, StepLimits, StepSize, block_buffer, run_bytes, table_buffers
 
 #: The KV of a CPU engine takes at most this share of the machine's memory; what is not written costs nothing.
 _CPU_SHARE = 0.25
@@ -61,6 +62,7 @@ class Memory:
     """Bytes on the device for all but the weights, from whoever keeps its books."""
 
     workspace: torch.Tensor  #: of `workspace_bytes`
+    tables: torch.Tensor  #: of `tables_bytes`
     #: Every block that the engine may ever be given, at its number times `block_bytes`. Most have no memory
     #: behind them, so none but the sink is touched before it is given.
     kv: torch.Tensor
@@ -76,6 +78,11 @@ def own_limits(config: EngineConfig, arch: Arch, dtype: torch.dtype, device: tor
 
 def workspace_bytes(spec: ModelSpec, device: torch.device) -> int:
     return Workspace.num_bytes(spec.arch, spec.dtype, _step_size(spec.limits, device))
+
+
+def tables_bytes(spec: ModelSpec) -> int:
+    """The bytes that an engine always has besides weights, workspace and KV."""
+    return run_bytes(table_buffers(spec.arch.dimensions, spec.limits, spec.max_context))
 
 
 def block_bytes(spec: ModelSpec) -> int:
@@ -106,8 +113,9 @@ def assemble(
 ) -> Engine:
     """Return an engine over weights that have their place on the device, which tells `marks` of its steps.
 
-    In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
-    the engine takes its own, and what is left on the device goes to KV, for good.
+    Memory that was set aside is not touched: `Engine.add_blocks` gives blocks of KV, and `Runner.fill_tables`
+    fills tables. Without such memory the engine takes its own, and what is left on the device goes to KV, for
+    good.
     """
     limits = spec.limits
     log.info(
@@ -125,6 +133,7 @@ def assemble(
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
         book = BlockBook.fixed(len(runner.kv), limits.block_tokens)
+        runner.fill_tables()
         if config.graphs == "start":
             runner.capture_all()
     batch_limits = BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.sizes.mixed)
@@ -145,27 +154,28 @@ def assemble_runner(
 ) -> Runner:
     """Return what runs the steps of an engine, on the device of the memory. `on_layer` is as in `Decoder`."""
     arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
-    workspace = Workspace.bind(arch, dtype, size, memory.workspace)
-    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
+    tables = EngineTables(arch, limits, spec.max_context, memory.sink, memory.tables)
+    workspace = Workspace.bind(arch, dtype, size, memory.workspace, tables.counters)
     uploads = Uploads(device)
-    sampler = Sampler(limits.max_seqs, arch.vocab_size, uploads)
+    sampler = Sampler(tables.sampler, arch.vocab_size, uploads)
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
     inputs = InputBuffers(
-        limits,
-        spec.max_context,
+        limits.max_seqs,
+        tables.inputs,
         sampler.tokens,
         uploads,
         memory.sink,
         lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows, limits.block_tokens),
     )
     kv = _bind_kv(spec, memory.kv)
-    decoder = Decoder(arch, weights, workspace, cos_sin, on_layer=on_layer)
+    decoder = Decoder(arch, weights, workspace, tables.cos_sin, on_layer=on_layer)
     sizes = _padded_sizes(limits, device)
     is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
     if is_captured and (obstacle := capture_obstacle(torch.__version__)) is not None:
         log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
         is_captured = False
-    return Runner(decoder, kv, inputs, sampler, uploads, sizes, StepGraphs() if is_captured else None)
+    graphs = StepGraphs(GraphCapture()) if is_captured else None
+    return Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs, tables)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
@@ -209,10 +219,11 @@ def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> 
     num_bytes = workspace_bytes(spec, device)
     remedy = "lower `engine.max_batch_tokens` or `engine.max_seqs`"
     workspace = allocate(num_bytes, device, "the workspace", remedy)
+    tables = allocate(tables_bytes(spec), device, "tables", "lower `engine.max_seqs` or the context")
     num_blocks = _num_blocks(spec, config.kv_bytes or _spare_bytes(config, device))
     kv_bytes = num_blocks * block_bytes(spec)
     kv = allocate(kv_bytes, device, "KV", "lower `engine.kv_bytes`")
-    return Memory(workspace, kv, SINK_BLOCK, floor_blocks=num_blocks - 1)
+    return Memory(workspace, tables, kv, SINK_BLOCK, floor_blocks=num_blocks - 1)
 
 
 def _num_blocks(spec: ModelSpec, limit_bytes: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import Memory, ModelSpec, assemble_runner, block_bytes
+from hearth.engine.assemble import Memory, ModelSpec, assemble_runner, block_bytes, tables_bytes
 from hearth.engine.runner import Runner
 from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES
@@ -67,6 +67,7 @@ def dry_runner(needs: KernelNeeds) -> Runner:
     size = StepSize.of(limits, "cuda", needs.num_processors)
     memory = Memory(
         _bytes(Workspace.num_bytes(arch, spec.dtype, size), meta),
+        _bytes(tables_bytes(spec), meta),
         _bytes(2 * block_bytes(spec), meta),
         *(SINK_BLOCK, 1),
     )

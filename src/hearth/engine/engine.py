@@ -14,6 +14,7 @@ from hearth.engine.penalties import is_penalised
 from hearth.engine.reading_pieces import ReadingPieces
 from hearth.engine.runner import PendingStep, Runner, StepResult
 from hearth.engine.step_marks import NoMarks, StepMarks
+from hearth.engine.step_samples import StepSamples
 from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
@@ -181,6 +182,7 @@ class Engine:
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
         self.allowance = allowance
+        self.samples = StepSamples()  #: of the steps that were measured
         self._marks: StepMarks = NoMarks() if marks is None else marks
         self._vocab_size = vocab_size
         #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
@@ -262,6 +264,7 @@ class Engine:
         Returns False, and nothing has changed, if that is not possible. Steps in flight still touch them, and
         so do copies that are queued behind them on the current stream.
         """
+        self.runner.settle()
         moves = self.batcher.clear(
             extent, may_move=may_move, may_preempt=may_preempt, keeps_floor=keeps_floor
         )
@@ -294,7 +297,9 @@ class Engine:
         goes on with them.
         """
         previous, self._flight = self._flight, None
-        return self._take_in(previous, launched=None)
+        outcome = self._take_in(previous, launched=None)
+        self.runner.settle()
+        return outcome
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
         """Wait for a step, and return what came of it beside one that was launched meanwhile."""
@@ -306,6 +311,7 @@ class Engine:
             if previous.timer is not None:
                 plan, seconds = previous.plan, previous.timer.seconds()
                 self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
+                self.samples.add(plan, seconds)
             committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
         return StepOutcome(
@@ -319,7 +325,7 @@ class Engine:
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
         self._flight = None
-        self.runner.synchronize()  # also for a step that broke half-way, whose inputs are still being read
+        self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
         self._marks.closed()
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:

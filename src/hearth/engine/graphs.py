@@ -1,84 +1,154 @@
-"""Parts of steps captured as CUDA graphs, by part and padded size. Fills no inputs and samples nothing."""
+"""Parts of steps as CUDA graphs, by part and padded size: captured here, or restored from a snapshot.
+
+A restored graph serves nobody before it was tried: the first step that could use it runs eagerly, and behind
+that the graph is replayed on its inputs (`engine/graph_trial.py`). If both computed the same it serves from
+then on, else all of the snapshot's graphs are dropped, and steps are captured as without a snapshot.
+
+    key:    coming -> untried -> on trial -> ready        restored
+            nothing                       -> ready        captured when first needed
+
+Fills no inputs and samples nothing.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from functools import cache
-
-import torch
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from hearth.engine.step_shape import GraphKey
-
-#: torch allows one capture at a time in a process, whichever thread asks.
-_CAPTURE = threading.Lock()
 
 #: Queues a part of a step on the current stream. All that it reads and writes lies at fixed addresses.
 Work = Callable[[], None]
 
+log = logging.getLogger(__name__)
+
+
+class StepGraph(Protocol):
+    """A part of a step that can be queued again by one call."""
+
+    def replay(self) -> None:
+        """Queue the graph on the current stream, on the inputs that are in place."""
+
+
+class CapturedGraph(StepGraph, Protocol):
+    """A graph that was captured in this process, as torch has it."""
+
+    def raw_cuda_graph(self) -> int:
+        """Return the driver's handle of its nodes, which lasts as long as this object."""
+
+
+class GraphSource(Protocol):
+    """The graphs of a snapshot. Another thread restores them one by one, the steps' thread asks."""
+
+    def find(self, key: str) -> StepGraph | None:
+        """Return a graph that is restored."""
+
+    def is_coming(self, key: str) -> bool:
+        """True if a graph will be restored. Becomes false in any case, restored or not."""
+
+    def discard(self, reason: str) -> None:
+        """Have the snapshot used no more, by anybody: a graph of it does not compute what the step does."""
+
+
+class Capturer(Protocol):
+    """Makes graphs of work (`engine/graph_capture.py`)."""
+
+    def capture(self, work: Work) -> CapturedGraph: ...
+
+    def forget(self) -> None: ...
+
 
 class StepGraphs:
-    """Captured parts of steps. Mutable; written only by the runner.
+    """Parts of steps as graphs. Mutable; written only by the runner.
 
     Work is given with each call and not kept: it belongs to the runner, which owns the graphs, and the two
     would keep each other and all their memory alive.
     """
 
-    def __init__(self) -> None:
-        self._captured: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        #: Memory for what libraries allocate while they are captured; one for all graphs, as they take turns.
-        self._pool = torch.cuda.graph_pool_handle()
-        _capture_stream(torch.cuda.current_device())
+    def __init__(self, capturer: Capturer) -> None:
+        self._capturer = capturer
+        self._captured: dict[GraphKey, CapturedGraph] = {}
+        self._source: GraphSource | None = None
+        self._tried: dict[GraphKey, StepGraph] = {}  #: restored ones that compute what the step does
+        self._on_trial: dict[GraphKey, StepGraph] = {}
 
     def __contains__(self, key: GraphKey) -> bool:
-        return key in self._captured
+        return key in self._captured or key in self._tried
 
     def __len__(self) -> int:
-        return len(self._captured)
+        return len(self._captured) + len(self._tried)
+
+    @property
+    def captured(self) -> Mapping[GraphKey, CapturedGraph]:
+        """The graphs that were captured here, of which a snapshot can be made."""
+        return self._captured
+
+    @property
+    def num_restored(self) -> int:
+        """How many graphs of the snapshot serve, because they were tried."""
+        return len(self._tried)
+
+    def restore_from(self, source: GraphSource) -> None:
+        """Use the graphs of a snapshot where nothing is captured yet."""
+        self._source = source
+
+    def needs_capture(self, key: GraphKey) -> bool:
+        """True if there is no graph, and none will come of a snapshot."""
+        return key not in self and not self._is_restored(key)
 
     def run(self, key: GraphKey, work: Work) -> None:
-        """Replay a graph on the inputs that are in place, captured from the work where there is none yet."""
-        if key not in self._captured:
-            self._captured[key] = self._capture(work)
-        self._captured[key].replay()
+        """Queue a part of a step on the inputs that are in place.
+
+        By its graph, captured from the work where there is none; eagerly while that is not yet tried.
+        """
+        if (tried := self._tried.get(key)) is not None:
+            tried.replay()
+        elif key not in self._captured and self._is_restored(key):
+            work()
+        else:
+            if key not in self._captured:
+                self._captured[key] = self._capturer.capture(work)
+            self._captured[key].replay()
+
+    def begin_trial(self, keys: Collection[GraphKey]) -> Sequence[StepGraph] | None:
+        """Return the graphs of all parts of a step, in order; None: there is nothing to try, or not yet.
+
+        Until `accept` or `reject` no other step is tried.
+        """
+        if self._source is None or self._on_trial:
+            return None
+        untried = {key: found for key in keys if key not in self and (found := self._source.find(key.name))}
+        known: dict[GraphKey, StepGraph] = {**self._captured, **self._tried, **untried}
+        if not untried or any(key not in known for key in keys):
+            return None
+        self._on_trial = untried
+        return [known[key] for key in keys]
+
+    def accept(self) -> None:
+        """Have the graphs on trial serve from now on."""
+        self._tried.update(self._on_trial)
+        self._on_trial = {}
+
+    def reject(self, reason: str) -> None:
+        """Drop all graphs of the snapshot, because those on trial did not do what the step does."""
+        keys = ",".join(key.name for key in self._on_trial)
+        log.error("snapshot_discarded graphs=%s reason=`%s`", keys, reason)
+        if self._source is not None:  # else all graphs were forgotten meanwhile
+            self._source.discard(reason)
+        self._drop_restored()
 
     def forget(self) -> None:
         """Drop every graph, because what they point at has moved."""
         self._captured.clear()
-        # The old pool may outlive its graphs, and torch refuses to fill such a one again.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._capturer.forget()
+        self._drop_restored()
 
-    def _capture(self, work: Work) -> torch.cuda.CUDAGraph:
-        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
-        replays = torch.cuda.current_stream()
-        # Recording waits for nothing. `torch.cuda.graph` would wait for the device, and empty torch's cache.
-        with _CAPTURE, torch.cuda.stream(stream):
-            # cuBLAS takes its workspace of a stream with a thread's first product: not from the memory of a
-            # graph. Graphs that are replayed use that workspace as well, so they take turns with the product.
-            stream.wait_stream(replays)
-            _multiply()
-            replays.wait_stream(stream)
-            # Other threads go on using the device meanwhile, such as a second model's step thread. This one
-            # may load kernels, as libraries do at the first launch, which other modes would not let pass.
-            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        return graph
+    def _is_restored(self, key: GraphKey) -> bool:
+        """True if the snapshot has a graph that does not serve yet."""
+        source = self._source
+        # In this order: one that is restored between the two questions is seen by the second.
+        return source is not None and (source.is_coming(key.name) or source.find(key.name) is not None)
 
-
-@cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures on a device, and so the owner of one cuBLAS workspace for all graphs.
-
-    They may share it, for they are all replayed on one stream, the default one.
-    """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
-    with torch.cuda.stream(stream):
-        _multiply()  # the library comes up with the first product, which takes 0.1 s: not in front of a step
-    return stream
-
-
-def _multiply() -> None:
-    torch.mm(*torch.zeros(2, 128, 128, dtype=torch.bfloat16, device="cuda"))
+    def _drop_restored(self) -> None:
+        self._source, self._tried, self._on_trial = None, {}, {}

@@ -6,7 +6,7 @@ needs. There are two host copies, because that of the step in flight may still b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,9 @@ from hearth.kernels.jit import runs_triton
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, cut_tiles
 from hearth.kernels.step_tokens import gather_tokens
-from hearth.models.buffers import filled, zeros
 from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrite
-from hearth.sizes import TILE_FIELDS, PackedInputs, StepLimits, input_buffers
+from hearth.sizes import TILE_FIELDS, PackedInputs
 
 
 class InputBuffers:
@@ -31,34 +30,33 @@ class InputBuffers:
 
     def __init__(
         self,
-        limits: StepLimits,
-        context: int,
+        max_seqs: int,
+        buffers: Mapping[str, torch.Tensor],
         last_tokens: torch.Tensor,
         uploads: Uploads,
         sink: int,
         tile_tokens_of: Callable[[int], int],
     ) -> None:
-        """Allocate the buffers. `last_tokens`, int64 [slots + 1], holds each slot's last sample and a dummy.
+        """Take `buffers` as `input_buffers` has them, filled as by `EngineTables`.
 
-        `sink` is a block that is always there and that nobody reads. `tile_tokens_of` says by how many tokens
+        `last_tokens`, int64 [slots + 1], holds each slot's last sample and a dummy. `sink` is a block that is
+        always there and that nobody reads. `tile_tokens_of` says by how many tokens
         the prompts of a step of so many rows are cut.
         """
-        max_seqs, device = limits.max_seqs, uploads.device
-        buffers = input_buffers(limits, context)
         self._uploads = uploads
-        self._packed = zeros(buffers["packed"], device)
-        is_cuda = device.type == "cuda"
+        self._packed = buffers["packed"]
+        is_cuda = uploads.device.type == "cuda"
         hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
         #: Each with the array that writes it: to ask for that takes longer than to write.
         self._hosts = [(host, host.numpy()) for host in hosts]
         self._max_seqs, self._tile_tokens_of = max_seqs, tile_tokens_of
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
-        self._tokens = zeros(buffers["tokens"], device)
+        self._tokens = buffers["tokens"]
         self.sink = sink
         #: The row of a slot holds its blocks in order, and behind them the sink, for blocks that somebody had
         #: before may be gone. The dummy slot's row names the sink alone.
-        self.block_table = filled(buffers["block_table"], sink, device)
+        self.block_table = buffers["block_table"]
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
 

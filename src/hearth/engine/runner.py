@@ -9,7 +9,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from hearth.engine.graphs import StepGraphs
+from hearth.engine.engine_tables import EngineTables
+from hearth.engine.graph_trial import GraphTrial
+from hearth.engine.graphs import CapturedGraph, Capturer, StepGraphs
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
 from hearth.engine.sampler import Sampler, Samples
@@ -23,6 +25,8 @@ from hearth.types import RequestId, SamplingTable, TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
+#: All kernels of libraries are in two layers: the last one of a step with prompts ends with its attention.
+_REHEARSED_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +132,15 @@ class Runner:
         uploads: Uploads,
         sizes: PaddedSizes,
         graphs: StepGraphs | None,
+        tables: EngineTables,
     ) -> None:
         """Take `kv` as in `Decoder.body`, and the sizes that steps are padded to; without graphs run eagerly.
 
         Only blocks that a plan names, and the sink, are ever touched: there may be no memory behind others.
+        `tables` are those that decoder, inputs and sampler have.
         """
         self.decoder = decoder
+        self._tables = tables
         self._gate: WeightGate | None = None
         self.kv = kv
         self._inputs = inputs
@@ -141,6 +148,7 @@ class Runner:
         self._uploads = uploads
         self.sizes = sizes
         self.graphs = graphs
+        self._trial: GraphTrial | None = None  #: of restored graphs, that the device may still be computing
         self._reader = PromptReader(decoder, uploads)
         #: Where what steps have chosen arrives. Two, for a step is launched before the last is waited for.
         self._hosts = [_host_like(sampler.chosen) for _ in range(2)]
@@ -156,21 +164,25 @@ class Runner:
     def is_warm(self, plan: StepPlan) -> bool:
         """True if a step of this plan has neither to wait for weights nor to be captured first.
 
-        Nor has it more to do than others of its size, beside requests that decode. Where nobody does, also
-        how long prompts take that are read is worth knowing: there may be no others.
+        Nor has it more to do than others of its size, beside requests that decode, nor does a trial run in
+        front of it. Where nobody decodes, also how long prompts take that are read is worth knowing: there
+        may be no others.
         """
-        if self._gate is not None or (plan.has_readings and plan.num_decode_rows):
+        if self._gate is not None or self._trial is not None or (plan.has_readings and plan.num_decode_rows):
             return False
         return self.graphs is None or all(key in self.graphs for key in self.sizes.shape_of(plan).keys)
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture a graph of every size that has none, between steps; none while weights are arriving."""
+        """Capture a graph of every size that has none and gets none, between steps.
+
+        None while weights are arriving.
+        """
         self._drop_open_gate()
         if self.graphs is None or self._gate is not None:
             return
         for shape in self.sizes.all_shapes():
-            if any(key not in self.graphs for key in shape.keys):
+            if any(self.graphs.needs_capture(key) for key in shape.keys):
                 self.synchronize()  # for what is sent is written where that of the step before the last lies
                 self.run_padding(shape)
         self.synchronize()  # likewise: nobody waits for the last of them before the next two are launched
@@ -178,8 +190,23 @@ class Runner:
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
         """Queue a step that is all padding, which touches nobody's KV."""
+        self.settle()
         self._inputs.park(shape)
         self._run(shape, None)
+
+    @torch.inference_mode()
+    def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
+        """Capture the first layers of the part of a step that has this name in snapshots; None: none has.
+
+        Nothing is run, and any thread may call it: libraries load the kernels that they have for the size,
+        and the launches of a step without a graph are quicker from then on.
+        """
+        found = [(key, shape) for shape in self.sizes.all_shapes() for key in shape.keys if key.name == name]
+        if not found:
+            return None
+        (key, shape), decoder = found[0], self.decoder.first_layers(_REHEARSED_LAYERS)
+        kv = self.kv[:, : len(decoder.layers)]
+        return capturer.capture(partial(self._queue, key.part, shape, None, decoder, kv, None))
 
     @torch.inference_mode()
     def draw_padding(self, shape: StepShape) -> None:
@@ -209,13 +236,36 @@ class Runner:
         """Let others have the row of a request in a sampling table, because no plan has a row of it."""
         self._sampler.free_row(table, request_id)
 
+    @torch.inference_mode()
+    def fill_tables(self) -> None:
+        """Fill all tables, before the first step and whenever their memory was somebody else's meanwhile."""
+        self._tables.fill()
+
     def synchronize(self) -> None:
         """Wait for all steps that were launched."""
         if self.kv.is_cuda:
             torch.cuda.current_stream(self.kv.device).synchronize()
 
+    def close(self) -> None:
+        """Wait for all that was launched. No other call may follow."""
+        self.synchronize()
+        self._trial = None  # which keeps the runner, and so all of its memory
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Wait for graphs that are tried behind the last step, so that nothing stays of what they did."""
+        if self._trial is None:
+            return
+        assert self.graphs is not None, "a trial without graphs"
+        trial, self._trial = self._trial, None
+        if (reason := trial.end()) is None:
+            self.graphs.accept()
+        else:
+            self.graphs.reject(reason)
+
     def rebind(self, weights: Weights) -> None:
         """Follow weights that were moved; graphs are captured anew when next needed."""
+        self.settle()
         self.decoder.rebind(weights)
         if self.graphs is not None:
             self.graphs.forget()
@@ -225,6 +275,7 @@ class Runner:
         """Queue copies of whole blocks behind all launched steps. No source is a target."""
         if not moves:
             return
+        self.settle()
         # To be sent as one, and kept on the host until the device has read it, as a step's numbers are.
         sources, targets = self._uploads.ints([m.source for m in moves], [m.target for m in moves])
         num_at_once = max(1, _COPY_BYTES // self.kv[0].nbytes)
@@ -235,16 +286,37 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step on the device and return without waiting for it."""
+        self.settle()
         self._uploads.next_step()
         self._sampler.admit(plan.admissions)
         self._drop_open_gate()
         shape = self.sizes.shape_of(plan)
         rows = self._inputs.fill(plan, shape)
+        trial = self._begin_trial(shape, plan)
         self._run(shape, plan)
         reads = self._read(shape, plan) if plan.has_readings else None
+        if trial is not None:
+            trial.step_done()
         samples = self._sampler.sample(self.decoder.logits[: plan.num_rows], rows)
         self._hosts.reverse()
-        return PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
+        pending = PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
+        if trial is not None:
+            trial.replay()
+            self._trial = trial
+        return pending
+
+    def _begin_trial(self, shape: StepShape, plan: StepPlan) -> GraphTrial | None:
+        """Begin a trial if a graph of this step was never tried."""
+        # Where prompts are read the tail is another.
+        if self.graphs is None or self._gate is not None or plan.has_readings:
+            return None
+        graphs = self.graphs.begin_trial(shape.keys)
+        if graphs is None:
+            return None
+        trial = GraphTrial(graphs, partial(self._run_eagerly, shape, plan), self._sampler, self.kv)
+        rows, logits = self._inputs.view(plan, shape).rows, self.decoder.logits[: plan.num_rows]
+        trial.begin(rows, plan.num_tokens, logits)
+        return trial
 
     def _drop_open_gate(self) -> None:
         """Wait at a gate no longer once all weights are there."""
@@ -276,12 +348,27 @@ class Runner:
             else:
                 self.graphs.run(key, work)
 
+    def _run_eagerly(self, shape: StepShape, plan: StepPlan) -> None:
+        for key in shape.keys:
+            self._run_part(key.part, shape, plan)
+
     def _run_part(self, part: StepPart, shape: StepShape, plan: StepPlan | None) -> None:
+        self._queue(part, shape, plan, self.decoder, self.kv, self._gate)
+
+    def _queue(
+        self,
+        part: StepPart,
+        shape: StepShape,
+        plan: StepPlan | None,
+        decoder: Decoder,
+        kv: torch.Tensor,
+        gate: WeightGate | None,
+    ) -> None:
         step = self._inputs.view(plan, shape)
         if part is not StepPart.TAIL:
             self._inputs.gather_tokens(shape)
-            if self._gate is not None:
-                self._gate.embed()
-            self.decoder.body(self.decoder.embed(step), step, self.kv, self._gate)
+            if gate is not None:
+                gate.embed()
+            decoder.body(decoder.embed(step), step, kv, gate)
         if part is not StepPart.MIXED:
-            self._sampler.take_best(self.decoder.tail(step, self._gate), self._inputs.sample_slots(shape))
+            self._sampler.take_best(decoder.tail(step, gate), self._inputs.sample_slots(shape))

@@ -28,9 +28,8 @@ from hearth.engine.upload import Uploads
 from hearth.kernels.best_token import best_tokens
 from hearth.kernels.draw import draw_tokens
 from hearth.kernels.noise import signed64
-from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces, sampler_buffers
+from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces
 from hearth.types import MAX_LOGPROBS, RequestId, SamplingParams, SamplingTable
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
@@ -130,21 +129,21 @@ class _Work:
 class Sampler:
     """Samples the tokens of one engine. Mutable; one thread calls it, in the order of the steps."""
 
-    def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
+    def __init__(self, buffers: Mapping[str, torch.Tensor], vocab_size: int, uploads: Uploads) -> None:
+        """Take `buffers` as `sampler_buffers` has them, all zero."""
         self._vocab_size = vocab_size
         self._uploads = uploads
-        buffers = sampler_buffers(num_slots, vocab_size)
         #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
-        self.tokens = zeros(buffers["tokens"], uploads.device)
+        self.tokens = buffers["tokens"]
         #: `Samples.chosen` of each row of logits of the step that was queued last, at a fixed address.
-        self.chosen = zeros(buffers["chosen"], uploads.device)
+        self.chosen = buffers["chosen"]
+        num_slots = len(self.chosen)
         self._rules_by_slot: dict[int, _Rules] = {}
         #: The parts that the request in each slot needs.
         self._parts = np.zeros(num_slots, np.uint8)
-        self._parts_of_rows = zeros(buffers["parts"], uploads.device)  #: scratch of `best_tokens`
+        self._parts_of_rows = buffers["parts"]  #: scratch of `best_tokens`
         #: As in `draw_tokens`; those of a slot without a random request have temperature 0, and so a dummy's.
-        self._knobs = zeros(buffers["knobs"], uploads.device)
-        self._seeds = zeros(buffers["seeds"], uploads.device)
+        self._knobs, self._seeds = buffers["knobs"], buffers["seeds"]
         self._penalties = OptionalTable(
             lambda num_rows, memory: Penalties(num_rows, vocab_size, uploads, memory),
             *(bytes_of(penalty_buffers(1, vocab_size)), num_slots),

@@ -28,6 +28,11 @@ class GraphKey:
     part: StepPart
     size: int
 
+    @property
+    def name(self) -> str:
+        """The name of such a graph in a snapshot."""
+        return f"{self.part.value}-{self.size}"
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,21 @@ class Variant:
 
     def _key(self) -> Any:
         return json.loads(self.specialization)["key"]
+
+
+def loaded_functions() -> dict[str, int]:
+    """Return the driver's function of each of our kernels on the current device, by the hash of its variant.
+
+    Two processes have the same hash for the same source, variant and compiler.
+    """
+    device = triton.runtime.driver.active.get_current_device()
+    modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGE)]
+    found = {}
+    for kernel in (member for module in modules for member in vars(module).values()):
+        if isinstance(kernel, triton.runtime.JITFunction) and device in kernel.device_caches:
+            compiled, *_ = kernel.device_caches[device]
+            found.update({one.hash: one.function for one in compiled.values() if one.function is not None})
+    return found
 
 
 @contextmanager

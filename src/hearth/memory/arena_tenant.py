@@ -50,11 +50,12 @@ class ArenaTenant:
         return self.own_workspace in regions
 
     def table_owner(self, table: SamplingTable) -> Owner:
-        return Owner(self.model, Use.TABLE, list(SamplingTable).index(table))
+        return Owner(self.model, Use.TABLE, 1 + list(SamplingTable).index(table))
 
     def tables(self, regions: RegionList) -> list[Owner]:
-        """Return the owners of the tables that have a region."""
-        return [owner for owner in map(self.table_owner, SamplingTable) if owner in regions]
+        """Return the owners of the tables that have a region, those of its sampler among them."""
+        owners = (tables_owner(self.model), *map(self.table_owner, SamplingTable))
+        return [owner for owner in owners if owner in regions]
 
     def common_bytes(self, regions: RegionList) -> int:
         """Return how much of the common workspace the model may use."""
@@ -123,6 +124,11 @@ class ArenaTenant:
         return owners | set(tables)
 
 
+def tables_owner(model: ModelId) -> Owner:
+    """Return who owns the region of the tables that a model's engine always has."""
+    return Owner(model, Use.TABLE, 0)
+
+
 def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
     """Return who owns the regions of a model's tensors, in forward order."""
     return [Owner(model, Use.TENSOR, index) for index in range(len(shape.served.tensors))]
@@ -146,9 +152,11 @@ def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> 
         gaps.append(Gap(part, memory[end - stored.nbytes : end]))
     begin = regions.span_of(tenant.own_workspace).begin if tenant.has_own_workspace(regions) else 0
     workspace = memory[begin : begin + shape.workspace_bytes]
+    begin = regions.span_of(tables_owner(tenant.model)).begin if shape.tables_bytes else 0
+    tables = memory[begin : begin + shape.tables_bytes]
     kv = memory[: len(memory) // shape.block_bytes * shape.block_bytes]
     sink, parts = next(iter(tenant.extents)), tuple(gap.part for gap in gaps)
-    return Space(places, workspace, kv, sink, tuple(gaps), parts)
+    return Space(places, workspace, tables, kv, sink, tuple(gaps), parts)
 
 
 def need_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: RegionList) -> PlacementNeed:
@@ -160,7 +168,10 @@ def need_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: R
     tensors = tuple(Item(owner, aligned(spec.nbytes)) for owner, spec in owners if owner not in regions)
     if tenant is None or tenant.is_other(shape) or not tenant.extents:
         common_bytes = regions.span_of(COMMON).num_bytes if COMMON in regions else 0
-        return PlacementNeed(model, tensors, shape.workspace_bytes, 1, shape.block_bytes, common_bytes)
-    had = (tenant.shape.workspace_bytes, tenant.shape.block_bytes)
-    assert had == (shape.workspace_bytes, shape.block_bytes), f"retire `{model}` first: {had=} {shape=}"
+        tables = (Item(tables_owner(model), aligned(shape.tables_bytes)),) if shape.tables_bytes else ()
+        return PlacementNeed(
+            model, tensors, shape.workspace_bytes, 1, shape.block_bytes, common_bytes, tables
+        )
+    had, wanted = ((one.workspace_bytes, one.tables_bytes, one.block_bytes) for one in (tenant.shape, shape))
+    assert had == wanted, f"retire `{model}` first: {had=} {shape=}"
     return PlacementNeed(model, tensors, workspace_bytes=0, num_blocks=0, block_bytes=shape.block_bytes)

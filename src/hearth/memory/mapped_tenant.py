@@ -1,8 +1,8 @@
 """One model in the mapped pool: its state, and at which places its pages belong. Changes no book of pages.
 
-address       + 32/64 of the space   + 60/64     + 61/64    + 62/64
-| weights ...  | KV ...               | penalties  | bias     | workspace ...
-                                       tables, while requests need them
+address       + 32/64 of the space   + 59/64   + 60/64     + 61/64   + 62/64
+| weights ...  | KV ...               | tables   | penalties  | bias    | workspace ...
+                                                   while requests need them
 
 Every offset is a whole number of pages and the same for all models and in all processes.
 """
@@ -35,11 +35,11 @@ class MappedTenant:
     #: Pages of the weights by index: filled, or being filled by a load. No index is in both.
     there: set[int] = field(default_factory=set)
     coming: set[int] = field(default_factory=set)
-    is_placed: bool = False  #: has a workspace and at least the pages of the sink
+    is_placed: bool = False  #: has a workspace, tables and at least the pages of the sink
     num_kv_pages: int = 0  #: beneath the blocks that were given, the sink's included
     num_kv_blocks: int = 0  #: that were given, the sink included
     num_ready_pages: int = 0  #: behind those, for what will be given next
-    #: Tables that it has. None unless the model is placed.
+    #: Tables of its sampler that it has. None unless the model is placed.
     num_table_pages: dict[SamplingTable, int] = field(default_factory=dict)
     #: Pages of weights that it got from another model, by index; some of them may have no mapping yet.
     borrowed: set[int] = field(default_factory=set)
@@ -65,8 +65,17 @@ class MappedTenant:
         return num_pages(self.shape.workspace_bytes, self.page_bytes)
 
     @property
+    def num_tables_pages(self) -> int:
+        """Pages of the tables that its engine always has."""
+        return num_pages(self.shape.tables_bytes, self.page_bytes)
+
+    @property
     def kv_address(self) -> int:
         return self.address + self.space_bytes // 2
+
+    @property
+    def tables_address(self) -> int:
+        return self.address + self.space_bytes // 64 * 59
 
     @property
     def workspace_address(self) -> int:
@@ -74,6 +83,10 @@ class MappedTenant:
 
     def table_address(self, table: SamplingTable) -> int:
         return self.address + self.space_bytes // 64 * (60 + list(SamplingTable).index(table))
+
+    def is_of(self, shape: Shape) -> bool:
+        """True if what is there is of use for a model of such a shape, and at its place."""
+        return (self.shape.digest, self.shape.slot) == (shape.digest, shape.slot)
 
     def has(self, place: int) -> bool:
         return self.address <= place < self.address + self.space_bytes
@@ -91,6 +104,10 @@ class MappedTenant:
     def workspace_places(self, indices: Iterable[int]) -> list[int]:
         return [self.workspace_address + index * self.page_bytes for index in indices]
 
+    def tables_places(self) -> list[int]:
+        begin = self.tables_address
+        return [begin + index * self.page_bytes for index in range(self.num_tables_pages)]
+
     def table_places(self, table: SamplingTable, indices: Iterable[int]) -> list[int]:
         return [self.table_address(table) + index * self.page_bytes for index in indices]
 
@@ -101,6 +118,7 @@ class MappedTenant:
             *self.weights_places(sorted(self.there | self.coming)),
             *self.kv_places(range(self.num_kv_pages + self.num_ready_pages)),
             *self.workspace_places(range(num_workspace_pages)),
+            *(self.tables_places() if self.is_placed else ()),
             *(
                 place
                 for table, num_pages in self.num_table_pages.items()
@@ -151,7 +169,8 @@ def check_fits(model: ModelId, shape: Shape, pages: Pages) -> None:
     assert shape.max_blocks > 0, f"`{model}` has no block that could be the sink"
     parts = {
         "weights": (shape.stored.num_bytes, pages.space_bytes // 2),
-        "KV": (shape.max_blocks * shape.block_bytes, pages.space_bytes // 64 * 28),
+        "KV": (shape.max_blocks * shape.block_bytes, pages.space_bytes // 64 * 27),
+        "tables": (shape.tables_bytes, pages.space_bytes // 64),
         "workspace": (shape.workspace_bytes, pages.space_bytes // 32),
     }
     for name, (num_bytes, most_bytes) in parts.items():

@@ -37,7 +37,7 @@ class PageBooks:
     def missing_pages(self, model: ModelId, shape: Shape) -> int:
         tenant = self.tenants.get(model)
         num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
-        if tenant is not None and tenant.shape.digest == shape.digest:
+        if tenant is not None and tenant.is_of(shape):
             missing = self._missing(tenant)
             num_needed = len(missing) - len(self._shareable(tenant, missing))
             if not tenant.is_placed:
@@ -52,10 +52,11 @@ class PageBooks:
         return max(0, num_needed - num_available)
 
     def _num_rest_pages(self, shape: Shape, num_workspace_pages: int) -> int:
-        """Return the pages for the sink, and for what a workspace has beyond that of all others."""
+        """Return the pages for sink and tables, and for what a workspace has beyond that of all others."""
         page_bytes = self._pages.page_bytes
         num_more = num_pages(shape.workspace_bytes, page_bytes) - num_workspace_pages
-        return num_pages(shape.block_bytes, page_bytes) + max(0, num_more)
+        num_own = num_pages(shape.block_bytes, page_bytes) + num_pages(shape.tables_bytes, page_bytes)
+        return num_own + max(0, num_more)
 
     def _missing(self, tenant: MappedTenant) -> list[int]:
         if len(tenant.there) == tenant.num_weights_pages:
@@ -75,15 +76,15 @@ class PageBooks:
         return {page for page in pages if all(map(tenant.has, self.table.places_of(page)))}
 
     def tenant(self, model: ModelId, shape: Shape) -> MappedTenant:
-        """Return the model's own, if it has the same digest; else a new one in its place."""
+        """Return the model's own, if it has the same digest and slot; else a new one in its place."""
         tenant = self.tenants.get(model)
-        if tenant is not None and tenant.shape.digest != shape.digest:
+        if tenant is not None and not tenant.is_of(shape):
             self.drop(tenant)
             tenant = None
         if tenant is None:
             if self._spaces.is_full:
                 self._displace_one()
-            address = self._spaces.give(model, shape.digest)
+            address = self._spaces.give(model, shape.digest, shape.slot)
             weights = self._pages.bytes_at(address, shape.stored.num_bytes)
             tenant = MappedTenant(
                 model, shape, address, self._pages.space_bytes, self._pages.page_bytes, weights
@@ -98,7 +99,7 @@ class PageBooks:
         """True if a model of this digest has addresses, or can have some that nobody else has."""
         tenant = self.tenants.get(model)
         if tenant is not None:
-            return tenant.shape.digest == shape.digest
+            return tenant.is_of(shape)
         return not self._spaces.is_full
 
     def _displace_one(self) -> None:
@@ -130,19 +131,20 @@ class PageBooks:
         return sorted(tenant.coming | tenant.borrowed)
 
     def place_rest(self, tenant: MappedTenant) -> list[int]:
-        """Give a model its workspace and sink; return their places."""
+        """Give a model its workspace, tables and sink; return their places."""
         workspace = tenant.workspace_places(range(tenant.num_workspace_pages))
         num_shared = min(len(workspace), len(self.workspace))
         for place, page in zip(workspace[:num_shared], self.workspace, strict=False):
             self.table.share(place, page)
         sink = tenant.kv_places(range(tenant.kv.sink_pages))
-        new = [*workspace[num_shared:], *sink]
+        tables = tenant.tables_places()
+        new = [*workspace[num_shared:], *tables, *sink]
         self._make_free(len(new))
         self.table.claim(new)
         self.workspace += [self.table.page_at(place) for place in workspace[num_shared:]]
         tenant.is_placed = True
         tenant.num_kv_pages, tenant.num_kv_blocks = len(sink), 1
-        return [*workspace, *sink]
+        return [*workspace, *tables, *sink]
 
     def _make_free(self, num_wanted: int) -> None:
         """Have so many pages be free, if need be those that are only ready to be given."""
@@ -244,7 +246,7 @@ class PageBooks:
         return [] if num_left is None else [range(tenant.kv.num_blocks(num_left), tenant.num_kv_blocks)]
 
     def claim_table(self, tenant: MappedTenant, table: SamplingTable, num_bytes: int) -> list[int] | None:
-        """Have pages for a table; return their places. None: memory or addresses are short."""
+        """Have pages for a table of the sampler; return their places. None: memory or addresses are short."""
         assert table not in tenant.num_table_pages, f"`{tenant.model}` has its {table=}"
         num_wanted = num_pages(num_bytes, tenant.page_bytes)
         num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
@@ -265,6 +267,7 @@ class PageBooks:
         for table in list(tenant.num_table_pages):
             self.leave_table(tenant, table)
         self._leave_kv(tenant, 0)
+        self.table.leave(tenant.tables_places())
         self.table.leave(tenant.workspace_places(range(tenant.num_workspace_pages)))
         tenant.is_placed, tenant.num_kv_blocks = False, 0
         self.tenants[tenant.model] = self.tenants.pop(tenant.model)
@@ -335,6 +338,8 @@ def _check_tenant(tenant: MappedTenant) -> None:
 def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
     """Return what a model has; what is on its way counts, for the memory is the model's."""
     has = tenant.there | tenant.coming
+    num_table_pages = sum(tenant.num_table_pages.values())
+    num_table_pages += tenant.num_tables_pages if tenant.is_placed else 0
     return Holding(
         model=tenant.model,
         weights_bytes=tenant.stored_bytes(has),
@@ -342,7 +347,7 @@ def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
         stored_bytes=tenant.stored_bytes(has),
         shared_bytes=tenant.stored_bytes(shared),
         kv_bytes=(tenant.num_kv_pages + tenant.num_ready_pages) * tenant.page_bytes,
-        tables_bytes=sum(tenant.num_table_pages.values()) * tenant.page_bytes,
+        tables_bytes=num_table_pages * tenant.page_bytes,
     )
 
 

@@ -1,6 +1,7 @@
 """Physical pages of a device and the addresses they can be mapped at. Does not know who has a page.
 
-spaces   | base_address + 0 * space_bytes | + 1 * space_bytes | ...     reserved, most of it unmapped
+spaces   | base_address + 0 * space_bytes | + 1 * space_bytes | ...     reserved, most of it unmapped; behind
+                                                                        those of models that of libraries
               ^         ^        ^
 pages    | 0 | 1 | 2 | 3 | ... | num_pages - 1 |                        created at start and kept; each may
                                                                         be mapped at several addresses
@@ -39,7 +40,8 @@ class Pages(Protocol):
         """Distance of one space from the next: a multiple of 64 pages."""
 
     @property
-    def num_spaces(self) -> int: ...
+    def num_spaces(self) -> int:
+        """Spaces that models may have, by their slots; one more is that of libraries."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:

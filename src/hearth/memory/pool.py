@@ -37,8 +37,11 @@ class Shape:
     chunk_bytes: int
     chunks: tuple[ChunkId, ...]  #: of the stored bytes: what is equal may be shared
     workspace_bytes: int
+    tables_bytes: int  #: of what its engine always has besides
     block_bytes: int  #: of KV
     max_blocks: int  #: KV never has more, the sink included
+    #: Of its addresses, where those are kept, the same on all workers; None: its digest decides.
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Space:
 
     places: Mapping[str, TensorPlace]  #: of every tensor, as served
     workspace: torch.Tensor  #: uint8; arbitrary bits between two steps
+    tables: torch.Tensor  #: uint8; arbitrary bits when the model is placed, and its own until it is retired
     #: uint8. Block `b` lies at `b * block_bytes`; those that the pool has not given must not be touched.
     kv: torch.Tensor
     sink: int  #: the block that takes the writes of padded rows; it is there from the beginning
@@ -85,7 +89,7 @@ class Holding:
     stored_bytes: int  #: what `weights_bytes` take in the file, which is less where they were widened
     shared_bytes: int  #: of `weights_bytes`, those that another model has as well
     kv_bytes: int  #: the sink and what is ready to be given included
-    tables_bytes: int  #: of its sampler, while requests need them
+    tables_bytes: int  #: of its engine, and those of its sampler while requests need them
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class Pool(Protocol):
         """Return the bytes that have to come free before a model can be placed; 0: it can."""
 
     def place(self, model: ModelId, shape: Shape) -> Space:
-        """Return memory for all weights, for the workspace and the sink; KV is grown later.
+        """Return memory for all weights, for workspace, tables and the sink; KV is grown later.
 
         What is there of the model stays, unless its digest is another one. Weights of others may be moved.
         Raises DeviceError where `missing_bytes` is not 0.
@@ -167,7 +171,7 @@ class Pool(Protocol):
         """Return extents that could be taken back next, best first; at most one with mapped pages."""
 
     def place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> torch.Tensor | None:
-        """Give a placed model memory (uint8) for a table that it has not got, out of free memory.
+        """Give a placed model memory (uint8) for a table of its sampler that it has not got, if any is free.
 
         None where that does not suffice, and nothing has changed. It holds arbitrary bits, and never moves;
         weights may be moved for it.

@@ -36,9 +36,8 @@ class Owner:
 
     model: ModelId
     use: Use
-    index: (
-        int  #: of the tensor in its layout, or of an extent's first block, or of the table; 0 for a workspace
-    )
+    #: Of the tensor in its layout, of an extent's first block, or of a table; 0 for a workspace.
+    index: int
 
 
 #: One workspace for all models: only one steps at a time, and it holds nothing between two steps.

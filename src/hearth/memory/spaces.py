@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from hearth.memory.pages import Pages
+from hearth.policy.memory.space_slots import preferred_slot
 from hearth.types import Digest, ModelId
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,10 @@ class Spaces:
         addresses = map(self._address, range(self._pages.num_spaces))
         return not self._idle and all(at in self._owned or at in self._refused for at in addresses)
 
-    def give(self, model: ModelId, digest: Digest) -> int:
-        """Return the address of a space: the one whose index the digest prefers, or else another."""
-        index = int(digest, 16) % self._pages.num_spaces
+    def give(self, model: ModelId, digest: Digest, slot: int | None) -> int:
+        """Return the address of a space: that of the slot, or what the digest prefers, or else another."""
+        num_spaces = self._pages.num_spaces
+        index = slot if slot is not None and slot < num_spaces else preferred_slot(digest, num_spaces)
         wanted = self._address(index)
         address = self._take(wanted) if wanted not in self._owned else self._take_other(index)
         if address != wanted:

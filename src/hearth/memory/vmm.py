@@ -1,6 +1,6 @@
 """The pool of a device whose memory is mapped by pages. Any free page fits anywhere: it never moves a byte.
 
-Weights, KV, tables and workspace of a model lie at addresses that its digest decides; pages come and go
+Weights, KV, tables and workspace of a model lie at addresses that its slot decides; pages come and go
 beneath them. What others give up is at once free in the books. It is unmapped and mapped anew by whoever
 needs it next: by the thread of a load, just before a chunk is copied, for KV by a thread that maps ahead, and
 for a table by the thread of the steps.
@@ -35,9 +35,16 @@ log = logging.getLogger(__name__)
 class MappedPool:
     """A `Pool` that owns its pages. Mutable; all but `prepare` is called by the thread of the steps."""
 
-    def __init__(self, pages: Pages, eviction_terms: EvictionTermsOf, *, wipe: Wipe | None = None) -> None:
-        """`wipe` is called with all bytes that come free, for tests."""
-        self._pages, self._eviction_terms = pages, eviction_terms
+    def __init__(
+        self,
+        pages: Pages,
+        eviction_terms: EvictionTermsOf,
+        *,
+        fallbacks: Mapping[str, int] | None = None,
+        wipe: Wipe | None = None,
+    ) -> None:
+        """`fallbacks`: those beside the pool. `wipe` is called with all bytes that come free, for tests."""
+        self._pages, self._eviction_terms, self._fallbacks = pages, eviction_terms, dict(fallbacks or {})
         self._table = PageTable(pages, wipe)
         self._spaces = Spaces(pages)
         self._books = PageBooks(pages, self._table, self._spaces)
@@ -193,7 +200,7 @@ class MappedPool:
     def usage(self) -> PoolUsage:
         with self._table.lock:
             ours = {"address": self._spaces.num_fallbacks, "mapping_ahead": self._num_later}
-            return usage_of(self._books, self._pages, {**ours, **self._pages.fallbacks})
+            return usage_of(self._books, self._pages, {**ours, **self._pages.fallbacks, **self._fallbacks})
 
     def check(self) -> None:
         """Raise if the books contradict each other. For tests."""
@@ -215,6 +222,7 @@ class MappedPool:
             tenant.space = Space(
                 places=contiguous_places(shape.served, tenant.weights),
                 workspace=self._pages.bytes_at(tenant.workspace_address, shape.workspace_bytes),
+                tables=self._pages.bytes_at(tenant.tables_address, shape.tables_bytes),
                 kv=self._pages.bytes_at(tenant.kv_address, shape.max_blocks * shape.block_bytes),
                 sink=0,
                 gaps=(),

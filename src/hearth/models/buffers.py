@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from hearth.sizes import Buffer
+from hearth.sizes import Buffer, padded_bytes
 
 _DTYPES = {
     "bool": torch.bool,
@@ -29,11 +29,6 @@ def zeros(buffer: Buffer, device: torch.device) -> torch.Tensor:
     return torch.zeros(buffer.shape, dtype=_DTYPES[buffer.dtype], device=device)
 
 
-def filled(buffer: Buffer, value: int, device: torch.device) -> torch.Tensor:
-    """Memory of its own, with one value everywhere."""
-    return torch.full(buffer.shape, value, dtype=_DTYPES[buffer.dtype], device=device)
-
-
 def zeroed(
     buffers: Mapping[str, Buffer], device: torch.device, memory: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
@@ -41,11 +36,20 @@ def zeroed(
     if memory is None:
         return {name: zeros(buffer, device) for name, buffer in buffers.items()}
     memory.zero_()
-    views, offset = {}, 0
+    found, offset = {}, 0
     for name, buffer in buffers.items():
-        views[name] = view(buffer, memory, offset)
+        found[name] = view(buffer, memory, offset)
         offset += buffer.num_bytes
-    return views
+    return found
+
+
+def views(buffers: Mapping[str, Buffer], base: torch.Tensor) -> dict[str, torch.Tensor]:
+    """View `base` (uint8) as buffers behind each other, each at its aligned place."""
+    found, offset = {}, 0
+    for name, buffer in buffers.items():
+        found[name] = view(buffer, base, offset)
+        offset += padded_bytes(buffer)
+    return found
 
 
 def view(buffer: Buffer, base: torch.Tensor, offset: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ wanted. Between the two everything lies in the workspace. No batching, no sampli
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -60,6 +61,12 @@ class Decoder:
         """Follow weights that were moved. Graphs captured before still read the old place."""
         assert len(weights.layers) == len(self.layers), f"{len(weights.layers)=} {self.layers=}"
         self.weights = weights
+
+    def first_layers(self, count: int) -> Decoder:
+        """Return a decoder of only so many layers, over the same memory."""
+        layers = self.layers[:count]
+        weights = replace(self.weights, layers=self.weights.layers[: len(layers)])
+        return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers)
 
     def embed(self, step: StepInputs) -> torch.Tensor:
         """Return the hidden states before the first layer."""

@@ -11,6 +11,8 @@ from hearth.models.arch import Llama3Scaling, Rope
 from hearth.models.config_fields import Fields
 
 KINDS = ("default", "linear", "llama3")
+#: Positions of a table that are computed at a time, which takes memory of its own.
+_POSITIONS_AT_ONCE = 32768
 
 
 def read_rope(fields: Fields, head_dim: int) -> Rope:
@@ -76,14 +78,24 @@ def _llama3(fields: Fields, parameters: Fields) -> Llama3Scaling:
 
 
 def cos_sin_table(rope: Rope, num_positions: int, device: torch.device) -> torch.Tensor:
-    """Return the table float32 [positions, 2, rope.dim / 2]: cosines, then sines."""
+    """Return a table as `write_cos_sin` does, in memory of its own."""
+    table = torch.empty((num_positions, 2, rope.dim // 2), dtype=torch.float32, device=device)
+    write_cos_sin(rope, table)
+    return table
+
+
+def write_cos_sin(rope: Rope, table: torch.Tensor) -> None:
+    """Fill a table float32 [positions, 2, rope.dim / 2]: cosines, then sines."""
     steps = torch.arange(0, rope.dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / rope.theta ** (steps / rope.dim)
     if rope.llama3 is not None:
         frequencies = _stretch(frequencies, rope.llama3)
-    steps_per_token = (frequencies / rope.linear_factor).to(device)
-    angles = torch.arange(num_positions, device=device).float()[:, None] * steps_per_token
-    return torch.stack([angles.cos(), angles.sin()], dim=1)
+    steps_per_token = (frequencies / rope.linear_factor).to(table.device)
+    for begin in range(0, len(table), _POSITIONS_AT_ONCE):
+        piece = table[begin : begin + _POSITIONS_AT_ONCE]
+        positions = torch.arange(begin, begin + len(piece), device=table.device)
+        angles = positions.float()[:, None] * steps_per_token
+        torch.stack([angles.cos(), angles.sin()], dim=1, out=piece)
 
 
 def _stretch(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 `hearth/sizes.py` says which buffers there are, sized once for the largest step, so captured graphs see
 stable addresses; models that step one after the other may share one such run. Only the counters of split
-attention mean anything between steps, so they are not part of it.
+attention mean anything between steps, so they lie elsewhere.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from hearth.kernels.decode_attention import SplitScratch
 from hearth.models.arch import Arch
-from hearth.models.buffers import name_of, view, zeros
-from hearth.sizes import StepSize, counter_buffer, padded_bytes, workspace_buffers, workspace_bytes
+from hearth.models.buffers import name_of, views
+from hearth.sizes import StepSize, workspace_buffers, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,17 @@ class Workspace:
 
     @staticmethod
     def bind(
-        arch: Arch, dtype: torch.dtype, size: StepSize, base: torch.Tensor, layers: range | None = None
+        arch: Arch,
+        dtype: torch.dtype,
+        size: StepSize,
+        base: torch.Tensor,
+        counters: torch.Tensor,
+        layers: range | None = None,
     ) -> Workspace:
-        """View `base` (uint8, of `num_bytes`) as the buffers."""
-        buffers = workspace_buffers(arch.dimensions, _layers(arch, layers), name_of(dtype), size)
-        views: dict[str, torch.Tensor] = {}
-        offset = 0
-        for name, buffer in buffers.items():
-            views[name] = view(buffer, base, offset)
-            offset += padded_bytes(buffer)
-        counters = zeros(counter_buffer(arch.dimensions, size.max_samples), base.device)
-        scratch = SplitScratch(size.num_programs, views.pop("partial"), views.pop("stats"), counters)
-        return Workspace(**views, scratch=scratch)
+        """View `base` (uint8, of `num_bytes`) as the buffers. `counters` are those of `counter_buffer`."""
+        found = views(workspace_buffers(arch.dimensions, _layers(arch, layers), name_of(dtype), size), base)
+        scratch = SplitScratch(size.num_programs, found.pop("partial"), found.pop("stats"), counters)
+        return Workspace(**found, scratch=scratch)
 
 
 def _layers(arch: Arch, layers: range | None) -> range:

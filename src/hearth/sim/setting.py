@@ -18,7 +18,7 @@ from hearth.sizes import (
     StepLimits,
     StepSize,
     WantedLimits,
-    bytes_of,
+    run_bytes,
     table_buffers,
     workspace_bytes,
 )
@@ -89,7 +89,7 @@ class SimulationSetting:
         limits = self.limits
         size = StepSize.of(limits, KIND)
         shared_bytes = _in_pages(workspace_bytes(TYPICAL, TYPICAL.layers, TYPICAL_DTYPE, size))
-        tables_bytes = _in_pages(bytes_of(table_buffers(TYPICAL, limits, self.context)))
+        tables_bytes = _in_pages(run_bytes(table_buffers(TYPICAL, limits, self.context)))
         block_bytes = shape.kv_bytes_per_token * limits.block_tokens
         context_blocks = limits.num_blocks(self.context)
         footprint = Footprint(

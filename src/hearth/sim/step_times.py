@@ -21,16 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from msgspec import Struct
-
-
-class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of step, and how long it took."""
-
-    num_tokens: int  #: computed by the step, over all rows
-    num_rows: int  #: sequences in it
-    context_tokens: int  #: that the rows can look back on, their own included, summed over rows
-    seconds: float  #: that it took as a rule
+from hearth.snapshot.cost_profile import MeasuredStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,28 +10,35 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
 
 import msgspec
+import torch
 
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
-from hearth.errors import HearthError
+from hearth.engine.engine import Engine
+from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.parts import SnapshotParts
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
+from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.runtime import HostingResources, Runtime, start
+from hearth.worker.snapshot_graphs import SnapshotGraphs
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
@@ -89,6 +96,8 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=_kernels(setup, runtime),
+        snapshots=_snapshots(setup, config, runtime),
+        torch_limit=runtime.torch_limit,
         turns=TurnRules() if setup.turns else None,
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
     )
@@ -106,6 +115,31 @@ def _kernels(setup: WorkerSetup, runtime: Runtime) -> ModelKernels | None:
         return None
     COMPILATIONS.watch()
     return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device)
+
+
+def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> ModelSnapshots | None:
+    if setup.snapshots_path is None:
+        return None
+    name, device = runtime.name, runtime.device
+    if device.type == "cpu":  # how fast it is follows from that, too
+        name = f"{name}, {torch.get_num_threads()} threads"
+    try:
+        directory = SnapshotDirectory.open(Path(setup.snapshots_path), setup.snapshot_bytes)
+    except SnapshotError as error:  # which the gateway has met as well, and tells of
+        log.warning("fallback snapshots=off reason=`%s`", error)
+        return None
+    return ModelSnapshots(directory, config, device, name, runtime.device_bytes, _parts_of(runtime))
+
+
+def _parts_of(runtime: Runtime) -> Callable[[Engine], SnapshotParts | None]:
+    """Return what keeps the graphs of engines, where another process could use them."""
+    if not runtime.has_fixed_addresses:
+        return no_parts
+    try:
+        return SnapshotGraphs(runtime.device).parts_of
+    except DeviceError as error:
+        log.warning("fallback snapshots=without_graphs reason=`%s`", error)
+        return no_parts
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:

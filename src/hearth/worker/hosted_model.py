@@ -19,6 +19,7 @@ from hearth.memory.pool import Pool, Space
 from hearth.messages import HostModel, ModelLoaded, RungBytes, StartRequest
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.memory.eviction import effective_hold
+from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.borrower import BorrowedModel
 from hearth.store.record import LoadRecord
 from hearth.types import Hold, ModelId, RequestId
@@ -46,6 +47,7 @@ from hearth.worker.model_load import (
     borrow,
     start_thread,
 )
+from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
@@ -69,6 +71,9 @@ class HostedModel:
         self.has_turn = True  #: always, unless models take turns; written by `Turns`
         self.waiting: list[StartRequest] = []  #: for an engine with memory
         self.state: HostingState = Finding(time.perf_counter())
+        self.look: SnapshotLook | None = None  #: for a snapshot of its engine; None: there was none
+        self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
+        self.first_load: ModelLoaded | None = None  #: of its engine; None: not all of it was ever there
         self._borrowed: BorrowedModel | None = None  #: the model as it was found
         self._ahead: LoadAhead | None = None  #: while it waits for its turn, and is one of the next
         self._untold: list[LoadRecord] = []  #: of bytes that came ahead, since all of it was there
@@ -244,6 +249,8 @@ class HostedModel:
                 return None
             case Incomplete(served) | Retired(served):
                 space = place(self.model, served.spec)
+                if isinstance(self.state, Retired):
+                    served.engine.runner.fill_tables()
                 if not self._pool.keeps_addresses:
                     served.rebind(space.places)
                 if not space.parts:
@@ -324,6 +331,8 @@ class HostedModel:
         match self.state:
             case Assembling(spec, load):
                 self.state = Loading(ServedModel(spec, news.engine), load)
+                self.look, self.first_load = news.look, None
+                self.memory = None if news.look is None else news.look.memory
             case Loading(load=load):
                 pass
             case _:
@@ -368,7 +377,7 @@ class HostedModel:
         untold, self._untold = self._untold, []
         ahead_bytes = sum(one.num_bytes for one in untold)
         total_s = record.total_s + (widen_s or 0.0)
-        return ModelLoaded(
+        loaded = ModelLoaded(
             model=self.model,
             hosting=self.order.hosting,
             rungs=_sum_rungs([*untold, record]),
@@ -381,6 +390,8 @@ class HostedModel:
             is_widened=widen_s is not None,
             ahead_bytes=ahead_bytes,
         )
+        self.first_load = self.first_load or loaded
+        return loaded
 
     # The way back.
 
@@ -433,7 +444,7 @@ class HostedModel:
 
 def _identity(order: HostModel) -> tuple[object, ...]:
     """Return all of an order that a model cannot be hosted again with, if it is another."""
-    where = (order.where, order.digest, order.weight)
+    where = (order.where, order.digest, order.weight, order.slot)
     return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)
 
 

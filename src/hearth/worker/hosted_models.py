@@ -26,8 +26,8 @@ from hearth.worker.watched_load import WeightsLoaded
 
 #: How many of those that wait for their turn come to host memory meanwhile.
 NUM_CLIMBING = 2
-#: Engines of retired models that are kept for their return. What they have besides the pool's memory, such as
-#: graphs and buffers of inputs, is some tens of MB each.
+#: Engines of retired models that are kept for their return. What they have besides the pool's memory, graphs
+#: above all, is some tens of MB each.
 MAX_RETIRED = 16
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,17 @@ class HostedModels:
         return self.load_in_turn(hosted)
 
     def engine_ready(self, hosted: HostedModel, news: EngineReady) -> ModelLoaded | None:
-        return self._announced(hosted.engine_ready(news))
+        loaded = hosted.engine_ready(news)
+        self.limit_torch()
+        return self._announced(loaded)
+
+    def limit_torch(self) -> None:
+        """Have torch keep to what the engines that there are were measured to need."""
+        if self._resources.torch_limit is not None:
+            models = {**self._retired, **self.hosted}
+            self._resources.torch_limit.follow(
+                {model: one.memory for model, one in models.items() if one.served is not None}
+            )
 
     def weights_loaded(self, hosted: HostedModel, news: WeightsLoaded) -> ModelLoaded | None:
         return self._announced(hosted.weights_loaded(news))
@@ -132,6 +142,7 @@ class HostedModels:
             hosted.close()
         del self.hosted[model]
         self.turns.forget(model)
+        self.limit_torch()
         log.info("model_retired model=%s", model)
 
     def drop(self, model: ModelId) -> None:
@@ -142,6 +153,7 @@ class HostedModels:
         self.turns.forget(model)
         self.reclaimer.drop(model)
         self.reclaimer.reload_costs.forget(model)
+        self.limit_torch()
         log.info("model_dropped model=%s", model)
 
     # Ahead of turns.

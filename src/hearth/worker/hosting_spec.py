@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
+from hearth.engine.assemble import ModelSpec, block_bytes, tables_bytes, workspace_bytes
 from hearth.errors import ChunkCorrupt, ModelError
 from hearth.memory.pool import Shape
 from hearth.messages import HostModel
@@ -62,8 +62,10 @@ def hosting_spec(order: HostModel, model: BorrowedModel, device: torch.device) -
         chunk_bytes=manifest.chunk_bytes,
         chunks=manifest.chunk_ids,
         workspace_bytes=workspace_bytes(spec, device),
+        tables_bytes=tables_bytes(spec),
         block_bytes=num_bytes,
         max_blocks=max(2, order.max_kv_bytes // num_bytes),
+        slot=order.slot,
     )
     return HostingSpec(manifest, spec, layout, shape, max(1, order.kv_floor_bytes // num_bytes - 1))
 

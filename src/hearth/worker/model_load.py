@@ -26,6 +26,7 @@ from hearth.store.record import LoadRecord
 from hearth.worker.failure import failure_of
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.map_ahead import MapAhead
+from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import (
     Destination,
@@ -51,6 +52,7 @@ class EngineReady:
 
     engine: Engine
     is_whole: bool  #: no bytes are missing
+    look: SnapshotLook | None = None  #: for a snapshot of it; None: it was there before, or none are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,14 @@ class FrontLoaded:
     record: LoadRecord | None  #: None: they were not in host memory any more, and have not
 
 
-HostingNews = ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded
+@dataclass(frozen=True, slots=True)
+class SnapshotDiscarded:
+    """State that was restored from a model's snapshot computes something else than an ordinary start."""
+
+    reason: str
+
+
+HostingNews = ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded | SnapshotDiscarded
 
 
 class ModelLoad:
@@ -139,11 +148,17 @@ class ModelLoad:
         # has its engine has had them. To ask again would stand between a turn and its bytes.
         kernels = resources.kernels if engine is None else None
         are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
+        look, is_new = None, engine is None
         if engine is None and not self._is_cancelled:
             # Not under the lock: it takes its time, and touches none of the space.
             weights = bind(spec.model.arch, spec.layout, space.places)
-            memory = Memory(space.workspace, space.kv, space.sink, spec.floor_blocks)
+            memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
             engine = assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
+            if resources.snapshots is not None:
+                post = self._post
+                look = resources.snapshots.look(
+                    spec, space, engine, discarded=lambda reason: post(SnapshotDiscarded(reason))
+                )
         # Only now: whatever else goes to the device would have to queue behind the weights.
         loan = self._borrow_missing() if space.gaps else None
         with self._lock:
@@ -151,6 +166,8 @@ class ModelLoad:
                 if loan is not None:
                     loan.cancel()
                 return
+            if is_new:
+                engine.runner.fill_tables()  # under the lock: it touches the space
             self._engine, self.ready_s = engine, time.perf_counter()
             if loan is not None and self._map_ahead is not None:  # gaps are to be mapped
                 to = Destination(space.gaps, self._map_ahead, space.places, spec.layout)
@@ -162,7 +179,7 @@ class ModelLoad:
             kernels.compile(spec.manifest, spec.model.limits)
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
-        self._post(EngineReady(engine, is_whole=not space.gaps))
+        self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
 
     def _borrow_missing(self) -> PatientLoan:
         chunks = missing_chunks(self._borrowed.manifest, self._space.gaps)

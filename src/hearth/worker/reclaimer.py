@@ -285,9 +285,10 @@ class Reclaimer:
             f"{one.model} {one.weights_bytes + one.kv_bytes + one.tables_bytes}" for one in others
         )
         return (
-            f"`{model}` needs {shape.served.num_bytes} bytes for weights and {shape.workspace_bytes} for the "
-            f"workspace, {lack_bytes} more than can be freed of {usage.budget_bytes}; others have: "
-            f"{held or 'nothing'}; drop another model, or raise `service.memory_bytes`"
+            f"`{model}` needs {shape.served.num_bytes} bytes for weights, {shape.workspace_bytes} for the "
+            f"workspace and {shape.tables_bytes} for tables, {lack_bytes} more than can be freed of "
+            f"{usage.budget_bytes}; others have: {held or 'nothing'}; drop another model, or raise "
+            "`service.memory_bytes`"
         )
 
     def kv_shortage(self, model: ModelId, served: ServedModel) -> DeviceError:

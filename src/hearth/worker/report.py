@@ -19,6 +19,7 @@ from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.torch_limit import TorchLimit
 from hearth.worker.turns import Turns
 
 #: How long a change may wait while steps are made.
@@ -28,9 +29,16 @@ INTERVAL_S = 0.1
 class Reports:
     """Mutable; the step thread alone calls it."""
 
-    def __init__(self, reclaimer: Reclaimer, hosted: Mapping[ModelId, HostedModel], turns: Turns) -> None:
-        """`hosted` are the hosted models, kept by whoever calls."""
+    def __init__(
+        self,
+        reclaimer: Reclaimer,
+        hosted: Mapping[ModelId, HostedModel],
+        turns: Turns,
+        torch_limit: TorchLimit | None = None,
+    ) -> None:
+        """`hosted` are the hosted models, kept by whoever calls. `torch_limit`: None: torch has none."""
         self._reclaimer, self._hosted, self._turns = reclaimer, hosted, turns
+        self._torch_limit = torch_limit
         #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
         #: whoever counts them never counts back.
         self._slow_models: set[ModelId] = set()
@@ -76,6 +84,8 @@ class Reports:
                 "graphs": len(self._uncaptured_models),
             },
             models=tuple(self._uses(usage.holdings)),
+            torch_limit_bytes=None if self._torch_limit is None else self._torch_limit.num_bytes,
+            is_torch_limit_measured=self._torch_limit is not None and self._torch_limit.is_measured,
         )
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
@@ -97,7 +107,7 @@ class Reports:
         )
         if (served := hosted.served) is None:
             return use
-        usage = served.engine.usage
+        usage, graphs = served.engine.usage, served.engine.runner.graphs
         return msgspec.structs.replace(
             use,
             num_running=usage.num_running,
@@ -107,6 +117,8 @@ class Reports:
             kv_blocks=usage.kv_blocks,
             block_bytes=served.spec.shape.block_bytes,
             tables_bytes=holding.tables_bytes,
+            num_captured_graphs=0 if graphs is None else len(graphs.captured),
+            num_restored_graphs=0 if graphs is None else graphs.num_restored,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 
 from hearth.config import EngineConfig
+from hearth.engine.graph_capture import use_library_memory
 from hearth.errors import ConfigError, DeviceError
 from hearth.host_memory import machine_bytes
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages, NoMapping
+from hearth.memory.library_memory import LibraryMemory
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import WorkerSetup
@@ -28,10 +30,14 @@ from hearth.store.borrower import Borrower
 from hearth.store.loader import Loader
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
+from hearth.worker.model_snapshots import ModelSnapshots
+from hearth.worker.torch_limit import SPARE_BYTES, TorchLimit
 
-#: Memory on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
-#: workspaces of libraries. torch may take this much, and a share of the budget.
-UNBOOKED_BYTES, UNBOOKED_SHARE = 2 << 30, 0.1
+#: Memory on a device besides the pool: graphs of engines, what is sent for a step, the sampler's temporaries.
+#: torch may take this much, and a share of the budget, until it has been measured.
+UNBOOKED_BYTES, UNBOOKED_SHARE = SPARE_BYTES, 0.1
+#: Memory of libraries that captured steps use, beside the pool and torch: cuBLAS takes some 32 MiB of it.
+LIBRARY_BYTES = 64 << 20
 #: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.
 _CPU_SHARE = 0.5
 
@@ -44,9 +50,13 @@ class Runtime:
 
     device: torch.device
     name: str  #: for people
+    device_bytes: int  #: all of the device's memory
     budget_bytes: int  #: of the pool
     new_pool: Callable[[EvictionTermsOf], Pool]
     shares_workspace: bool  #: the pool is sure to need one workspace for all models
+    torch_limit: TorchLimit | None = None  #: None: torch is not limited
+    #: All that captured steps point at lies at the same addresses in every process.
+    has_fixed_addresses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,8 @@ class HostingResources:
     turns: TurnRules | None = None  #: by which models that do not fit together take turns; None: they do not
     kernels: ModelKernels | None = None  #: None: the device runs none that have to be compiled
     marks: WorkerMarks = field(default_factory=WorkerMarks)  #: told how the steps of all models advance
+    snapshots: ModelSnapshots | None = None  #: None: none are made or used
+    torch_limit: TorchLimit | None = None  #: None: torch is not limited
 
 
 def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
@@ -83,7 +95,7 @@ def _start_cpu(setup: WorkerSetup) -> Runtime:
     budget_bytes = setup.budget_bytes or int(machine_bytes() * _CPU_SHARE) // setup.num_sharing
     device, budget_bytes = torch.device("cpu"), budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     new_pool = partial(ArenaPool, device, budget_bytes)
-    return Runtime(device, _processor(), budget_bytes, new_pool, shares_workspace=False)
+    return Runtime(device, _processor(), machine_bytes(), budget_bytes, new_pool, shares_workspace=False)
 
 
 def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
@@ -106,12 +118,28 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
         pages = CudaPages(device, budget_bytes)
     except NoMapping as error:
         log.warning("fallback pool=arena reason=`%s`", error)
-        _limit_torch((most_bytes + budget_bytes) / total_bytes, device)
+        # The pool is torch's as well.
+        limit = TorchLimit(most_bytes + budget_bytes, partial(_limit_torch, total_bytes, device))
         new_arena = partial(ArenaPool, device, budget_bytes, fallbacks={"arena": 1})
-        return Runtime(device, name, budget_bytes, new_arena, shares_workspace=False)
-    _limit_torch(most_bytes / total_bytes, device)
-    new_pool = partial(MappedPool, pages)
-    return Runtime(device, name, pages.num_pages * pages.page_bytes, new_pool, shares_workspace=True)
+        return Runtime(
+            *(device, name, total_bytes, budget_bytes, new_arena), shares_workspace=False, torch_limit=limit
+        )
+    limit = TorchLimit(most_bytes, partial(_limit_torch, total_bytes, device))
+    fallbacks = _take_library_memory(device) if config.graphs != "off" else {}
+    new_pool = partial(MappedPool, pages, fallbacks=fallbacks)
+    return Runtime(
+        *(device, name, total_bytes, pages.num_pages * pages.page_bytes, new_pool),
+        shares_workspace=True,
+        torch_limit=limit,
+        has_fixed_addresses=config.graphs != "off" and not any(fallbacks.values()),
+    )
+
+
+def _take_library_memory(device: torch.device) -> Mapping[str, int]:
+    """Have captured steps find what libraries need at fixed addresses; return what could not be as wished."""
+    library = LibraryMemory(CudaPages(device, LIBRARY_BYTES))
+    use_library_memory(library.torch_pool())
+    return {"library_address": library.num_fallbacks}
 
 
 def _check_free(budget_bytes: int, free_bytes: int, total_bytes: int, device: torch.device) -> None:
@@ -128,9 +156,9 @@ def _check_free(budget_bytes: int, free_bytes: int, total_bytes: int, device: to
         )
 
 
-def _limit_torch(share: float, device: torch.device) -> None:
-    """Have torch give back what it keeps to itself before it takes more than this share."""
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+def _limit_torch(total_bytes: int, device: torch.device, num_bytes: int) -> None:
+    """Have torch give back what it keeps to itself before it takes more than so much of the device."""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes), device)
 
 
 def _processor() -> str:

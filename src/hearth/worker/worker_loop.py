@@ -25,6 +25,7 @@ from hearth.messages import (
     HostingFailed,
     HostModel,
     LoadProgress,
+    MakeSnapshot,
     ModelLoaded,
     ModelTurn,
     Order,
@@ -33,6 +34,8 @@ from hearth.messages import (
     RetireModel,
     RunFailed,
     Shutdown,
+    SnapshotLooked,
+    SnapshotMade,
     StartRequest,
     StepDone,
     Welcome,
@@ -40,14 +43,22 @@ from hearth.messages import (
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
-from hearth.types import GuideSpec, ModelId, RequestId, TurnEnd
-from hearth.worker.failure import Failure, blame, failure_of
+from hearth.types import GuideSpec, ModelId, RequestId, SnapshotOutcome, TurnEnd
+from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import Incomplete
-from hearth.worker.model_load import EngineReady, FrontLoaded, HostClimbed, HostingNews, ModelFound
+from hearth.worker.model_load import (
+    EngineReady,
+    FrontLoaded,
+    HostClimbed,
+    HostingNews,
+    ModelFound,
+    SnapshotDiscarded,
+)
 from hearth.worker.report import Reports
 from hearth.worker.runtime import HostingResources
+from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
 from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
 
 log = logging.getLogger(__name__)
@@ -75,7 +86,7 @@ class CheckedRequest:
     outcome: EngineRequest | HearthError
 
 
-Message = Order | ModelNews | CheckedRequest
+Message = Order | ModelNews | CheckedRequest | SnapshotWritten
 Inbox = SimpleQueue[Message]
 
 
@@ -99,10 +110,21 @@ class WorkerLoop:
         )
         self._hosted = self._models.hosted
         self._turns = self._models.turns
-        self._reports = Reports(self._models.reclaimer, self._hosted, self._turns)
+        self._reports = Reports(self._models.reclaimer, self._hosted, self._turns, resources.torch_limit)
+        self._maker = self._snapshot_maker(resources)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
         self._untold_s: dict[ModelId, float] = {}  #: of steps since the last one that the gateway heard of
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
+
+    def _snapshot_maker(self, resources: HostingResources) -> SnapshotMaker | None:
+        if resources.snapshots is None:
+            return None
+        return SnapshotMaker(
+            *(resources.snapshots, resources.device, self._hosted),
+            rates=self._models.reclaimer.reload_costs.measured_rates,
+            threads=resources.loader.threads,
+            post=self._inbox.put,
+        )
 
     def run(self) -> None:
         """Work until it is told to shut down. Raises DeviceLost, and OSError when nobody listens any more."""
@@ -135,12 +157,20 @@ class WorkerLoop:
             if (broke := self._models.hopeless()) is not None:
                 self._fail(broke.model, failure_of(broke.error))
                 continue
+            if self._advance_snapshot():
+                continue
             self._tell_residency(is_due=True)  # before it sleeps
             try:
-                return self._inbox.get(timeout=self._turns.timeout_s())
-            except Empty:  # a turn may end now
+                return self._inbox.get(timeout=self._timeout_s())
+            except Empty:  # a turn may end now, or nobody has asked for long enough
                 continue
         return self._inbox.get()
+
+    def _timeout_s(self) -> float | None:
+        """Return how long to sleep at most."""
+        quiet_s = None if self._maker is None or self._runs else self._maker.timeout_s()
+        waits_s = (self._turns.timeout_s(), quiet_s)
+        return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _step(self) -> None:
         """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
@@ -154,12 +184,47 @@ class WorkerLoop:
             broken, failure = blame(model, error)
         else:
             step_s = time.perf_counter() - began_s
+            if self._maker is not None:
+                self._maker.saw_request()
             self._sharing.stepped(model, step_s)
             self._tell_step(model, outcome, step_s)
             self._tell_residency(is_due=False)
             return
         del ready  # the last of it besides the worker's own
         self._fail(broken, failure)  # if it is another one, this one tries again
+
+    # Snapshots.
+
+    def _make_snapshot(self, order: MakeSnapshot) -> None:
+        if self._maker is None:
+            failure = "none are kept: `store.snapshot_bytes` is 0, or `hearth doctor` says why"
+            self._send(SnapshotMade(order.model, order.hosting, failure=failure))
+        else:
+            self._maker.order(order)
+
+    def _advance_snapshot(self) -> bool:
+        """Do a little for a snapshot that was ordered, if nobody has requests; False: there is none to do."""
+        if self._maker is None or self._runs:
+            return False
+        try:
+            facts = self._maker.advance()
+        except ModelBroke as broke:
+            self._fail(broke.model, failure_of(broke.error))
+            return True
+        for fact in facts or ():
+            self._send(fact)
+        return facts is not None
+
+    def _snapshot_discarded(self, model: ModelId, reason: str) -> None:
+        """Tell of a snapshot that was wrong, also one that was restored in an earlier stay of the model."""
+        if (hosted := self._hosted.get(model)) is not None:
+            self._send(SnapshotLooked(model, hosted.order.hosting, SnapshotOutcome.DISCARDED, reason))
+
+    def _snapshot_written(self, news: SnapshotWritten) -> None:
+        if self._maker is not None:
+            self._maker.written(news)
+            self._models.limit_torch()
+        self._send(news.made)
 
     # Turns.
 
@@ -225,12 +290,18 @@ class WorkerLoop:
                 self._drop(model)
             case HoldModel(model, hold):
                 self._models.set_hold(model, hold)
+            case MakeSnapshot():
+                self._make_snapshot(message)
+            case SnapshotWritten():
+                self._snapshot_written(message)
             case StartRequest():
                 self._start(message)
             case CancelRequest(run):
                 self._cancel(run)
             case Ping(number):
                 self._send(self._reports.pong(number))
+            case ModelNews(_, model, SnapshotDiscarded(reason)):
+                self._snapshot_discarded(model, reason)
             case ModelNews(hosting, model, news):
                 if self._is_current(model, hosting):
                     self._take_news(self._hosted[model], news)
@@ -293,6 +364,8 @@ class WorkerLoop:
             return
         self._runs[order.run] = _Run(order.model, time.perf_counter())
         self._models.request_came(hosted)
+        if self._maker is not None:
+            self._maker.saw_request()
         self._tell_arrival(order)
         if not hosted.queue_until_ready(order):
             self._begin(order, hosted)
@@ -359,6 +432,9 @@ class WorkerLoop:
                 for order in hosted.waiting:
                     self._tell_arrival(order)
             case EngineReady():
+                if news.look is not None:
+                    outcome, reason = news.look.outcome, news.look.reason
+                    self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason))
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
                 self._begin_waiting(hosted)
             case HostClimbed():
@@ -374,6 +450,8 @@ class WorkerLoop:
                 self._try(model, lambda: self._models.weights_loaded(hosted, news))
             case ModelBroken(failure):
                 self._fail(model, failure)
+            case SnapshotDiscarded(reason):
+                self._snapshot_discarded(model, reason)
             case _:
                 assert_never(news)
 

@@ -215,3 +215,19 @@ def test_a_byte_costs_between_the_nearest_and_the_farthest_rung(bytes_by_rung: d
     cost_s = costs.cost_s_per_byte(A, 1.0)
     assert nearest.cost_s_per_byte(A, 1.0) * (1 - 1e-9) <= cost_s
     assert cost_s <= farthest.cost_s_per_byte(A, 1.0) * (1 + 1e-9)
+
+
+@given(
+    st.dictionaries(st.sampled_from(Rung), st.integers(0, 1 << 40)),
+    st.dictionaries(st.sampled_from(Rung), st.floats(0.0, 1e4)),
+)
+def test_only_rungs_that_have_delivered_have_a_measured_rate(
+    bytes_by_rung: dict[Rung, int], seconds_by_rung: dict[Rung, float]
+) -> None:
+    costs = DeviceReloadCosts()
+    assert costs.measured_rates() == {}
+    busy_s = {rung: seconds_by_rung.get(rung, 0.0) for rung in bytes_by_rung}
+    costs.learn_load(A, bytes_by_rung, busy_s, None)
+    rates = costs.measured_rates()
+    assert set(rates) == {rung for rung, part in bytes_by_rung.items() if part and busy_s[rung]}
+    assert all(rate > 0 for rate in rates.values())

@@ -14,10 +14,10 @@ The least KV holds one full context: whatever a request may ask for, every repli
 context is cut to what the budget of a worker can hold, where nobody has named one.
 
 Workspace, tables and blocks are those of `hearth/sizes.py`, rounded up for the kind of device: who takes
-memory by these numbers never needs more. CUDA memory comes in whole pages, and weights, workspace and KV have
-pages of their own. Elsewhere all lies in one arena, whose regions begin at multiples of 4096 bytes, as
-tensors of a layout do anyway. But an extent of KV is a run of blocks at multiples of their size, which need
-not be one of 4096: of each free region that KV is taken from, almost a block is lost at either end.
+memory by these numbers never needs more. CUDA memory comes in whole pages, and weights, workspace, tables and
+KV have pages of their own. Elsewhere all lies in one arena, whose regions begin at multiples of 4096 bytes,
+as tensors of a layout do anyway. But an extent of KV is a run of blocks at multiples of their size, which
+need not be one of 4096: of each free region that KV is taken from, almost a block is lost at either end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hearth.sizes import (
     StepLimits,
     StepSize,
     block_buffer,
-    bytes_of,
     computed_dtype,
+    run_bytes,
     table_buffers,
     workspace_bytes,
 )
@@ -172,7 +172,7 @@ def workspace_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
 
 def tables_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
     """Return the bytes that an engine always has on its device besides weights, workspace and KV."""
-    return _in_units(bytes_of(table_buffers(facts.dimensions, limits, context)), kind)
+    return _in_units(run_bytes(table_buffers(facts.dimensions, limits, context)), kind)
 
 
 def _least_kv_bytes(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:

@@ -121,6 +121,11 @@ class ReloadCosts:
         """Return the running average of what a rung delivered, or its prior before the first transfer."""
         return self._rates[rung].bytes_per_s or self._priors[rung]
 
+    def measured_rates(self) -> dict[Rung, float]:
+        """Return the bytes per second of the rungs that have delivered something."""
+        rates = {rung: rate.bytes_per_s for rung, rate in self._rates.items()}
+        return {rung: bytes_per_s for rung, bytes_per_s in rates.items() if bytes_per_s is not None}
+
     def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:
         """Return how long a load of some bytes takes: missing bytes per rung over its speed (T6).
 
@@ -187,6 +192,10 @@ class DeviceReloadCosts:
         self._costs.forget(model)
         self._weights.pop(model, None)
         self._shares.pop(model, None)
+
+    def measured_rates(self) -> dict[Rung, float]:
+        """Return the bytes per second of the rungs that have delivered something to the device."""
+        return self._costs.measured_rates()
 
     def load_s_per_byte(self, model: ModelId) -> float:
         """Return how long one byte takes to come back; that of an unloaded model as if from host memory."""

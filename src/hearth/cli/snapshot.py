@@ -1,0 +1,278 @@
+"""`hearth snapshot`: what starts of models need, made beforehand; made, listed, removed and verified."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from typer.core import TyperGroup
+
+from hearth.cli import local_models
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    ApiKey,
+    AsJson,
+    DataDirectory,
+    Url,
+    app,
+    print_columns,
+)
+from hearth.cli.endpoint import reached
+from hearth.cli.figures import duration, size
+from hearth.cli.progress import step_bar
+from hearth.cli.tab_completion import ModelName, complete_model
+from hearth.control.datadir import DataDir
+from hearth.control.views import SnapshotView
+from hearth.errors import ConfigError, DataDirError, SnapshotError
+from hearth.snapshot.cost_profile import MeasuredProfile, cost_profile_of
+from hearth.snapshot.directory import SnapshotDirectory, SnapshotEntry
+from hearth.snapshot.memory_profile import MemoryProfile
+
+
+class MakingGroup(TyperGroup):
+    """Commands, of which `make` may be left out: `hearth snapshot qwen-7b`.
+
+    Contexts are Click's, which some versions of Typer bring themselves and others do not.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, self.resolve_words(args))
+
+    def resolve_words(self, words: list[str]) -> list[str]:
+        """Return words that begin with a command."""
+        is_name = bool(words) and not words[0].startswith("-") and words[0] not in self.commands
+        return ["make", *words] if is_name else words
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete names of models as well, as `make` does."""
+        make = self.commands["make"]
+        context = make.make_context("make", [], parent=ctx, resilient_parsing=True)
+        name = next(one for one in make.get_params(context) if one.name == "name")
+        return [*super().shell_complete(ctx, incomplete), *name.shell_complete(context, incomplete)]
+
+
+snapshot_app = typer.Typer(cls=MakingGroup, no_args_is_help=True, rich_markup_mode="rich")
+app.add_typer(
+    snapshot_app,
+    name="snapshot",
+    help="Prepare a model's next start: hearth snapshot NAME. Also ls, rm and verify.",
+    rich_help_panel="Models",
+)
+
+_Named = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="A deployed model; by default all.", autocompletion=complete_model),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A snapshot on disk. Becomes JSON."""
+
+    model: str  #: name of the deployed model; empty: it is not deployed any more
+    path: str
+    num_bytes: int
+    used_at_s: float
+    device: str
+    unbooked_bytes: int
+    sections: list[str]
+    problem: str | None  #: why it cannot be used; None: it can, where its fingerprint is that of the start
+
+
+@snapshot_app.command()
+def make(
+    context: typer.Context,
+    name: ModelName,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Make a snapshot of a model now.
+
+    A snapshot keeps what the next start of the model would have to find out again: how much memory a worker
+    takes besides its pool, how long steps and loads take, and on a GPU its captured steps. A running service
+    makes one by itself some time after the first start of a model, when nobody asks for anything; this makes
+    it now, also if there is one. The model is loaded for it, and measured as soon as no model of its worker
+    has requests.
+
+    A snapshot counts only for the same model, machine, software and settings. Where anything differs models
+    start as usual, a new one is made, and `hearth doctor` says what was different.
+
+    [bold]Examples[/bold]
+
+      hearth snapshot qwen-7b
+
+      hearth snapshot ls
+    """
+    view = None
+    with reached(context, url, api_key, data_dir) as client, step_bar(f"loading {name}") as advance:
+        for event in client.make_snapshot(name):
+            if isinstance(event, SnapshotView):
+                view = event
+            else:
+                advance(event.num_done, event.num_steps or None, f"{event.phase} {name}")
+    if view is None:
+        raise SnapshotError(
+            f"no snapshot of `{name}` was made, and no reason given; look at the service's log"
+        )
+    if as_json:
+        typer.echo(msgspec.json.encode(view))
+    else:
+        typer.echo(
+            f"made a snapshot of {view.model}: {size(view.num_bytes)} in {view.seconds:.1f} s; its worker "
+            f"takes {size(view.unbooked_bytes)} besides its pool"
+        )
+
+
+@snapshot_app.command("ls")
+def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson = False) -> None:
+    """List the snapshots of this machine.
+
+    BESIDES is the memory that a worker was seen to take besides its pool. A snapshot of a model that was
+    removed goes with it; those that were used longest ago go when all of them take more than
+    store.snapshot_bytes.
+
+    [bold]Example[/bold]
+
+      hearth snapshot ls
+    """
+    found = _LocalSnapshots.of(data_dir).found()
+    if as_json:
+        typer.echo(msgspec.json.encode([asdict(one) for one in found]))
+        return
+    rows = [
+        [
+            one.model or "-",
+            size(one.num_bytes),
+            f"{duration(max(0.0, time.time() - one.used_at_s))} ago",
+            size(one.unbooked_bytes) if one.unbooked_bytes else "-",
+            one.device or "-",
+            "ok" if one.problem is None else one.problem,
+        ]
+        for one in found
+    ]
+    print_columns(["MODEL", "SIZE", "USED", "BESIDES", "DEVICE", "STATE"], rows)
+
+
+@snapshot_app.command("rm")
+def remove(
+    name: ModelName,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+) -> None:
+    """Remove the snapshots of a model.
+
+    Its next start is an ordinary one, after which a new snapshot is made.
+
+    [bold]Example[/bold]
+
+      hearth snapshot rm qwen-7b --yes
+    """
+    digest = local_models.find(data_dir, name).digest
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"nobody can be asked whether to remove snapshots of `{name}`; add `--yes`")
+        typer.confirm(f"Remove the snapshots of {name}?", abort=True)
+    directory = _LocalSnapshots.of(data_dir).directory
+    num_removed = 0 if directory is None else directory.remove(digest)
+    noun = "snapshot" if num_removed == 1 else "snapshots"
+    typer.echo(f"removed {num_removed} {noun} of {name}")
+
+
+@snapshot_app.command()
+def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> None:
+    """Read snapshots and check every byte of them.
+
+    That is: they are whole, as they were written, and were written by this installation. The exit code is 1
+    if one is not; nothing of such a one is ever used.
+
+    [bold]Examples[/bold]
+
+      hearth snapshot verify
+
+      hearth snapshot verify qwen-7b
+    """
+    digest = None if name is None else local_models.find(data_dir, name).digest
+    directory, bad = _LocalSnapshots.of(data_dir).directory, 0
+    if directory is None:
+        return
+    for entry in directory.entries(digest):
+        try:
+            with directory.open_file(entry.path) as opened:
+                opened.verify()
+        except SnapshotError as error:
+            bad += 1
+            typer.echo(f"bad: {error}")
+        else:
+            typer.echo(f"ok: {entry.path}, {size(entry.num_bytes)}")
+    if bad:
+        raise SnapshotError(f"{bad} snapshots are of no use; remove them, and new ones are made")
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalSnapshots:
+    """The snapshots of a data directory, with the names of their models."""
+
+    directory: SnapshotDirectory | None  #: None: there is none, and it is not made
+    names: dict[str, str]  #: of models, by the digests of their manifests
+
+    @staticmethod
+    def of(data_dir: Path) -> _LocalSnapshots:
+        """Look at a data directory. Raises SnapshotError: its key is broken."""
+        path = DataDir(data_dir).snapshots_path
+        directory = SnapshotDirectory.open(path, quota_bytes=0) if path.is_dir() else None
+        return _LocalSnapshots(directory, {one.digest: one.name for one in local_models.views(data_dir)})
+
+    def found(self, digest: str | None = None) -> list[_Found]:
+        """Return the snapshots of one model, or of all."""
+        if self.directory is None:
+            return []
+        return [self._look(self.directory, entry) for entry in self.directory.entries(digest)]
+
+    def _look(self, directory: SnapshotDirectory, entry: SnapshotEntry) -> _Found:
+        known = (self.names.get(entry.model, ""), str(entry.path), entry.num_bytes, entry.used_at_s)
+        try:
+            with directory.open_file(entry.path) as opened:
+                device, memory = opened.fingerprint.device, MemoryProfile.of(opened)
+                return _Found(*known, device, memory.unbooked_bytes, sorted(opened), problem=None)
+        except SnapshotError as error:
+            return _Found(*known, device="", unbooked_bytes=0, sections=[], problem=str(error))
+
+
+def cost_profile(data_dir: Path, name: str) -> MeasuredProfile:
+    """Return what was measured of a model, by the snapshot of it that was used last.
+
+    Raises:
+        HearthError: there is no such model, or no snapshot of it.
+    """
+    view, directory = local_models.find(data_dir, name), _LocalSnapshots.of(data_dir).directory
+    opened = None if directory is None else directory.newest(view.digest)
+    if opened is None:
+        raise SnapshotError(f"`{name}` has no snapshot; make one with `hearth snapshot {name}`")
+    with opened:
+        return cost_profile_of(opened)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsReport:
+    """The snapshots of a data directory, as the doctor found them."""
+
+    number: int
+    num_bytes: int
+    notes: tuple[str, ...]  #: why some are of no use
+
+
+def look_at_snapshots(data_dir: Path) -> SnapshotsReport:
+    """Look at all snapshots; those that cannot be used are named."""
+    try:
+        found = _LocalSnapshots.of(data_dir).found()
+    except (SnapshotError, DataDirError) as error:
+        return SnapshotsReport(0, 0, (str(error),) if isinstance(error, SnapshotError) else ())
+    problems = tuple(one.problem for one in found if one.problem is not None)
+    return SnapshotsReport(len(found), sum(one.num_bytes for one in found), problems)

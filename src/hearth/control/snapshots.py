@@ -1,0 +1,149 @@
+"""Has workers make snapshots, follows what comes of them, and tells why a model starts without one.
+
+A worker says, when it has put an engine together, whether it has used a snapshot. If not, one is ordered as
+soon as the model is loaded, and made when that worker has nothing else to do. A model that leaves before has
+it ordered again when it comes back. Reads no snapshot itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from hearth.control.metrics import Metrics
+from hearth.control.worker_link import WorkerLink
+from hearth.errors import SnapshotError
+from hearth.messages import MakeSnapshot, SnapshotLooked, SnapshotMade, SnapshotProgress
+from hearth.types import ModelId, SnapshotOutcome, WorkerId
+
+log = logging.getLogger(__name__)
+
+_Follower = asyncio.Queue[SnapshotProgress | SnapshotMade]
+#: Ways in which a start had to do without a snapshot that there was.
+_UNUSED = (SnapshotOutcome.OUTDATED, SnapshotOutcome.REFUSED, SnapshotOutcome.DISCARDED)
+
+
+class Snapshots:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(self, metrics: Metrics, obstacle: str | None = None) -> None:
+        """`obstacle`: why this service keeps none, although it should; None: it does, or should not."""
+        self._obstacle = obstacle
+        self._count = metrics.snapshots
+        self._links: dict[WorkerId, WorkerLink] = {}
+        #: Who follows each snapshot that was ordered and is not made yet; of most, nobody.
+        self._makings: dict[tuple[WorkerId, ModelId], list[_Follower]] = {}
+        #: Models on workers that have none, and have not failed to get one.
+        self._wanted: set[tuple[WorkerId, ModelId]] = set()
+        self._notes: dict[ModelId, str] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why models have started without a snapshot, although there was one or should be one by now."""
+        obstacles = () if self._obstacle is None else (f"no snapshots are kept: {self._obstacle}",)
+        return (*obstacles, *self._notes.values())
+
+    # Workers.
+
+    def joined(self, worker: WorkerId, link: WorkerLink) -> None:
+        self._links[worker] = link
+
+    def lost(self, worker: WorkerId) -> None:
+        self._links.pop(worker, None)
+        for key in [key for key in self._makings if key[0] == worker]:
+            self._end(key, "its worker is gone")
+        self._wanted = {key for key in self._wanted if key[0] != worker}
+
+    def left(self, worker: WorkerId, model: ModelId) -> None:
+        """Note that the stay of a model on a worker has ended."""
+        self._end((worker, model), "the model left device memory")
+
+    def loaded(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
+        """Order a snapshot of a model that is all on a worker, if it is to have one and none is made yet."""
+        if (worker, model) in self._wanted and not any(other == model for _, other in self._makings):
+            self._order(worker, model, hosting)
+
+    def removed(self, model: ModelId) -> None:
+        """Forget a model that is not deployed any more."""
+        self._notes.pop(model, None)
+        self._forget_wish(model)
+
+    # Facts of workers, each of a stay that goes on.
+
+    def looked(self, worker: WorkerId, fact: SnapshotLooked) -> None:
+        """Count what came of looking for a snapshot, and note that one is wanted where none is used."""
+        self._count.labels(fact.outcome).inc()
+        self._notes.pop(fact.model, None)
+        self._wanted.discard((worker, fact.model))
+        if fact.outcome is SnapshotOutcome.USED:
+            return
+        self._wanted.add((worker, fact.model))
+        if fact.outcome in _UNUSED:
+            log.warning(
+                "snapshot_unused model=%s worker=%s outcome=%s reason=`%s`",
+                *(fact.model, worker, fact.outcome, (fact.reason or "").replace("`", "")),
+            )
+            self._notes[fact.model] = (
+                f"the snapshot of `{fact.model}` is not used ({fact.outcome}): {fact.reason}; a new one is "
+                "made when nobody asks for anything"
+            )
+        if fact.outcome is SnapshotOutcome.DISCARDED:  # by a model that is loaded
+            self.loaded(worker, fact.model, fact.hosting)
+
+    def progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
+        for follower in self._makings.get((worker, fact.model), ()):
+            follower.put_nowait(fact)
+
+    def made(self, worker: WorkerId, fact: SnapshotMade) -> None:
+        self._count.labels(SnapshotOutcome.MADE if fact.failure is None else SnapshotOutcome.FAILED).inc()
+        if fact.failure is None:
+            log.info(
+                "snapshot_made model=%s worker=%s num_bytes=%d unbooked_bytes=%d seconds=%.1f",
+                *(fact.model, worker, fact.num_bytes, fact.unbooked_bytes, fact.seconds),
+            )
+            self._notes.pop(fact.model, None)
+        else:
+            log.warning("snapshot_not_made model=%s worker=%s reason=%s", fact.model, worker, fact.failure)
+            self._notes[fact.model] = f"no snapshot of `{fact.model}` could be made: {fact.failure}"
+        self._forget_wish(fact.model)
+        for follower in self._makings.pop((worker, fact.model), ()):
+            follower.put_nowait(fact)
+
+    # By hand.
+
+    async def make(
+        self, worker: WorkerId, model: ModelId, hosting: int
+    ) -> AsyncGenerator[SnapshotProgress | SnapshotMade, None]:
+        """Order a snapshot of a model's stay, or follow one that is under way; yields what comes of it.
+
+        Raises:
+            SnapshotError: it could not be made.
+        """
+        follower: _Follower = asyncio.Queue()
+        key = (worker, model)
+        if key not in self._makings:
+            self._order(worker, model, hosting)
+        self._makings[key].append(follower)
+        try:
+            while True:
+                fact = await follower.get()
+                if isinstance(fact, SnapshotMade) and fact.failure is not None:
+                    raise SnapshotError(f"no snapshot of `{model}` could be made: {fact.failure}")
+                yield fact
+                if isinstance(fact, SnapshotMade):
+                    return
+        finally:
+            if follower in (followers := self._makings.get(key, [])):
+                followers.remove(follower)
+
+    def _forget_wish(self, model: ModelId) -> None:
+        self._wanted = {key for key in self._wanted if key[1] != model}
+
+    def _order(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
+        self._makings[worker, model] = []
+        self._links[worker].send(MakeSnapshot(model, hosting))
+
+    def _end(self, key: tuple[WorkerId, ModelId], why: str) -> None:
+        for follower in self._makings.pop(key, ()):
+            follower.put_nowait(SnapshotMade(key[1], 0, failure=why))

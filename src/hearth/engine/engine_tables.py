@@ -1,0 +1,41 @@
+"""The buffers of an engine that mean something between its steps, cut from bytes that someone else owns.
+
+Captured steps refer to them, so they lie at the same addresses for as long as the engine is there. The bytes
+may be somebody else's while its model is away: so they are filled whenever it has come.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hearth.models.arch import Arch
+from hearth.models.buffers import views
+from hearth.models.rope import write_cos_sin
+from hearth.sizes import StepLimits, table_buffers
+
+
+class EngineTables:
+    """Views by the names of `table_buffers`. What they hold others write, but for the beginning."""
+
+    def __init__(self, arch: Arch, limits: StepLimits, context: int, sink: int, memory: torch.Tensor) -> None:
+        """View `memory` (uint8), which is not touched, as the buffers. `sink`: a block that nobody reads."""
+        self._memory, self._rope, self._sink = memory, arch.rope, sink
+        tables = views(table_buffers(arch.dimensions, limits, context), memory)
+        self.inputs = _part(tables, "inputs.")
+        self.sampler = _part(tables, "sampler.")
+        self.counters = tables["attention.counters"]
+        self.cos_sin = None if arch.rope is None else tables["rotary.cos_sin"]
+
+    def fill(self) -> None:
+        """Write what the first step expects: zeros, a table of blocks that names the sink, cosines and sines.
+
+        In the order of the current stream, as steps are.
+        """
+        self._memory.zero_()
+        self.inputs["block_table"].fill_(self._sink)
+        if self._rope is not None and self.cos_sin is not None:
+            write_cos_sin(self._rope, self.cos_sin)
+
+
+def _part(tables: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): table for name, table in tables.items() if name.startswith(prefix)}

@@ -1,0 +1,107 @@
+"""Graphs tried beside a step: both must leave the same bits. Decides nothing about who serves.
+
+The step has run without the graphs, and its result is on its way to the host. Behind that the graphs run on
+the same inputs. What a step leaves for the next one is:
+
+    tokens     what each slot sampled last is an input of a step as well as its output. The graphs are given
+               those of before the step, and the step's own are put back behind them.
+    KV         written again to the same places. Where it is compared the step's own is taken away first, so
+               that a graph which writes nothing is found out. Logits and choices are treated likewise.
+
+All else that a step writes (workspace, counters of split attention, scratch) means nothing behind it, or is
+left as it was found. So a step may run any number of times, and where the graphs have computed something else
+it runs once more without them: nobody has computed with what they left, if `end` is called before anything
+else is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hearth.engine.graphs import StepGraph, Work
+from hearth.engine.sampler import Sampler
+from hearth.errors import DeviceError
+from hearth.kernels.paged import PagedRows
+
+#: Rows that are compared, spread over the step: those of all would take as much memory as a step's KV.
+_MAX_ROWS = 16
+
+
+class GraphTrial:
+    """One trial. Mutable; the runner calls `begin`, `step_done`, `replay` and `end`, in this order."""
+
+    def __init__(self, graphs: Sequence[StepGraph], step: Work, sampler: Sampler, kv: torch.Tensor) -> None:
+        """`step` queues the step without graphs, on the inputs that are in place up to `end`."""
+        self._graphs, self._step, self._sampler, self._kv = graphs, step, sampler, kv
+        self._num_wrong = torch.zeros((), dtype=torch.int64, pin_memory=kv.is_cuda)
+        self._event: torch.cuda.Event | None = None
+        self._refusal: DeviceError | None = None
+
+    def begin(self, rows: PagedRows, num_tokens: int, logits: torch.Tensor) -> None:
+        """Keep what the step overwrites. `rows` are in place; `logits` are those of the plan's rows."""
+        at = _spread(num_tokens, logits.device)
+        own = PagedRows(rows.positions[at], rows.slots[at], rows.block_table)
+        targets = own.kv_targets(self._kv.shape[3])
+        self._at = (targets.blocks, slice(None), slice(None), targets.offsets)
+        self._rows, self._logits = _spread(len(logits), logits.device), logits
+        self._tokens_before = self._sampler.tokens.clone()
+
+    def step_done(self) -> None:
+        """Keep what the step has computed, before anything else is made of it."""
+        self._expected = self._computed()
+
+    def replay(self) -> None:
+        """Queue the graphs and the comparison, behind all that the step does for others."""
+        self._tokens = self._sampler.tokens.clone()
+        self._sampler.tokens.copy_(self._tokens_before)
+        self._kv[self._at] = torch.full_like(self._expected[-1], torch.nan)
+        self._logits.fill_(torch.nan)
+        self._sampler.chosen.fill_(-1)
+        try:
+            for graph in self._graphs:
+                graph.replay()
+        except DeviceError as error:
+            self._refusal = error
+            return
+        pairs = zip(self._expected, self._computed(), strict=True)
+        num_wrong = torch.stack([(_bits(old) != _bits(new)).sum() for old, new in pairs]).sum()
+        self._num_wrong.copy_(num_wrong, non_blocking=True)
+        self._sampler.tokens.copy_(self._tokens)
+        if self._kv.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            self._event.record()
+
+    def end(self) -> str | None:
+        """Wait for the trial and return what is wrong with the graphs, in which case the step ran again.
+
+        None: they compute what the step does.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        num_wrong = int(self._num_wrong)
+        if self._refusal is None and not num_wrong:
+            return None
+        self._sampler.tokens.copy_(self._tokens_before)
+        self._step()
+        self._sampler.tokens.copy_(self._tokens)
+        if self._refusal is not None:
+            return str(self._refusal)
+        return f"{num_wrong} numbers differ from those of the same step without graphs"
+
+    def _computed(self) -> tuple[torch.Tensor, ...]:
+        """Return copies of what was computed for the rows that are compared."""
+        chosen = self._sampler.chosen[: len(self._logits)]
+        return self._logits[self._rows], chosen[self._rows], self._kv[self._at]
+
+
+def _spread(count: int, device: torch.device) -> torch.Tensor:
+    """Return at most `_MAX_ROWS` of so many rows, the first and the last among them."""
+    num_rows = min(count, _MAX_ROWS)
+    return torch.arange(num_rows, device=device) * (count - 1) // max(num_rows - 1, 1)
+
+
+def _bits(numbers: torch.Tensor) -> torch.Tensor:
+    """View numbers as integers, for NaN is not equal to itself."""
+    return numbers.view({2: torch.int16, 4: torch.int32}[numbers.itemsize])

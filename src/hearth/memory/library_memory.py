@@ -1,0 +1,66 @@
+"""Memory of libraries at addresses that are the same in every process: one range of a worker for all models.
+
+cuBLAS computes with scratch memory, and captured steps remember where it lay. In a model's own space another
+model's steps might find it gone, so it lies in a space of its own, behind those of all models. Its pages are
+mapped and zeroed once, for libraries keep semaphores there, and stay for as long as the process.
+
+torch asks for memory while it holds the lock of its own books, and the answer needs the interpreter: whoever
+frees a tensor meanwhile has the interpreter and wants the lock. So all of it is taken when the worker starts,
+by the only thread that computes, and nothing later: see `use_library_memory` in `engine/graph_capture.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import torch
+
+from hearth.memory.pages import Pages
+
+#: What one allocation is rounded up to, as the device's own are.
+_UNIT_BYTES = 2 << 20
+
+_Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+_Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+
+log = logging.getLogger(__name__)
+
+
+class LibraryMemory:
+    """Pages that are given out from the first on, and never come back. Mutable; see above for the threads."""
+
+    def __init__(self, pages: Pages) -> None:
+        """Map all of the pages, which are this memory's from now on."""
+        self._pages = pages
+        wanted = pages.base_address + pages.num_spaces * pages.space_bytes
+        self.address = pages.reserve(wanted)
+        self.num_fallbacks = int(self.address != wanted)
+        if self.num_fallbacks:
+            log.warning("fallback library_address=%#x wanted=%#x reason=refused", self.address, wanted)
+        self.num_bytes = pages.num_pages * pages.page_bytes
+        pages.map(self.address, *range(pages.num_pages))
+        pages.bytes_at(self.address, self.num_bytes).zero_()
+        self.used_bytes = 0
+
+    def take(self, num_bytes: int) -> int | None:
+        """Return the address of so many bytes; None: there are not as many."""
+        begin, padded_bytes = self.used_bytes, -(-num_bytes // _UNIT_BYTES) * _UNIT_BYTES
+        if begin + padded_bytes > self.num_bytes:
+            log.warning("library_memory_full wanted=%d used=%d of=%d", num_bytes, begin, self.num_bytes)
+            return None
+        self.used_bytes += padded_bytes
+        return self.address + begin
+
+    def torch_pool(self) -> torch.cuda.MemPool:
+        """Return a pool for torch to allocate from on a CUDA device; it keeps this memory."""
+        allocate = _Allocate(lambda num_bytes, _device, _stream: self.take(num_bytes))
+        free = _Free(lambda *_: None)
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (allocate, free)]
+        pool = torch.cuda.MemPool(torch._C._cuda_customAllocator(*addresses))
+        _KEPT.append((self, allocate, free, pool))
+        return pool
+
+
+#: For as long as the process: torch may call them, and captured steps compute in the memory.
+_KEPT: list[tuple[object, ...]] = []

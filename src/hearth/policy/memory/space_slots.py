@@ -1,0 +1,31 @@
+"""Which slot of addresses a deployed model has: the same on all workers, and so is its space.
+
+What was built for a space, such as captured steps, holds in every process that gives the model the same slot.
+By the digest alone two of twenty models want one slot with a probability of one half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+#: Slots of models on a CUDA device (`memory/cuda_pages.py`).
+NUM_SLOTS = 250
+
+
+def choose_slot(digest: str, taken: Collection[int]) -> int | None:
+    """Return the slot of a model that has none: the one that its digest prefers, or else the next free one.
+
+    None: all are taken. Such a model shares a slot, and where both are hosted one of them is elsewhere.
+    """
+    wanted = preferred_slot(digest, NUM_SLOTS)
+    slots = ((wanted + step) % NUM_SLOTS for step in range(NUM_SLOTS))
+    return next((slot for slot in slots if slot not in taken), None)
+
+
+def preferred_slot(digest: str, num_slots: int) -> int:
+    """Return the slot that a digest prefers, where nobody has given its model one. Any text has some slot."""
+    try:
+        number = int(digest, 16)
+    except ValueError:  # a registry may be damaged
+        number = int.from_bytes(digest.encode())
+    return number % num_slots

@@ -1,0 +1,100 @@
+"""How long everything takes on a machine, as it was measured: the file that simulations run on.
+
+`python -m bench.profile` measures a machine as such and writes one. Each snapshot has one of its model, of
+what its worker measured while it served, and once more while the snapshot was made. Measures nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from hearth.errors import SnapshotCorrupt
+from hearth.types import Rung
+
+SECTION = "cost"
+#: Of the fields. A file of another version is measured again.
+VERSION: Literal[1] = 1
+
+_Time = Annotated[float, Meta(ge=0)]
+_Count = Annotated[int, Meta(gt=0)]
+
+#: What models are computed in.
+ComputedDtype = Literal["bfloat16", "float16", "float32"]
+
+
+class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of step, and how long it took."""
+
+    num_tokens: int  #: computed by the step, over all rows
+    num_rows: int  #: sequences in it
+    context_tokens: int  #: that the rows can look back on, their own included, summed over rows
+    seconds: float  #: that it took as a rule
+
+
+class Origin(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where and with what a profile was measured."""
+
+    command: str
+    commit: str | None
+    date: str
+    device: str
+    num_cores: int
+    versions: dict[str, str | None]  #: of Python and packages
+    is_tiny: bool  #: measured to see that measuring works; its times mean nothing
+    #: Fields that were not measured but assumed, each with the reason.
+    assumed: dict[str, str]
+
+
+class MeasuredSwitch(Struct, frozen=True, forbid_unknown_fields=True):
+    """The cost of a switch to another model besides its missing bytes and its prompt."""
+
+    how: str  #: what was done to measure it
+    give_way_s: _Time  #: from the order until its missing bytes begin to cross
+    begin_s: _Time  #: from the last byte to the first token, without the prompt's own time
+
+
+class MeasuredMapping(Struct, frozen=True, forbid_unknown_fields=True):
+    """The cost of mapping a page of device memory and unmapping it. Loads map ahead of their copies."""
+
+    page_bytes: _Count
+    page_s: _Time
+
+
+class MeasuredShape(Struct, frozen=True, forbid_unknown_fields=True):
+    """A model, and the steps that were measured with it."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    model: str  #: whose shape it has
+    dtype: ComputedDtype
+    weights_bytes: _Count
+    kv_bytes_per_token: _Count
+    steps: list[MeasuredStep]
+
+
+class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
+    """The file of a profile: what was measured, and nothing that follows from it."""
+
+    version: Literal[1]
+    origin: Origin
+    bytes_per_s: dict[Rung, Annotated[float, Meta(gt=0)]]  #: that each rung delivers to the device
+    #: None: this device's memory is not mapped by pages, or that was not measured apart
+    mapping: MeasuredMapping | None
+    switch: MeasuredSwitch
+    assemble_s: _Time  #: of a model's first load here, before its bytes begin to cross
+    host_step_s: _Time  #: that a worker adds to each step of an engine
+    shapes: Annotated[list[MeasuredShape], Meta(min_length=1)]
+    #: For which a request is on its way: from its arrival to a worker, tokenized, and its first token back.
+    request_s: _Time = 0.0
+
+
+def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:
+    """Return the profile in a snapshot. Raises SnapshotCorrupt: there is none."""
+    try:
+        with sections[SECTION] as raw:
+            return msgspec.json.decode(raw, type=MeasuredProfile)
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise SnapshotCorrupt(f"the snapshot has no cost profile: {error!r}") from error

@@ -1,0 +1,432 @@
+"""A captured CUDA graph as plain values: read from the driver, packed into bytes, and back. Builds no graph.
+
+Parameters of kernels are bytes that nobody here understands. They hold addresses, so a graph means something
+only where everything that it points at lies where it lay.
+
+    packed:   header | kernels | parameters | names | nodes | attributes | edges | blobs
+
+Each section is an array, begins at a multiple of 64 bytes, and refers to others by index. Whoever unpacks
+gets views of the bytes: nothing is copied, and every index is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hearth.cuda_graphs import (
+    ATTRIBUTE_BYTES,
+    EDGE_DATA,
+    FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+    FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
+    FUNC_ATTRIBUTE_NUM_REGS,
+    FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+    GRAPH_NODE_TYPE_EMPTY,
+    GRAPH_NODE_TYPE_KERNEL,
+    GRAPH_NODE_TYPE_MEMCPY,
+    GRAPH_NODE_TYPE_MEMSET,
+    LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+    LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
+    LAUNCH_PARAM_BUFFER_POINTER,
+    LAUNCH_PARAM_BUFFER_SIZE,
+    LAUNCH_PARAM_END,
+    MEMCPY_NODE,
+    MEMSET_NODE,
+    NODE_ATTRIBUTES,
+    CudaGraphs,
+)
+from hearth.errors import GraphUnreadable
+
+Table = npt.NDArray[np.void]
+
+NODE: Final = np.dtype(
+    [
+        *(("kind", "<u4"), ("kernel", "<u4"), ("grid", "<u4", 3), ("block", "<u4", 3)),
+        *(("shared_bytes", "<u4"), ("is_one_buffer", "<u4"), ("blob", "<u4"), ("blob_bytes", "<u4")),
+        *(("first_attribute", "<u4"), ("num_attributes", "<u4")),
+    ]
+)
+ATTRIBUTE: Final = np.dtype([("id", "<u4"), ("value", "u1", ATTRIBUTE_BYTES)])
+EDGE: Final = np.dtype([("source", "<u4"), ("target", "<u4"), ("data", EDGE_DATA)])
+PARAMETER: Final = np.dtype([("offset", "<u4"), ("bytes", "<u4")])
+_KERNEL: Final = np.dtype(
+    [
+        *(("name_bytes", "<u4"), ("binary_bytes", "<u4"), ("first_parameter", "<u4")),
+        *(("num_parameters", "<u4"), ("registers", "<u4"), ("static_shared_bytes", "<u4")),
+        *(("dynamic_shared_bytes", "<u4"), ("has_large_clusters", "<u4")),
+    ]
+)
+_SECTIONS: Final = (_KERNEL, PARAMETER, np.dtype("u1"), NODE, ATTRIBUTE, EDGE, np.dtype("u1"))
+_MAGIC: Final = b"hgraph01"
+_HEADER: Final = struct.Struct(f"<8s{len(_SECTIONS)}Q")
+#: The driver copies descriptors of tensors by words of this size.
+ALIGNMENT: Final = 64
+#: A device's addresses are larger than any count, and a kernel's parameters are at multiples of their size.
+_LEAST_ADDRESS: Final = 1 << 32
+_WORD_BYTES: Final = 8
+#: The bytes that stand for a node that is no kernel, by its kind.
+_STRUCTURE_BYTES: Final = {
+    GRAPH_NODE_TYPE_MEMCPY: MEMCPY_NODE.itemsize,
+    GRAPH_NODE_TYPE_MEMSET: MEMSET_NODE.itemsize,
+    GRAPH_NODE_TYPE_EMPTY: 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelId:
+    """A kernel of a graph: where its function is found again, and what it must look like there."""
+
+    name: str  #: as its compiler has mangled it
+    #: The hash of source, variant and compiler of a Triton kernel, whose name stands for many variants. None:
+    #: a library's kernel, which has its name to itself.
+    binary: str | None
+    parameters: tuple[tuple[int, int], ...]  #: offset and size of each
+    registers: int
+    static_shared_bytes: int
+    dynamic_shared_bytes: int  #: the most that a launch may ask for
+    has_large_clusters: bool  #: may have more blocks in a cluster than every device can
+
+    @property
+    def parameter_bytes(self) -> int:
+        return max((offset + size for offset, size in self.parameters), default=0)
+
+    def is_same_code(self, other: KernelId) -> bool:
+        """True if nothing that a function tells of itself speaks against it; limits can be set."""
+        return (
+            self.parameters == other.parameters
+            and self.registers == other.registers
+            and self.static_shared_bytes == other.static_shared_bytes
+        )
+
+    @staticmethod
+    def of(driver: CudaGraphs, function: int, binary: str | None) -> KernelId:
+        return KernelId(
+            driver.name(function),
+            binary,
+            tuple(driver.parameters(function)),
+            driver.function_attribute(function, FUNC_ATTRIBUTE_NUM_REGS),
+            driver.function_attribute(function, FUNC_ATTRIBUTE_SHARED_SIZE_BYTES),
+            driver.function_attribute(function, FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES),
+            bool(driver.function_attribute(function, FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphNodes:
+    """A graph as arrays. Nodes are in an order in which each comes behind those that it waits for."""
+
+    kernels: tuple[KernelId, ...]
+    nodes: Table  #: of `NODE`
+    attributes: Table  #: of `ATTRIBUTE`, but for those that a node of that kernel has from the beginning
+    edges: Table  #: of `EDGE`
+    #: For each node its parameters: of a kernel, packed as it reads them; of others, the driver's structure.
+    blobs: npt.NDArray[np.uint8]
+
+    def pack(self) -> bytes:
+        names = b"".join(kernel.name.encode() + (kernel.binary or "").encode() for kernel in self.kernels)
+        parameters = np.array([one for kernel in self.kernels for one in kernel.parameters], PARAMETER)
+        rows, first = [], 0
+        for kernel in self.kernels:
+            rows.append(
+                (
+                    len(kernel.name.encode()),
+                    len((kernel.binary or "").encode()),
+                    first,
+                    len(kernel.parameters),
+                    kernel.registers,
+                    kernel.static_shared_bytes,
+                    kernel.dynamic_shared_bytes,
+                    kernel.has_large_clusters,
+                )
+            )
+            first += len(kernel.parameters)
+        arrays = (
+            *(np.array(rows, _KERNEL), parameters, np.frombuffer(names, np.uint8)),
+            *(self.nodes, self.attributes, self.edges, self.blobs),
+        )
+        pieces = [_padded(_HEADER.pack(_MAGIC, *map(len, arrays)))]
+        pieces += [_padded(array.tobytes()) for array in arrays]
+        return b"".join(pieces)
+
+    @staticmethod
+    def unpack(packed: memoryview) -> GraphNodes:
+        """View packed bytes as a graph.
+
+        Raises:
+            GraphUnreadable: they are not what `pack` returns.
+        """
+        kernels, parameters, names, nodes, attributes, edges, blobs = _sections(packed)
+        ids = _kernels(kernels, parameters, names.view(np.uint8))
+        graph = GraphNodes(ids, nodes, attributes, edges, blobs.view(np.uint8))
+        graph._check()
+        return graph
+
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Return every number in the parameters that may be an address, each once.
+
+        Where parameters are one buffer, an address may stand at any word of it.
+        """
+        found = [np.zeros(0, np.uint64)]
+        for node in self.nodes:
+            blob = self.blobs[node["blob"] : node["blob"] + node["blob_bytes"]]
+            words = blob[: len(blob) // _WORD_BYTES * _WORD_BYTES].view(np.uint64)
+            found.append(words[words >= _LEAST_ADDRESS])
+        return np.unique(np.concatenate(found))
+
+    def _check(self) -> None:
+        """Raise GraphUnreadable where an index is out of bounds or a node is not whole."""
+        nodes, edges, num_nodes = self.nodes, self.edges, len(self.nodes)
+        is_kernel = nodes["kind"] == GRAPH_NODE_TYPE_KERNEL
+        _demand(np.isin(nodes["kind"], [GRAPH_NODE_TYPE_KERNEL, *_STRUCTURE_BYTES]), "a node of another kind")
+        _demand(nodes["kernel"][is_kernel] < len(self.kernels), "a kernel that is not there")
+        _demand(_ends(nodes, "blob", "blob_bytes") <= len(self.blobs), "parameters that are not there")
+        _demand(nodes["blob"] % ALIGNMENT == 0, "parameters that are not aligned")
+        ends = _ends(nodes, "first_attribute", "num_attributes")
+        _demand(ends <= len(self.attributes), "attributes that are not there")
+        _demand(np.isin(self.attributes["id"], NODE_ATTRIBUTES), "an attribute of another kind")
+        _demand(edges["target"] < num_nodes, "an edge to nowhere")
+        _demand(edges["source"] < edges["target"], "an edge against the order of nodes")
+        for kind, num_bytes in _STRUCTURE_BYTES.items():
+            _demand(nodes["blob_bytes"][nodes["kind"] == kind] == num_bytes, "a structure of another size")
+        wanted = np.array([kernel.parameter_bytes for kernel in self.kernels], np.uint32)
+        own = nodes[is_kernel]
+        _demand(own["blob_bytes"] >= wanted[own["kernel"]], "fewer parameters than the kernel has")
+
+
+def read_graph(driver: CudaGraphs, graph: int, binary_by_function: Mapping[int, str]) -> GraphNodes:
+    """Read a graph that stays as it is meanwhile. `binary_by_function`: as in `KernelId.binary`.
+
+    Raises:
+        GraphUnreadable: it has a node that cannot be had elsewhere, such as a call of the host.
+    """
+    handles = _in_order(driver, graph)
+    kinds = driver.kinds(handles)
+    others = set(kinds.tolist()) - {GRAPH_NODE_TYPE_KERNEL, *_STRUCTURE_BYTES}
+    if others:
+        raise GraphUnreadable(f"the graph has nodes of type {min(others)}, no kernel, copy or fill")
+    kernels, nodes, blobs = _Kernels(driver, binary_by_function), np.zeros(len(handles), NODE), _Blobs()
+    nodes["kind"] = kinds
+    is_kernel = kinds == GRAPH_NODE_TYPE_KERNEL
+    params = driver.kernel_nodes(handles[is_kernel])
+    for field in ("grid", "block", "shared_bytes"):
+        nodes[field][is_kernel] = params[field]
+    nodes["kernel"][is_kernel] = [kernels.index(row) for row in params]
+    nodes["is_one_buffer"][is_kernel] = params["parameters"] == 0
+    _keep_parameters(nodes, is_kernel, params, kernels.ids, blobs)
+    for kind, structures in _structures(driver, handles, kinds).items():
+        nodes["blob"][kinds == kind] = [blobs.keep(structure.tobytes()) for structure in structures]
+        nodes["blob_bytes"][kinds == kind] = _STRUCTURE_BYTES[kind]
+    attributes = _keep_attributes(driver, nodes, is_kernel, handles, params)
+    sources, targets, data = driver.edges(graph)
+    index_of = {handle: index for index, handle in enumerate(handles.tolist())}
+    edges = np.zeros(len(data), EDGE)
+    edges["source"] = [index_of[handle] for handle in sources.tolist()]
+    edges["target"] = [index_of[handle] for handle in targets.tolist()]
+    edges["data"] = data
+    return GraphNodes(tuple(kernels.ids), nodes, attributes, edges, blobs.array())
+
+
+def _in_order(driver: CudaGraphs, graph: int) -> npt.NDArray[np.uint64]:
+    """Return the nodes of a graph, each behind those that it waits for."""
+    handles = driver.nodes(graph)
+    sources, targets, _ = driver.edges(graph)
+    waiting = dict.fromkeys(handles.tolist(), 0)
+    followers: dict[int, list[int]] = {handle: [] for handle in waiting}
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        waiting[target] += 1
+        followers[source].append(target)
+    ready = [handle for handle, count in waiting.items() if count == 0]
+    for handle in ready:  # grows meanwhile
+        for follower in followers[handle]:
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                ready.append(follower)
+    assert len(ready) == len(handles), f"the graph has a circle: {len(ready)=} {len(handles)=}"
+    return np.array(ready, np.uint64)
+
+
+class _Kernels:
+    """The kernels of one graph, each once. Mutable; used by one call of `read_graph`."""
+
+    def __init__(self, driver: CudaGraphs, binary_by_function: Mapping[int, str]) -> None:
+        self._driver, self._binary_by_function = driver, binary_by_function
+        self.ids: list[KernelId] = []
+        self._index_by_function: dict[int, int] = {}
+
+    def index(self, params: np.void) -> int:
+        """Return the index of a node's kernel."""
+        function = int(params["function"]) or self._driver.function_of(int(params["kernel"]))
+        if function not in self._index_by_function:
+            self._index_by_function[function] = len(self.ids)
+            self.ids.append(KernelId.of(self._driver, function, self._binary_by_function.get(function)))
+        return self._index_by_function[function]
+
+
+class _Blobs:
+    """Bytes one behind the other, each aligned. Mutable; used by one call of `read_graph`."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def keep(self, blob: bytes) -> int:
+        """Put bytes behind the others, and return where."""
+        at = len(self._bytes)
+        self._bytes += _padded(blob)
+        return at
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(bytes(self._bytes), np.uint8)
+
+
+def _keep_parameters(
+    nodes: Table, is_kernel: npt.NDArray[np.bool_], params: Table, kernels: Sequence[KernelId], blobs: _Blobs
+) -> None:
+    """Keep the parameters of all kernels, and note in `nodes` where."""
+    at, sizes = [], []
+    for kernel, extra, pointers in zip(
+        nodes["kernel"][is_kernel].tolist(),
+        params["extra"].tolist(),
+        params["parameters"].tolist(),
+        strict=True,
+    ):
+        blob = _gathered(pointers, kernels[kernel]) if pointers else _buffer(extra)
+        at.append(blobs.keep(blob))
+        sizes.append(len(blob))
+    nodes["blob"][is_kernel], nodes["blob_bytes"][is_kernel] = at, sizes
+
+
+def _structures(
+    driver: CudaGraphs, handles: npt.NDArray[np.uint64], kinds: npt.NDArray[np.int32]
+) -> dict[int, Table]:
+    """Return the driver's structures of all nodes that are no kernels, by kind."""
+    copies = driver.memcpy_nodes(handles[kinds == GRAPH_NODE_TYPE_MEMCPY])
+    if copies["source_array"].any() or copies["target_array"].any():
+        raise GraphUnreadable("the graph copies from or to an array, whose handle cannot be kept")
+    fills = driver.memset_nodes(handles[kinds == GRAPH_NODE_TYPE_MEMSET])
+    return {GRAPH_NODE_TYPE_MEMCPY: copies, GRAPH_NODE_TYPE_MEMSET: fills}
+
+
+def _keep_attributes(
+    driver: CudaGraphs,
+    nodes: Table,
+    is_kernel: npt.NDArray[np.bool_],
+    handles: npt.NDArray[np.uint64],
+    params: Table,
+) -> Table:
+    """Return the attributes in which nodes differ from ones that were just made, and note them in `nodes`.
+
+    Nodes with the same ones share them.
+    """
+    _, firsts, kernels = np.unique(nodes["kernel"][is_kernel], return_index=True, return_inverse=True)
+    scratch = driver.create()
+    try:
+        fresh = driver.attributes(driver.add_kernels(scratch, params[firsts]))
+    finally:
+        driver.destroy(scratch)
+    values = driver.attributes(handles[is_kernel])
+    differs = (values != fresh[kernels]).any(axis=-1)
+    cluster = NODE_ATTRIBUTES.index(LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+    policy = NODE_ATTRIBUTES.index(LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE)
+    differs[:, policy] &= values[:, cluster].any(axis=-1)  # it says how clusters are spread
+    kept, begin_by_set = list[tuple[int, npt.NDArray[np.uint8]]](), dict[bytes, int]()
+    begins = []
+    for own, is_kept in zip(values, differs, strict=True):
+        key = is_kept.tobytes() + own[is_kept].tobytes()
+        if key not in begin_by_set:
+            begin_by_set[key] = len(kept)
+            kept += [(NODE_ATTRIBUTES[index], own[index]) for index in np.flatnonzero(is_kept)]
+        begins.append(begin_by_set[key])
+    nodes["first_attribute"][is_kernel], nodes["num_attributes"][is_kernel] = begins, differs.sum(axis=-1)
+    return np.array(kept, ATTRIBUTE)
+
+
+def _buffer(extra: int) -> bytes:
+    """Return the parameters of a node that has them as one buffer. `extra`: pairs of key and value."""
+    words = ctypes.cast(extra, ctypes.POINTER(ctypes.c_size_t))
+    values = dict[int, int]()
+    while words[2 * len(values)] != LAUNCH_PARAM_END:
+        at = 2 * len(values)
+        if words[at] not in (LAUNCH_PARAM_BUFFER_POINTER, LAUNCH_PARAM_BUFFER_SIZE) or words[at] in values:
+            raise GraphUnreadable(f"a kernel's parameters have an unknown part: {words[at]}")
+        values[words[at]] = words[at + 1]
+    size = ctypes.cast(values[LAUNCH_PARAM_BUFFER_SIZE], ctypes.POINTER(ctypes.c_size_t))[0]
+    return ctypes.string_at(values[LAUNCH_PARAM_BUFFER_POINTER], size)
+
+
+def _gathered(parameters: int, kernel: KernelId) -> bytes:
+    """Return the parameters of a node that has a pointer to each, packed as the kernel reads them."""
+    pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_size_t))
+    blob = bytearray(kernel.parameter_bytes)
+    for index, (offset, size) in enumerate(kernel.parameters):
+        blob[offset : offset + size] = ctypes.string_at(pointers[index], size)
+    return bytes(blob)
+
+
+def _sections(packed: memoryview) -> list[Table]:
+    if len(packed) < _HEADER.size:
+        raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header takes {_HEADER.size}")
+    magic, *lengths = _HEADER.unpack_from(packed)
+    if magic != _MAGIC:
+        raise GraphUnreadable(f"a packed graph begins with {magic!r} instead of {_MAGIC!r}")
+    arrays, at = [], _aligned(_HEADER.size)
+    for length, dtype in zip(lengths, _SECTIONS, strict=True):
+        end = at + length * dtype.itemsize
+        if end > len(packed):
+            raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header tells of {end}")
+        arrays.append(np.frombuffer(packed[at:end], dtype))
+        at = _aligned(end)
+    if at != len(packed):
+        raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header tells of {at}")
+    return arrays
+
+
+def _kernels(rows: Table, parameters: Table, names: npt.NDArray[np.uint8]) -> tuple[KernelId, ...]:
+    ends = _ends(rows, "first_parameter", "num_parameters")
+    _demand(ends <= len(parameters), "parameters of a kernel that are not there")
+    text, at, kernels, pairs = names.tobytes(), 0, [], parameters.tolist()
+    for (
+        name_bytes,
+        binary_bytes,
+        first,
+        count,
+        registers,
+        static_bytes,
+        dynamic_bytes,
+        large,
+    ) in rows.tolist():
+        end_of_name = at + name_bytes
+        end = end_of_name + binary_bytes
+        try:
+            name, binary = text[at:end_of_name].decode(), text[end_of_name:end].decode()
+        except UnicodeDecodeError as error:
+            raise GraphUnreadable(f"a packed graph has a name that is no text: {error}") from error
+        own, limits = tuple(pairs[first : first + count]), (static_bytes, dynamic_bytes)
+        kernels.append(KernelId(name, binary or None, own, registers, *limits, bool(large)))
+        at = end
+    _demand(np.array([at == len(text)]), "names that do not add up")
+    return tuple(kernels)
+
+
+def _ends(table: Table, first: str, count: str) -> npt.NDArray[np.int64]:
+    """Return where runs end, in numbers that do not overflow."""
+    ends: npt.NDArray[np.int64] = table[first].astype(np.int64) + table[count]
+    return ends
+
+
+def _demand(is_sound: npt.NDArray[np.bool_], what: str) -> None:
+    if not is_sound.all():
+        raise GraphUnreadable(f"a packed graph has {what}: it is damaged")
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(data: bytes) -> bytes:
+    return data.ljust(_aligned(len(data)), b"\0")

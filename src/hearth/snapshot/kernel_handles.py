@@ -1,0 +1,103 @@
+"""The functions of kernels in this process, by what a graph of another process calls them.
+
+A Triton kernel is found by its hash among those that were loaded from the kernel cache. One of a library has
+only a name, and libraries load what they have when it is first used: so graphs that use a library are shown
+to this module, which finds all that lies in the same modules of the driver.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hearth.cuda_graphs import (
+    FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+    FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
+    GRAPH_NODE_TYPE_KERNEL,
+    CudaGraphs,
+)
+from hearth.errors import KernelsMissing
+from hearth.snapshot.graph_nodes import KernelId
+
+
+class KernelHandles:
+    """Functions on one device. Mutable; any thread calls it. Functions are never unloaded."""
+
+    def __init__(self, driver: CudaGraphs, function_by_binary: Callable[[], Mapping[str, int]]) -> None:
+        """`function_by_binary` returns the Triton kernels that are loaded now."""
+        self._driver = driver
+        self._function_by_binary = function_by_binary
+        #: Several models may be restored at a time.
+        self._lock = threading.Lock()
+        self._known_modules: set[int] = set()
+        #: Several libraries may have a kernel of one name, each its own.
+        self._functions_by_name: dict[str, list[int]] = {}
+        self._resolved: dict[KernelId, int] = {}
+
+    def learn(self, graph: int) -> None:
+        """Find all functions in the modules of the kernels of a captured graph, which may never be run."""
+        with self._lock:
+            nodes = self._driver.nodes(graph)
+            kernels = nodes[self._driver.kinds(nodes) == GRAPH_NODE_TYPE_KERNEL]
+            for row in self._driver.kernel_nodes(kernels):
+                self._learn(int(row["function"]) or self._driver.function_of(int(row["kernel"])))
+
+    def resolve(self, kernels: Sequence[KernelId]) -> npt.NDArray[np.uint64]:
+        """Return the function of each kernel, loaded, and with the limits that it needs.
+
+        Raises:
+            KernelsMissing: this process does not have all of them, or has others under their names.
+        """
+        found = self._find_all(kernels)
+        missing = [kernel.name for kernel, function in found.items() if function is None]
+        if missing:
+            raise KernelsMissing(
+                f"{len(missing)} of {len(kernels)} kernels of a graph are not in this process, "
+                f"first `{missing[0]}`: the graph is captured anew"
+            )
+        return np.array([found[kernel] for kernel in kernels], np.uint64)
+
+    def has(self, kernels: Sequence[KernelId]) -> bool:
+        """True if this process has all of the kernels."""
+        return all(function is not None for function in self._find_all(kernels).values())
+
+    def _find_all(self, kernels: Sequence[KernelId]) -> dict[KernelId, int | None]:
+        with self._lock:
+            is_new = any(kernel.binary is not None and kernel not in self._resolved for kernel in kernels)
+            binaries = self._function_by_binary() if is_new else {}
+            return {kernel: self._find(kernel, binaries) for kernel in kernels}
+
+    def _learn(self, function: int) -> None:
+        module = self._driver.module_of(function)
+        if module in self._known_modules:
+            return
+        self._known_modules.add(module)
+        for sibling in self._driver.functions(module):
+            self._functions_by_name.setdefault(self._driver.name(sibling), []).append(sibling)
+
+    def _find(self, kernel: KernelId, binaries: Mapping[str, int]) -> int | None:
+        if kernel in self._resolved:
+            return self._resolved[kernel]
+        if kernel.binary is not None:
+            candidates = [binaries[kernel.binary]] if kernel.binary in binaries else []
+        else:
+            candidates = self._functions_by_name.get(kernel.name, [])
+        for function in candidates:
+            present = KernelId.of(self._driver, function, kernel.binary)
+            if kernel.is_same_code(present):
+                self._allow(function, kernel, present)
+                self._resolved[kernel] = function
+                return function
+        return None
+
+    def _allow(self, function: int, kernel: KernelId, present: KernelId) -> None:
+        """Raise the limits of a function to what its library had set where the graph was captured."""
+        if present.dynamic_shared_bytes < kernel.dynamic_shared_bytes:
+            attribute = FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._driver.set_function_attribute(function, attribute, kernel.dynamic_shared_bytes)
+        if kernel.has_large_clusters and not present.has_large_clusters:
+            attribute = FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            self._driver.set_function_attribute(function, attribute, 1)

@@ -1,0 +1,21 @@
+"""The parts of an engine that a snapshot holds besides profiles, as whoever makes and uses one sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+
+class SnapshotParts(Protocol):
+    """State of one engine that is worth keeping, such as its graphs."""
+
+    def save(self) -> Mapping[str, bytes]:
+        """Return the state by the names of sections; the engine rests, and has run every size."""
+
+    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
+        """Take the state over from a snapshot whose fingerprint is the engine's; not on the step thread.
+
+        The views may be kept; the file stays mapped as long as one of them lives. `discard` is called, by any
+        thread and with the reason, if the state turns out to be wrong later: nobody uses the snapshot again.
+        Raises SnapshotError: it cannot be used, and the engine is as it was.
+        """

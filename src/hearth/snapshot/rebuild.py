@@ -1,0 +1,152 @@
+"""CUDA graphs made again from plain values, by another process than the one that captured them.
+
+All nodes of a graph are prepared at once, in a few arrays of the driver's structures whose pointers lead into
+one copy of the parameters; then each node takes one call. Restored graphs run what was captured, where that
+lay: nothing here knows what that is, or whether it is there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hearth.cuda_graphs import (
+    GRAPH_NODE_TYPE_EMPTY,
+    GRAPH_NODE_TYPE_KERNEL,
+    GRAPH_NODE_TYPE_MEMCPY,
+    GRAPH_NODE_TYPE_MEMSET,
+    KERNEL_NODE,
+    LAUNCH_PARAM_BUFFER_POINTER,
+    LAUNCH_PARAM_BUFFER_SIZE,
+    LAUNCH_PARAM_END,
+    CudaGraphs,
+)
+from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
+
+_NOTHING = np.zeros(0, np.uint64)
+
+
+class RestoredGraph:
+    """An executable graph, destroyed with this object."""
+
+    def __init__(self, driver: CudaGraphs, executable: int, num_nodes: int) -> None:
+        self._driver, self._executable = driver, executable
+        self.num_nodes = num_nodes
+
+    def launch(self, stream: int) -> None:
+        self._driver.launch(self._executable, stream)
+
+    def replay(self) -> None:
+        """Launch the graph on torch's current stream."""
+        self.launch(torch.cuda.current_stream().cuda_stream)
+
+    def __del__(self) -> None:
+        self._driver.destroy_executable(self._executable)
+
+
+def rebuild(driver: CudaGraphs, graph: GraphNodes, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
+    """Make a graph whose kernels have these `functions`, in the order of `graph.kernels`.
+
+    Raises:
+        DeviceError: the driver refuses a node or the whole.
+    """
+    handle = driver.create()
+    try:
+        nodes = _add_nodes(driver, handle, graph, functions)
+        _set_attributes(driver, graph, nodes)
+        sources, targets = nodes[graph.edges["source"]], nodes[graph.edges["target"]]
+        driver.add_edges(handle, sources, targets, np.ascontiguousarray(graph.edges["data"]))
+        return RestoredGraph(driver, driver.instantiate(handle), len(nodes))
+    finally:
+        driver.destroy(handle)
+
+
+def _add_nodes(
+    driver: CudaGraphs, handle: int, graph: GraphNodes, functions: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """Add all nodes, without edges, and return their handles."""
+    prepared, kinds = _Prepared(graph, functions), graph.nodes["kind"]
+    handles = np.zeros(len(graph.nodes), np.uint64)
+    handles[kinds == GRAPH_NODE_TYPE_KERNEL] = driver.add_kernels(handle, prepared.kernels)
+    for index in np.flatnonzero(kinds != GRAPH_NODE_TYPE_KERNEL).tolist():
+        params = int(prepared.blob_at[index])
+        if kinds[index] == GRAPH_NODE_TYPE_MEMSET:
+            handles[index] = driver.add_memset(handle, params)
+        elif kinds[index] == GRAPH_NODE_TYPE_MEMCPY:
+            handles[index] = driver.add_memcpy(handle, params)
+        else:
+            assert kinds[index] == GRAPH_NODE_TYPE_EMPTY, f"a node of another kind: {kinds[index]}"
+            handles[index] = driver.add_empty(handle)
+    return handles
+
+
+class _Prepared:
+    """The structures of all kernels of a graph, and what they point at, for as long as this object lives."""
+
+    def __init__(self, graph: GraphNodes, functions: npt.NDArray[np.uint64]) -> None:
+        self._blobs = np.empty(len(graph.blobs) + ALIGNMENT, np.uint8)
+        base = -(-self._blobs.ctypes.data // ALIGNMENT) * ALIGNMENT
+        begin = base - self._blobs.ctypes.data
+        self._blobs[begin : begin + len(graph.blobs)] = graph.blobs
+        #: Where each node's parameters lie.
+        self.blob_at = graph.nodes["blob"].astype(np.uint64) + np.uint64(base)
+        is_kernel = graph.nodes["kind"] == GRAPH_NODE_TYPE_KERNEL
+        nodes, blob_at = graph.nodes[is_kernel], self.blob_at[is_kernel]
+        self.kernels = np.zeros(len(nodes), KERNEL_NODE)  #: in the order of those nodes
+        self.kernels["function"] = functions[nodes["kernel"]]
+        for field in ("grid", "block", "shared_bytes"):
+            self.kernels[field] = nodes[field]
+        is_one_buffer = nodes["is_one_buffer"] != 0
+        self._sizes = nodes["blob_bytes"][is_one_buffer].astype(np.uint64)
+        self._extra = _buffer_words(blob_at[is_one_buffer], self._sizes)
+        self.kernels["extra"][is_one_buffer] = _row_addresses(self._extra)
+        self._parameters, begins = _parameter_words(
+            graph, nodes["kernel"][~is_one_buffer], blob_at[~is_one_buffer]
+        )
+        self.kernels["parameters"][~is_one_buffer] = begins
+
+
+def _buffer_words(blob_at: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return for each node the words that say: a buffer here, of that size."""
+    words = np.zeros((len(sizes), 5), np.uint64)
+    words[:, 0], words[:, 1] = LAUNCH_PARAM_BUFFER_POINTER, blob_at
+    words[:, 2], words[:, 3] = LAUNCH_PARAM_BUFFER_SIZE, _row_addresses(sizes)
+    words[:, 4] = LAUNCH_PARAM_END
+    return words
+
+
+def _parameter_words(
+    graph: GraphNodes, kernels: npt.NDArray[np.uint32], blob_at: npt.NDArray[np.uint64]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return a pointer to each parameter of some nodes, and for each node where its own begin."""
+    offsets = [np.array([at for at, _ in one.parameters], np.uint64) for one in graph.kernels]
+    counts = np.array([len(one) for one in offsets], np.uint64)[kernels]
+    pointers = np.concatenate([_NOTHING, *(offsets[kernel] for kernel in kernels.tolist())])
+    pointers += np.repeat(blob_at, counts.astype(np.intp))
+    begins = np.cumsum(counts, dtype=np.uint64) - counts
+    return pointers, begins * np.uint64(pointers.itemsize) + np.uint64(pointers.ctypes.data)
+
+
+def _set_attributes(driver: CudaGraphs, graph: GraphNodes, handles: npt.NDArray[np.uint64]) -> None:
+    """Set the attributes of one node of each kind, and copy them to all that are like it in one call each."""
+    ids, values = graph.attributes["id"].tolist(), [one.tobytes() for one in graph.attributes["value"]]
+    columns = (graph.nodes[name].tolist() for name in ("kernel", "first_attribute", "num_attributes"))
+    model_by_kind, pairs = dict[tuple[int, ...], int](), []
+    for handle, *kind in zip(handles.tolist(), *columns, strict=True):
+        _, first, count = kind
+        if not count:
+            continue
+        model = model_by_kind.setdefault(tuple(kind), handle)
+        if model != handle:
+            pairs.append((handle, model))
+            continue
+        for index in range(first, first + count):
+            driver.set_attribute(handle, ids[index], values[index])
+    driver.copy_attributes(pairs)
+
+
+def _row_addresses(array: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the address of each row of an array."""
+    rows = np.arange(len(array), dtype=np.uint64) * np.uint64(array.strides[0])
+    return rows + np.uint64(array.ctypes.data)

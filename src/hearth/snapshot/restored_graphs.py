@@ -1,0 +1,123 @@
+"""The graphs of one snapshot: packed for it, and restored from it one by one. Does not know what they do."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from hearth.cuda_graphs import CudaGraphs
+from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing
+from hearth.snapshot.graph_nodes import GraphNodes, read_graph
+from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.rebuild import RestoredGraph, rebuild
+
+#: Sections of a snapshot that hold graphs begin with this; the rest is a graph's name, as in `decode-8`.
+_PREFIX = "graph/"
+
+log = logging.getLogger(__name__)
+
+
+def pack_graphs(
+    driver: CudaGraphs,
+    graph_by_name: Mapping[str, int],
+    binary_by_function: Mapping[int, str],
+    fixed: range,
+) -> dict[str, bytes]:
+    """Return sections of captured graphs. All that they point at must lie at `fixed` addresses.
+
+    Raises:
+        GraphUnreadable: a graph cannot be kept, or points at memory that lies elsewhere in another process.
+    """
+    sections = {}
+    for name, handle in graph_by_name.items():
+        graph = read_graph(driver, handle, binary_by_function)
+        for address in graph.addresses().tolist():
+            if address not in fixed and driver.is_address(address):
+                raise GraphUnreadable(
+                    f"graph `{name}` points at {address:#x}, which is not among the fixed addresses "
+                    f"{fixed.start:#x} to {fixed.stop:#x}: no snapshot can hold it"
+                )
+        sections[_PREFIX + name] = graph.pack()
+    return sections
+
+
+class RestoredGraphs:
+    """Graphs by name. Mutable: one thread restores, another asks for them and may discard them."""
+
+    def __init__(
+        self,
+        driver: CudaGraphs,
+        handles: KernelHandles,
+        sections: Mapping[str, memoryview],
+        on_discard: Callable[[str], None],
+    ) -> None:
+        """Read the graphs of a snapshot. `on_discard` is told once why nobody may use it again.
+
+        Raises:
+            GraphUnreadable: one is damaged.
+        """
+        self._driver, self._handles, self._on_discard = driver, handles, on_discard
+        self._restored: dict[str, RestoredGraph] = {}
+        #: The smallest first: one request at a time is what a model begins with.
+        self._coming = dict(sorted(_unpacked(sections).items(), key=lambda one: _size(one[0])))
+
+    @property
+    def num_coming(self) -> int:
+        return len(self._coming)
+
+    def find(self, key: str) -> RestoredGraph | None:
+        return self._restored.get(key)
+
+    def is_coming(self, key: str) -> bool:
+        return key in self._coming
+
+    def stop(self) -> None:
+        """Restore no more graphs; those that are missing are captured when they are needed."""
+        self._coming = {}
+
+    def discard(self, reason: str) -> None:
+        self._coming, self._restored = {}, {}
+        self._on_discard(reason)
+
+    def restore(self, rehearse: Callable[[str], None]) -> None:
+        """Restore all graphs. One that cannot be restored is left out, and so captured when it is needed.
+
+        `rehearse` shows to `handles` the kernels of libraries that a graph of that name needs. It is asked
+        where some are not known, and for the first graph of each kind.
+        """
+        began_s, num_graphs, reasons = time.perf_counter(), len(self._coming), list[str]()
+        coming, kinds = self._coming, set[str]()  # the first is another one once nobody wants the graphs
+        while coming and coming is self._coming:
+            name, graph = next(iter(coming.items()))
+            try:
+                kind, _, _ = name.rpartition("-")
+                if kind not in kinds or not self._handles.has(graph.kernels):
+                    rehearse(name)
+                    kinds.add(kind)
+                self._restored[name] = rebuild(self._driver, graph, self._handles.resolve(graph.kernels))
+            except (DeviceError, KernelsMissing) as error:
+                reasons.append(f"{name}: {error}")
+            del coming[name]  # behind the other: it is either coming or there
+        log.info(
+            "graphs_restored graphs=%d of=%d seconds=%.3f",
+            *(len(self._restored), num_graphs, time.perf_counter() - began_s),
+        )
+        if reasons:
+            log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
+
+
+def _unpacked(sections: Mapping[str, memoryview]) -> dict[str, GraphNodes]:
+    return {
+        name.removeprefix(_PREFIX): GraphNodes.unpack(packed)
+        for name, packed in sections.items()
+        if name.startswith(_PREFIX)
+    }
+
+
+def _size(name: str) -> int:
+    """Return the number of rows in the name of a graph."""
+    _, _, rows = name.rpartition("-")
+    if not rows.isdecimal():
+        raise GraphUnreadable(f"the graph `{name}` has no number of rows in its name: it is damaged")
+    return int(rows)

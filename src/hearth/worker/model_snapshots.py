@@ -1,0 +1,130 @@
+"""The snapshots of the models that a worker hosts: looked for when an engine is put together. Makes none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.engine import Engine
+from hearth.errors import SnapshotError
+from hearth.memory.pool import Space
+from hearth.models.buffers import name_of
+from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.file import OpenSnapshot
+from hearth.snapshot.fingerprint import Fingerprint
+from hearth.snapshot.memory_profile import MemoryProfile
+from hearth.snapshot.parts import SnapshotParts
+from hearth.snapshot.software import software
+from hearth.types import SnapshotOutcome
+from hearth.worker.hosting_spec import HostingSpec
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotLook:
+    """The result of looking for a model's snapshot."""
+
+    fingerprint: Fingerprint  #: of the start
+    outcome: SnapshotOutcome
+    reason: str | None = None  #: why none is used; None: one is, or there is none
+    memory: MemoryProfile | None = None  #: None: none is used
+
+
+def no_parts(engine: Engine) -> SnapshotParts | None:
+    """Keep nothing of an engine but its profiles."""
+    return None
+
+
+class ModelSnapshots:
+    """Snapshots of one worker's device. Any thread calls it."""
+
+    def __init__(
+        self,
+        directory: SnapshotDirectory,
+        config: EngineConfig,
+        device: torch.device,
+        device_name: str,
+        device_bytes: int,
+        parts_of: Callable[[Engine], SnapshotParts | None] = no_parts,
+    ) -> None:
+        """`parts_of` returns what is kept of an engine besides profiles; None: nothing."""
+        self.device_name, self.parts_of = device_name, parts_of
+        self._directory, self._config, self._device = directory, config, device
+        self._device_bytes = device_bytes
+
+    def look(
+        self, spec: HostingSpec, space: Space, engine: Engine, discarded: Callable[[str], None]
+    ) -> SnapshotLook:
+        """Look for the snapshot of a model whose engine has been put together, and restore what it holds.
+
+        `discarded` is called, by any thread and with the reason, if that turns out to be wrong later.
+        """
+        fingerprint = self._fingerprint(spec, space)
+
+        def discard(reason: str) -> None:
+            with suppress(
+                OSError
+            ):  # it is not used any more in any case, and told of again by the next start
+                self._directory.discard(fingerprint)
+            discarded(reason)
+
+        try:
+            opened = self._directory.load(fingerprint)
+            if opened is not None:
+                memory = self._restore(opened, engine, discard)
+                log.info("snapshot_used path=%s", opened.path)
+                return SnapshotLook(fingerprint, SnapshotOutcome.USED, memory=memory)
+        except SnapshotError as error:
+            return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, str(error))
+        differences = self._directory.differences(fingerprint)
+        if not differences:
+            return SnapshotLook(fingerprint, SnapshotOutcome.MISSING)
+        reason = "it was made for another start: " + "; ".join(map(str, differences))
+        return SnapshotLook(fingerprint, SnapshotOutcome.OUTDATED, reason)
+
+    def save(self, fingerprint: Fingerprint, sections: Mapping[str, bytes]) -> Path:
+        """Write a snapshot. Raises SnapshotError and StoreFull."""
+        return self._directory.save(fingerprint, sections)
+
+    def _restore(self, opened: OpenSnapshot, engine: Engine, discard: Callable[[str], None]) -> MemoryProfile:
+        memory = MemoryProfile.of(opened)
+        if (parts := self.parts_of(engine)) is not None:
+            parts.restore(opened, discard)
+        return memory
+
+    def _fingerprint(self, spec: HostingSpec, space: Space) -> Fingerprint:
+        manifest, model, found = spec.manifest, spec.model, software(self._device.type)
+        # All of the configuration that steps depend on: the rest shares memory and time out.
+        limits = {**asdict(model.limits), "max_context": model.max_context}
+        return Fingerprint(
+            manifest=str(manifest.digest),
+            layers=f"0-{model.arch.num_layers}",
+            addresses=_addresses(space) if self._device.type == "cuda" else "",
+            dtype=name_of(model.dtype),
+            limits=" ".join(f"{name}={value}" for name, value in limits.items()),
+            engine="graphs=off" if self._config.graphs == "off" else "graphs=on",
+            device=self.device_name,
+            device_bytes=self._device_bytes,
+            driver=found.driver,
+            cuda=found.cuda,
+            cublas=found.cublas,
+            torch=found.torch,
+            triton=found.triton,
+            sources=found.sources,
+        )
+
+
+def _addresses(space: Space) -> str:
+    """Return where the ranges of a model's memory begin; what lies where in them follows from its shape."""
+    ranges = {"weights": min(place.base.data_ptr() + place.offset for place in space.places.values())}
+    for one in fields(space):
+        if isinstance(found := getattr(space, one.name), torch.Tensor):
+            ranges[one.name] = found.data_ptr()
+    return " ".join(f"{name}={address:#x}" for name, address in ranges.items())

@@ -1,0 +1,83 @@
+"""The graphs of engines as parts of snapshots: packed where one is made, restored where one is used.
+
+They are restored by a thread of their own, beside the steps of all models. What it finds of kernels serves
+every model of the worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from hearth.cuda_driver import CudaDriver
+from hearth.cuda_graphs import CudaGraphs
+from hearth.engine.engine import Engine
+from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graphs import StepGraphs
+from hearth.engine.runner import Runner
+from hearth.kernels.variants import loaded_functions
+from hearth.memory.cuda_pages import FIXED_ADDRESSES
+from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotGraphs:
+    """Graphs in snapshots of the models on one CUDA device. Any thread calls it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises DeviceError where the driver cannot tell of graphs."""
+        self._driver = CudaGraphs(CudaDriver(device.index or 0))
+        self._handles = KernelHandles(self._driver, loaded_functions)
+        self._capture = GraphCapture()
+        self._thread = ThreadPoolExecutor(1, "hearth-graphs", lambda: torch.cuda.set_device(device))
+
+    def parts_of(self, engine: Engine) -> EngineGraphs | None:
+        """Return the graphs of an engine; None: it runs none."""
+        runner = engine.runner
+        return None if runner.graphs is None else EngineGraphs(self, runner, runner.graphs)
+
+    def pack(self, graphs: StepGraphs) -> dict[str, bytes]:
+        """Return sections of all captured graphs. Raises GraphUnreadable."""
+        handles = {key.name: graph.raw_cuda_graph() for key, graph in graphs.captured.items()}
+        binaries = {function: binary for binary, function in loaded_functions().items()}
+        return pack_graphs(self._driver, handles, binaries, FIXED_ADDRESSES)
+
+    def restored(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> RestoredGraphs:
+        """Return the graphs of a snapshot, none of them restored yet. Raises GraphUnreadable."""
+        return RestoredGraphs(self._driver, self._handles, sections, discard)
+
+    def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
+        """Have the thread restore graphs."""
+        self._thread.submit(self._restore, graphs, runner)
+
+    def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
+        def rehearse(name: str) -> None:
+            graph = runner.rehearse(name, self._capture)
+            if graph is not None:
+                self._handles.learn(graph.raw_cuda_graph())
+
+        try:
+            graphs.restore(rehearse)
+        except Exception:  # the thread's top: the next model may do better
+            log.exception("graphs_not_restored")
+            graphs.stop()
+
+
+class EngineGraphs:
+    """The graphs of one engine, as `SnapshotParts`."""
+
+    def __init__(self, shared: SnapshotGraphs, runner: Runner, graphs: StepGraphs) -> None:
+        self._shared, self._runner, self._graphs = shared, runner, graphs
+
+    def save(self) -> Mapping[str, bytes]:
+        return self._shared.pack(self._graphs)
+
+    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
+        restored = self._shared.restored(sections, discard)
+        self._graphs.restore_from(restored)
+        self._shared.start(restored, self._runner)

@@ -1,0 +1,254 @@
+"""Makes snapshots on a worker while no model has requests: a step at a time, so that nobody waits for more.
+
+A snapshot holds two profiles, and what `SnapshotParts` keeps of the engine. For both, steps that are all
+padding are run: on a CUDA device of every size, which captures the graphs that are missing, on a CPU of some
+sizes, as far as they are quick. Steps of requests that the engine has measured before stand in for those of
+their kind: they have attention, too. The file is written by another thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from hearth.engine.engine import Engine
+from hearth.engine.step_samples import StepSamples, TimedStep
+from hearth.engine.step_shape import StepShape
+from hearth.engine.step_timer import StepTimer
+from hearth.errors import HearthError
+from hearth.messages import Fact, MakeSnapshot, SnapshotMade, SnapshotProgress
+from hearth.snapshot import cost_profile, memory_profile
+from hearth.snapshot.memory_profile import MemoryProfile
+from hearth.store.standing_threads import StandingThreads
+from hearth.types import ModelId, Rung
+from hearth.worker.failure import ModelBroke, failure_of
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosting_state import ServedModel
+from hearth.worker.measured_costs import measured_costs
+from hearth.worker.model_snapshots import ModelSnapshots
+from hearth.worker.resident_memory import process_bytes, resident_bytes
+
+#: How long no model has had a request before a step of a snapshot is run.
+QUIET_S = 1.0
+#: Steps of one size: the first may capture it, or load a kernel.
+NUM_RUNS = 4
+#: On a CPU steps larger than one that took so long are left out: whoever asks meanwhile waits for its end.
+LONGEST_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotWritten:
+    """The thread that writes a snapshot is done."""
+
+    made: SnapshotMade
+    memory: MemoryProfile
+
+
+@dataclass(slots=True)
+class _Making:
+    """A snapshot under way. Mutable; written by the maker."""
+
+    order: MakeSnapshot
+    shapes: list[StepShape] = field(default_factory=list)  #: of the steps still to be run
+    num_steps: int = 0
+    last_shape: StepShape | None = None  #: of the step before
+    samples: StepSamples = field(default_factory=StepSamples)  #: of padding
+    began_s: float | None = None  #: when the first step was run
+    is_written: bool = False  #: its file is being written
+    free_bytes: int = 0  #: of the device beside what torch had, before the first step
+
+
+class SnapshotMaker:
+    """The snapshots that were ordered. Mutable; the step thread calls it, and others call `post`."""
+
+    def __init__(
+        self,
+        snapshots: ModelSnapshots,
+        device: torch.device,
+        hosted: Mapping[ModelId, HostedModel],
+        rates: Callable[[], dict[Rung, float]],
+        threads: StandingThreads,
+        post: Callable[[SnapshotWritten], None],
+    ) -> None:
+        """`rates` returns what each rung was seen to deliver, in bytes per second."""
+        self._snapshots, self._device, self._hosted, self._rates = snapshots, device, hosted, rates
+        self._threads, self._post = threads, post
+        self._makings: dict[ModelId, _Making] = {}  #: in the order of their orders
+        self._busy_s = time.perf_counter()  #: when a request was last seen
+
+    def order(self, order: MakeSnapshot) -> None:
+        """Take an order; one for a stay that has ended is forgotten."""
+        hosted, known = self._hosted.get(order.model), self._makings.get(order.model)
+        is_current = hosted is not None and hosted.order.hosting == order.hosting
+        if is_current and (known is None or known.order.hosting != order.hosting):
+            self._makings[order.model] = _Making(order)
+
+    def saw_request(self) -> None:
+        self._busy_s = time.perf_counter()
+
+    def timeout_s(self) -> float | None:
+        """Return in how many seconds to call `advance`, if nobody asks meanwhile; None: not before news."""
+        return None if self._next() is None else max(0.0, self._busy_s + QUIET_S - time.perf_counter())
+
+    def advance(self) -> list[Fact] | None:
+        """Do a little for the first snapshot that can be made now; None: there is none, or not yet.
+
+        Raises:
+            ModelBroke: a step of the model has failed.
+        """
+        if (making := self._next()) is None or self.timeout_s() != 0.0:
+            return None
+        model = making.order.model
+        served = self._hosted[model].served
+        assert served is not None, f"`{model}` is loaded"
+        try:
+            return self._advance(self._hosted[model], served, making)
+        except Exception as error:  # as in a step of a request
+            raise ModelBroke(model, error) from error
+
+    def _next(self) -> _Making | None:
+        """Return the first snapshot that can be gone on with; those of stays that are over are forgotten."""
+        for model, making in list(self._makings.items()):
+            hosted = self._hosted.get(model)
+            if hosted is None or hosted.order.hosting != making.order.hosting:
+                del self._makings[model]  # the gateway knows that the stay has ended
+            elif hosted.is_loaded and not making.is_written:
+                return making
+        return None
+
+    def written(self, news: SnapshotWritten) -> None:
+        """Note that a file is there, or that it could not be written."""
+        model, hosting = news.made.model, news.made.hosting
+        if (making := self._makings.get(model)) is not None and making.order.hosting == hosting:
+            del self._makings[model]
+        hosted = self._hosted.get(model)
+        if hosted is not None and hosted.order.hosting == hosting and news.made.failure is None:
+            hosted.memory = news.memory
+
+    def _advance(self, hosted: HostedModel, served: ServedModel, making: _Making) -> list[Fact]:
+        engine = served.engine
+        if making.began_s is None:
+            engine.flush()  # what was under way when its requests ended
+            making.began_s = time.perf_counter()
+            making.shapes = [shape for shape in _shapes(engine) for _ in range(NUM_RUNS)]
+            making.num_steps = len(making.shapes)
+            making.free_bytes = self._beside_torch_bytes()
+        elif making.shapes:
+            self._run(engine, making)
+        else:
+            making.is_written = True
+            try:
+                self._write(hosted, served, making)
+            except Exception as error:  # no step: the model serves on, unless the device is lost
+                if (failure := failure_of(error)).is_fatal:
+                    raise
+                log.error(
+                    "snapshot_broke model=%s reason=%s\n%s", hosted.model, failure.reason, failure.trace
+                )
+                del self._makings[hosted.model]
+                return [_failed(making, failure.reason)]
+        model, hosting = making.order.model, making.order.hosting
+        num_done = making.num_steps - len(making.shapes)
+        return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
+
+    def _run(self, engine: Engine, making: _Making) -> None:
+        """Run the next step of padding, and keep its time unless it is the first of its shape."""
+        shape, is_cpu = making.shapes.pop(0), self._device.type == "cpu"
+        seconds = _run_padding(engine, shape)
+        is_long = is_cpu and seconds > LONGEST_S
+        if shape == making.last_shape or is_long:
+            # The profile has a row look back on itself at least, and prompts have more tokens than rows.
+            num_rows = min(shape.num_logits, shape.num_rows - 1) if shape.has_prompts else shape.num_rows
+            if num_rows:
+                making.samples.keep(TimedStep(shape.num_rows, num_rows, shape.num_rows, seconds))
+        if is_long:  # what is larger takes longer
+            making.shapes = [one for one in making.shapes if one.has_prompts != shape.has_prompts]
+        making.last_shape = shape
+
+    def _write(self, hosted: HostedModel, served: ServedModel, making: _Making) -> None:
+        """Gather what the engine has to give, and leave the rest to a thread."""
+        look, loaded, order, began_s = hosted.look, hosted.first_load, making.order, making.began_s
+        assert look is not None, f"nobody has looked for a snapshot of `{hosted.model}`"
+        assert loaded is not None, f"`{hosted.model}` was never loaded"
+        assert began_s is not None, f"no step of `{hosted.model}` was run"
+        cost = measured_costs(
+            *(served, order.model, loaded, self._rates(), making.samples, self._snapshots.device_name)
+        )
+        sections = {cost_profile.SECTION: msgspec.json.encode(cost)}
+        if (parts := self._snapshots.parts_of(served.engine)) is not None:
+            sections.update(parts.save())
+        torch_bytes, library_bytes = self._torch_bytes(), making.free_bytes - self._beside_torch_bytes()
+        pool = served.engine.runner.kv.untyped_storage() if self._device.type == "cpu" else None
+        snapshots, post, fingerprint = self._snapshots, self._post, look.fingerprint
+
+        def write() -> None:
+            memory = MemoryProfile(torch_bytes, max(0, library_bytes), _resident_besides(pool))
+            made = SnapshotMade(order.model, order.hosting, unbooked_bytes=memory.unbooked_bytes)
+            try:
+                path = snapshots.save(fingerprint, {**sections, memory_profile.SECTION: memory.pack()})
+                num_bytes = path.stat().st_size
+            except (HearthError, OSError) as error:
+                made = msgspec.structs.replace(made, failure=str(error))
+            else:
+                seconds = time.perf_counter() - began_s
+                made = msgspec.structs.replace(made, num_bytes=num_bytes, seconds=seconds)
+            post(SnapshotWritten(made, memory))
+
+        self._threads.start(write)
+
+    def _torch_bytes(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self._device)) if self._device.type == "cuda" else 0
+
+    def _beside_torch_bytes(self) -> int:
+        """Return the device's free memory, and what torch has of it; only others change that."""
+        if self._device.type != "cuda":
+            return 0
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        return int(free_bytes + torch.cuda.memory_reserved(self._device))
+
+
+def _shapes(engine: Engine) -> list[StepShape]:
+    """Return the shapes of the steps to run: the largest first where they are captured, else the smallest."""
+    sizes = engine.runner.sizes
+    if sizes.decode:
+        return sizes.all_shapes()
+    limits = engine.batcher.limits
+    rows = [1 << power for power in range(limits.max_seqs.bit_length())]
+    tokens = [1 << power for power in range(1, limits.max_batch_tokens.bit_length())]
+    return [
+        *(StepShape.decode(size) for size in rows if size <= limits.max_seqs),
+        *(StepShape(True, size, num_logits=1) for size in tokens if size <= limits.max_batch_tokens),
+    ]
+
+
+def _run_padding(engine: Engine, shape: StepShape) -> float:
+    """Run a step of padding and return how long it took."""
+    runner = engine.runner
+    runner.synchronize()  # for what is sent is written where that of the step before the last lies
+    timer = StepTimer(runner.kv.device)
+    runner.run_padding(shape)
+    end: torch.cuda.Event | None = None
+    if runner.kv.is_cuda:
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch leaves it untyped
+        end.record()
+    timer.stop(end)
+    runner.synchronize()
+    return timer.seconds()
+
+
+def _resident_besides(pool: torch.UntypedStorage | None) -> int:
+    """Return this process's own memory without a pool that lies in it; None: it lies elsewhere."""
+    pool_bytes = 0 if pool is None else resident_bytes(pool.data_ptr(), pool.nbytes())
+    return max(0, process_bytes(os.getpid()) - pool_bytes)
+
+
+def _failed(making: _Making, why: str) -> SnapshotMade:
+    return SnapshotMade(making.order.model, making.order.hosting, failure=why)

@@ -1,0 +1,133 @@
+"""`hearth snapshot`, against a service that makes none, and against files on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hearth.cli import local_models
+from hearth.control.datadir import DataDir
+from hearth.snapshot import cost_profile, memory_profile
+from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.memory_profile import MemoryProfile
+from tests.cli.fake_service import FakeService
+from tests.cli.shell import Hearth
+from tests.cli.test_tab_completion import completed
+from tests.sim.small_machine import MACHINE
+from tests.snapshot.fingerprints import FINGERPRINT
+
+
+@pytest.fixture
+def snapshot(data_dir: Path, tiny: Path) -> Path:
+    """The file of a snapshot of `tiny`."""
+    directory = SnapshotDirectory.open(DataDir(data_dir).snapshots_path, 1 << 20)
+    fingerprint = replace(FINGERPRINT, manifest=local_models.find(data_dir, "tiny").digest)
+    sections = {
+        memory_profile.SECTION: MemoryProfile(0, 0, 310 << 20).pack(),
+        cost_profile.SECTION: msgspec.json.encode(MACHINE.measured),
+    }
+    return directory.save(fingerprint, sections)
+
+
+def test_a_service_is_asked_to_make_one_and_make_may_be_left_out(
+    hearth: Hearth, service: FakeService
+) -> None:
+    for words in (("smol",), ("make", "smol")):
+        shown = hearth("snapshot", *words, "--url", service.url)
+        assert (shown.code, shown.err) == (0, "")
+        assert shown.out == (
+            "made a snapshot of smol: 12.0 KiB in 2.5 s; its worker takes 310 MiB besides its pool\n"
+        )
+    assert service.asked == [("POST", "/hearth/models/smol/snapshot", {})] * 2
+    shown = hearth("snapshot", "smol", "--json", "--url", service.url)
+    assert json.loads(shown.out)["num_bytes"] == 12 << 10
+
+
+def test_why_none_could_be_made_is_told(hearth: Hearth, service: FakeService) -> None:
+    service.snapshot_failure = "the disk is full"
+    shown = hearth("snapshot", "smol", "--url", service.url)
+    assert (shown.code, shown.out) == (1, "")
+    assert "the disk is full" in shown.err
+    assert hearth("snapshot", "unknown", "--url", service.url).code == 3
+
+
+def test_without_a_service_none_is_made(hearth: Hearth, data_dir: Path) -> None:
+    shown = hearth("snapshot", "smol")
+    assert shown.code == 3
+    assert "hearth serve" in shown.err
+
+
+def test_snapshots_are_listed(hearth: Hearth, snapshot: Path) -> None:
+    header, line = hearth("snapshot", "ls").out.splitlines()
+    assert header.split() == ["MODEL", "SIZE", "USED", "BESIDES", "DEVICE", "STATE"]
+    assert line.startswith("tiny ")
+    assert "310 MiB" in line
+    assert "NVIDIA H200" in line
+    assert line.endswith(" ok")
+    (found,) = json.loads(hearth("snapshot", "ls", "--json").out)
+    assert (found["model"], found["path"], found["problem"]) == ("tiny", str(snapshot), None)
+    assert found["sections"] == ["cost", "fingerprint", "memory"]
+
+
+def test_a_damaged_snapshot_is_named(hearth: Hearth, snapshot: Path) -> None:
+    ok = hearth("snapshot", "verify", "tiny")
+    assert (ok.code, ok.err) == (0, "")
+    assert ok.out.startswith(f"ok: {snapshot}")
+    content = bytearray(snapshot.read_bytes())
+    content[-1] ^= 1
+    snapshot.write_bytes(content)
+    bad = hearth("snapshot", "verify")
+    assert bad.code == 1
+    assert "is not as it was written" in bad.out
+    os.truncate(snapshot, 100)
+    assert "should have" in hearth("snapshot", "ls").out
+    assert "should have" in hearth("doctor", "--json").out
+
+
+def test_a_broken_key_is_named_by_the_doctor(hearth: Hearth, snapshot: Path) -> None:
+    key = snapshot.parents[1] / "key"
+    key.chmod(0o644)
+    assert "alone" in hearth("doctor", "--json").out
+    refused = hearth("snapshot", "ls")
+    assert refused.code == 1
+    assert str(key) in refused.err
+
+
+def test_snapshots_go_alone_or_with_their_model(hearth: Hearth, snapshot: Path, data_dir: Path) -> None:
+    assert hearth("snapshot", "rm", "tiny").code == 2  # nobody can be asked
+    assert snapshot.exists()
+    content = snapshot.read_bytes()
+    assert hearth("snapshot", "rm", "tiny", "--yes").out == "removed 1 snapshot of tiny\n"
+    assert not snapshot.exists()
+    snapshot.parent.mkdir()
+    snapshot.write_bytes(content)
+    assert hearth("rm", "tiny", "--yes").code == 0
+    assert not snapshot.parent.exists()
+    assert (DataDir(data_dir).snapshots_path / "key").exists()
+
+
+def test_nothing_is_made_by_looking(hearth: Hearth, data_dir: Path) -> None:
+    assert json.loads(hearth("snapshot", "ls", "--json").out) == []
+    assert hearth("snapshot", "verify").code == 0
+    assert not data_dir.exists()
+
+
+def test_a_simulation_runs_by_the_snapshot_of_a_model(hearth: Hearth, snapshot: Path) -> None:
+    words = ("--trace", "poisson:1", "--length", "5", "--json")
+    shown = hearth("simulate", *words, "--profile", "snapshot:tiny", "--models", "1b")
+    assert (shown.code, shown.err) == (0, "")
+    assert json.loads(shown.out)["num_requests"] > 0
+    snapshot.unlink()
+    none = hearth("simulate", *words, "--profile", "snapshot:tiny", "--models", "1b")
+    assert none.code == 1
+    assert "hearth snapshot tiny" in none.err
+
+
+def test_commands_and_names_are_completed(snapshot: Path, data_dir: Path) -> None:
+    assert completed("hearth snapshot ", data_dir) == ["make", "ls", "rm", "verify", "tiny"]
+    assert completed("hearth snapshot verify t", data_dir) == ["tiny"]

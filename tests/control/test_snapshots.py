@@ -1,0 +1,182 @@
+"""Snapshots as the gateway orders and follows them, with a worker that only keeps what it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from hearth.control.caller import ANYBODY
+from hearth.control.datadir import DataDir
+from hearth.control.metrics import Metrics
+from hearth.control.registry import Deployed
+from hearth.control.snapshots import Snapshots
+from hearth.errors import SnapshotError
+from hearth.messages import (
+    HostModel,
+    MakeSnapshot,
+    ModelLoaded,
+    SnapshotLooked,
+    SnapshotMade,
+    SnapshotProgress,
+)
+from hearth.types import ModelId, SnapshotOutcome
+from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
+from tests.control.shown_metrics import shown_value
+
+TINY = ModelId("tiny")
+
+
+def hosting_of(link: RecordingLink) -> int:
+    return next(order.hosting for order in reversed(link.orders) if isinstance(order, HostModel))
+
+
+def load(rig: GatewayRig, link: RecordingLink) -> None:
+    """Have all of the model be on the worker."""
+    rig.receive(link, ModelLoaded(TINY, hosting_of(link), (), 0, 0, 0.0, 0.0, 0.0, 0.0))
+
+
+def made_orders(link: RecordingLink) -> list[MakeSnapshot]:
+    return [order for order in link.orders if isinstance(order, MakeSnapshot)]
+
+
+async def loading(rig: GatewayRig) -> RecordingLink:
+    """Have a worker load the model, for a request that waits for it."""
+    link = rig.join()
+    await rig.submit(ask(), ANYBODY)
+    return link
+
+
+def counted(rig: GatewayRig, outcome: SnapshotOutcome) -> float:
+    return shown_value(rig.metrics, f'hearth_snapshots_total{{outcome="{outcome}"}}')
+
+
+def test_a_model_that_started_without_a_snapshot_gets_one(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        hosting = hosting_of(link)
+        rig.receive(link, SnapshotLooked(TINY, hosting - 1, SnapshotOutcome.MISSING))  # of another stay
+        load(rig, link)
+        assert made_orders(link) == []
+        rig.receive(link, SnapshotLooked(TINY, hosting, SnapshotOutcome.MISSING))
+        load(rig, link)
+        load(rig, link)  # as models do that take turns
+        assert made_orders(link) == [MakeSnapshot(TINY, hosting)]
+        assert rig.snapshots.notes == ()
+        rig.receive(link, SnapshotProgress(TINY, hosting, 1, 2))
+        rig.receive(link, SnapshotMade(TINY, hosting, num_bytes=5))
+        assert (counted(rig, SnapshotOutcome.MISSING), counted(rig, SnapshotOutcome.MADE)) == (1, 1)
+        load(rig, link)
+        assert len(made_orders(link)) == 1
+
+    with_rig(data_dir, scene)
+
+
+def test_a_snapshot_that_is_used_is_not_made_anew(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        rig.receive(link, SnapshotLooked(TINY, hosting_of(link), SnapshotOutcome.USED))
+        load(rig, link)
+        assert made_orders(link) == []
+        assert counted(rig, SnapshotOutcome.USED) == 1
+        # It serves, and is found to compute something else.
+        rig.receive(link, SnapshotLooked(TINY, hosting_of(link), SnapshotOutcome.DISCARDED, "size 4 differs"))
+        assert len(made_orders(link)) == 1
+        assert "size 4 differs" in rig.snapshots.notes[0]
+
+    with_rig(data_dir, scene)
+
+
+def test_a_model_that_left_too_soon_gets_its_snapshot_when_it_is_back(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        first = hosting_of(link)
+        rig.receive(link, SnapshotLooked(TINY, first, SnapshotOutcome.MISSING))
+        load(rig, link)
+        emit(rig, link, 5, finished=True)
+        await rig.gateway.unload("tiny", free=True)
+        await rig.submit(ask(), ANYBODY)
+        load(rig, link)  # with the engine that it had: nobody looks again
+        assert made_orders(link) == [MakeSnapshot(TINY, first), MakeSnapshot(TINY, hosting_of(link))]
+        assert hosting_of(link) != first
+
+    with_rig(data_dir, scene)
+
+
+def test_why_a_snapshot_is_not_used_is_noted_until_there_is_a_new_one(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        hosting = hosting_of(link)
+        rig.receive(link, SnapshotLooked(TINY, hosting, SnapshotOutcome.OUTDATED, "`torch` is 2 here"))
+        (note,) = rig.snapshots.notes
+        assert "`torch` is 2 here" in note
+        rig.receive(link, SnapshotMade(TINY, hosting, failure="the disk is full"))
+        (note,) = rig.snapshots.notes
+        assert "the disk is full" in note
+        assert counted(rig, SnapshotOutcome.FAILED) == 1
+        rig.receive(link, SnapshotMade(TINY, hosting))
+        assert rig.snapshots.notes == ()
+
+    with_rig(data_dir, scene)
+
+
+async def first_events(rig: GatewayRig, link: RecordingLink) -> AsyncIterator[dict[str, object]]:
+    """Order a snapshot by hand, and serve the request that has the model loaded."""
+    events = rig.gateway.make_snapshot("tiny", ANYBODY)
+    assert (await anext(events))["phase"] == "loading"
+    waiting = asyncio.ensure_future(anext(events))
+    while not any(isinstance(order, HostModel) for order in link.orders):
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    load(rig, link)
+    emit(rig, link, 5, finished=True)
+    assert (await waiting)["phase"] == "waiting"
+    return events
+
+
+def test_a_snapshot_by_hand_is_followed_to_its_end(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        events = await first_events(rig, link)
+        coming = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        hosting = hosting_of(link)
+        assert made_orders(link) == [MakeSnapshot(TINY, hosting)]
+        rig.receive(link, SnapshotProgress(TINY, hosting, 1, 2))
+        progress = {"event": "progress", "phase": "measuring", "num_done": 1, "num_steps": 2}
+        assert await coming == progress
+        rig.receive(link, SnapshotMade(TINY, hosting, 100, 200, 1.5))
+        (done,) = [event async for event in events]
+        assert done["event"] == "done"
+        assert done["snapshot"].num_bytes == 100  # type: ignore[attr-defined] # it is a view
+
+    with_rig(data_dir, scene)
+
+
+@pytest.mark.parametrize("is_worker_lost", [True, False])
+def test_a_snapshot_by_hand_ends_with_the_stay_of_its_model(
+    data_dir: DataDir, deployed: Deployed, is_worker_lost: bool
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        events = await first_events(rig, link)
+        coming = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        if is_worker_lost:
+            rig.receive(link, None)
+        else:
+            await rig.gateway.unload("tiny", free=True)
+        with pytest.raises(SnapshotError, match="gone" if is_worker_lost else "left device memory"):
+            await coming
+
+    with_rig(data_dir, scene)
+
+
+def test_a_service_that_can_keep_none_says_why() -> None:
+    assert Snapshots(Metrics(), "the key is broken").notes == ("no snapshots are kept: the key is broken",)
+    assert Snapshots(Metrics()).notes == ()

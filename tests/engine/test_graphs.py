@@ -1,0 +1,292 @@
+"""Graphs of steps: captured, or restored from a snapshot and tried before they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from hearth.engine.engine import Engine
+from hearth.engine.graphs import StepGraph, StepGraphs, Work
+from hearth.engine.step_shape import GraphKey, StepPart, StepShape
+from hearth.errors import DeviceError
+from hearth.policy.batch.plan import StepPlan
+from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
+from tests.models.zoo import build
+
+DECODE, MIXED, TAIL = (GraphKey(part, 8) for part in (StepPart.DECODE, StepPart.MIXED, StepPart.TAIL))
+
+
+@dataclass
+class Graph:
+    """A graph that does something when it is replayed."""
+
+    effect: Callable[[], None] = lambda: None
+    num_replays: int = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.effect()
+
+
+@dataclass
+class Captures:
+    """Makes graphs that do as `effect_of` says; without it, the work that they were captured from."""
+
+    made: list[Graph] = field(default_factory=list)
+
+    def capture(self, work: Work) -> StepGraph:
+        self.made.append(Graph(work))
+        return self.made[-1]
+
+    def forget(self) -> None:
+        pass
+
+
+@dataclass
+class Source:
+    """A snapshot whose graphs are restored when a test says so."""
+
+    restored: dict[str, Graph] = field(default_factory=dict)
+    coming: set[str] = field(default_factory=set)
+    reasons: list[str] = field(default_factory=list)
+
+    def find(self, key: str) -> StepGraph | None:
+        return self.restored.get(key)
+
+    def is_coming(self, key: str) -> bool:
+        return key in self.coming
+
+    def discard(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+class TestBooks:
+    @pytest.fixture
+    def captures(self) -> Captures:
+        return Captures()
+
+    @pytest.fixture
+    def graphs(self, captures: Captures) -> StepGraphs:
+        return StepGraphs(captures)
+
+    def ran(self, graphs: StepGraphs, key: GraphKey) -> int:
+        """Run a part of a step, and return how often its work was called."""
+        calls: list[None] = []
+        graphs.run(key, lambda: calls.append(None))
+        return len(calls)
+
+    def test_without_a_snapshot_a_graph_is_captured_when_first_needed(
+        self, graphs: StepGraphs, captures: Captures
+    ) -> None:
+        assert graphs.needs_capture(DECODE)
+        for _ in range(3):
+            graphs.run(DECODE, lambda: None)
+
+        assert [graph.num_replays for graph in captures.made] == [3]
+        assert DECODE in graphs
+        assert list(graphs.captured) == [DECODE]
+        assert graphs.begin_trial([DECODE]) is None
+
+    def test_steps_run_eagerly_while_their_graph_is_coming_or_untried(
+        self, graphs: StepGraphs, captures: Captures
+    ) -> None:
+        source, graph = Source(coming={DECODE.name}), Graph()
+        graphs.restore_from(source)
+        assert self.ran(graphs, DECODE) == 1
+        assert graphs.begin_trial([DECODE]) is None
+        source.restored[DECODE.name], source.coming = graph, set()
+        assert self.ran(graphs, DECODE) == 1
+
+        assert DECODE not in graphs
+        assert not graphs.needs_capture(DECODE)
+        assert not captures.made
+        assert graph.num_replays == 0
+
+    def test_an_accepted_graph_serves_and_nothing_is_captured(
+        self, graphs: StepGraphs, captures: Captures
+    ) -> None:
+        graph = Graph()
+        graphs.restore_from(Source({DECODE.name: graph}))
+        assert graphs.begin_trial([DECODE]) == [graph]
+        assert graphs.begin_trial([DECODE]) is None, "it is on trial"
+        graphs.accept()
+
+        assert self.ran(graphs, DECODE) == 0
+        assert graph.num_replays == 1
+        assert not captures.made
+        assert (len(graphs), graphs.num_restored) == (1, 1)
+        assert graphs.begin_trial([DECODE]) is None
+
+    def test_a_step_is_tried_with_the_graphs_of_all_its_parts_in_order(
+        self, graphs: StepGraphs, captures: Captures
+    ) -> None:
+        source, tail = Source(), Graph()
+        graphs.restore_from(source)
+        assert self.ran(graphs, MIXED) == 1  # captured, for the snapshot has no such size
+        source.coming = {TAIL.name}
+        assert graphs.begin_trial([MIXED, TAIL]) is None
+        source.restored[TAIL.name] = tail
+
+        assert graphs.begin_trial([MIXED, TAIL]) == [captures.made[0], tail]
+        graphs.accept()
+        assert graphs.num_restored == 1
+
+    def test_a_rejected_snapshot_is_dropped_with_all_its_graphs(
+        self, graphs: StepGraphs, captures: Captures
+    ) -> None:
+        source = Source({key.name: Graph() for key in (DECODE, MIXED, TAIL)})
+        graphs.restore_from(source)
+        graphs.begin_trial([DECODE])
+        graphs.accept()
+        graphs.begin_trial([MIXED, TAIL])
+        graphs.reject("3 numbers differ")
+
+        assert source.reasons == ["3 numbers differ"]
+        assert all(graphs.needs_capture(key) for key in (DECODE, MIXED, TAIL))
+        assert self.ran(graphs, DECODE) == 1
+        assert len(captures.made) == 1
+
+    def test_forgetting_drops_what_was_restored_as_well(self, graphs: StepGraphs) -> None:
+        graphs.restore_from(Source({DECODE.name: Graph()}))
+        graphs.begin_trial([DECODE])
+        graphs.forget()
+        graphs.accept()
+
+        assert graphs.needs_capture(DECODE)
+
+
+class Rig:
+    """An engine whose graphs do what steps do, or what a test has them do instead."""
+
+    def __init__(self, spoil: Callable[[Rig], None] | None = None) -> None:
+        self.engine = engine_for("llama-gqa", replace(ROOMY, max_batch_tokens=16))
+        self.runner, self._spoil = self.engine.runner, spoil
+        self.num_served = 0
+        self.is_trial = False
+        self.source = Source()
+        self.runner.graphs = StepGraphs(self)
+        self.runner.graphs.restore_from(self.source)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note what is run, and have a snapshot know a graph of everything that is asked for."""
+        run, settle = self.runner._run, self.runner.settle
+
+        def watched_run(shape: StepShape, plan: StepPlan | None) -> None:
+            self.step = shape, plan
+            run(shape, plan)
+            self.is_trial = True
+
+        def watched_settle() -> None:
+            self.is_trial = False
+            settle()
+
+        self.runner._run = watched_run  # type: ignore[method-assign] # the only way to look on
+        self.runner.settle = watched_settle  # type: ignore[method-assign] # likewise
+        self.source.find = lambda key: self.graph(key) if not self.source.reasons else None  # type: ignore
+
+    def graph(self, name: str) -> Graph:
+        part = StepPart(name.split("-")[0])
+
+        def effect() -> None:
+            shape, plan = self.step
+            self.num_served += not self.is_trial
+            if self._spoil is None:
+                self.runner._run_part(part, shape, plan)
+            else:
+                self._spoil(self)
+
+        return self.source.restored.setdefault(name, Graph(effect))
+
+    def capture(self, work: Work) -> StepGraph:
+        """A graph captured here, which is right for any step of its size."""
+        part = work.args[0]  # type: ignore[attr-defined] # the runner's partial
+        return Graph(lambda: self.runner._run_part(part, *self.step))
+
+    def forget(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return tokens_of(engine_for("llama-gqa", replace(ROOMY, max_batch_tokens=16)))
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    """Prompts in chunks and decodes beside each other, and once more on the prefixes that they have left."""
+    prompts = prompts_for(build("llama-gqa").model.config.vocab_size, [1, 3, 5, 17, 30])
+    return [answer.tokens for _ in range(2) for answer in ask(engine, prompts, greedy())]
+
+
+def test_restored_graphs_are_tried_once_and_serve_from_then_on(expected: list[list[int]]) -> None:
+    rig = Rig()
+
+    assert tokens_of(rig.engine) == expected
+    graphs = rig.runner.graphs
+    assert graphs is not None
+    assert graphs.num_restored == len(rig.source.restored) > 3
+    assert rig.num_served > 10
+    assert not rig.source.reasons
+    assert not graphs.captured
+
+
+def nothing(rig: Rig) -> None:
+    pass
+
+
+def wrong_logits(rig: Rig) -> None:
+    rig.runner._run_eagerly(*rig.step)  # type: ignore[arg-type] # never padding
+    rig.runner.decoder.logits.add_(1e-3)
+
+
+def no_kv(rig: Rig) -> None:
+    """All is right but for what is written to KV."""
+    before = rig.runner.kv.clone()
+    rig.runner._run_eagerly(*rig.step)  # type: ignore[arg-type] # never padding
+    rig.runner.kv.copy_(before)
+
+
+def garbage(rig: Rig) -> None:
+    for tensor in (rig.runner.decoder.logits, rig.runner._sampler.tokens, rig.runner._sampler.chosen):
+        tensor.fill_(7)
+    shape, plan = rig.step
+    rows = rig.runner._inputs.view(plan, shape).rows.kv_targets(rig.runner.kv.shape[3])
+    rig.runner.kv[rows.blocks, :, :, rows.offsets] = 5.0
+
+
+def refused(rig: Rig) -> None:
+    garbage(rig)
+    raise DeviceError("CUDA's driver refused cuGraphLaunch: CUDA_ERROR_INVALID_VALUE (1)")
+
+
+@pytest.mark.parametrize("spoil", [nothing, wrong_logits, no_kv, garbage, refused])
+def test_a_graph_that_does_something_else_is_found_out_and_harms_nobody(
+    spoil: Callable[[Rig], None], expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(spoil)
+
+    assert tokens_of(rig.engine) == expected
+    assert len(rig.source.reasons) == 1
+    assert rig.num_served == 0
+    assert rig.runner.graphs is not None
+    assert rig.runner.graphs.num_restored == 0
+    assert [record.message.split()[0] for record in caplog.records] == ["snapshot_discarded"]
+
+
+def test_a_trial_is_over_before_blocks_move_or_the_model_rests(expected: list[list[int]]) -> None:
+    """Memory may be taken away after that, and nothing of the trial may touch it any more."""
+    rig = Rig(garbage)
+    engine = rig.engine
+    (prompt,) = prompts_for(build("llama-gqa").model.config.vocab_size, [5])
+    engine.add(engine.request("r", prompt, greedy()))  # type: ignore[arg-type]
+    engine.step()
+    assert rig.runner._trial is not None
+    written = rig.runner.kv.clone()
+    engine.flush()
+
+    assert rig.runner._trial is None
+    assert len(rig.source.reasons) == 1
+    assert not torch.equal(written, rig.runner.kv), "the step did not run again"

@@ -1,0 +1,178 @@
+"""Files of snapshots: what is written is read again, and whatever was done to a file is refused."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import (
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotForeign,
+    SnapshotTruncated,
+    SnapshotUnauthenticated,
+)
+from hearth.snapshot.file import _HEAD, ALIGNMENT, _mac, open_any, open_snapshot, write_snapshot
+from tests.snapshot.fingerprints import FINGERPRINT, KEY, OTHER_KEY
+
+SECTIONS = {"memory": b"m" * 100, "graphs/1": bytes(range(256)) * 40, "empty": b""}
+
+names = st.text(st.characters(codec="ascii", min_codepoint=33, max_codepoint=126), min_size=1, max_size=64)
+sections = st.dictionaries(
+    names.filter(lambda name: name != "fingerprint"), st.binary(max_size=300), max_size=8
+)
+
+
+def written(directory: Path | str, data: dict[str, bytes] = SECTIONS) -> Path:
+    path = Path(directory) / "a.snapshot"
+    num_bytes = write_snapshot(path, FINGERPRINT, data, KEY)
+    assert num_bytes == path.stat().st_size
+    return path
+
+
+def read(path: Path) -> dict[str, bytes]:
+    """Read all of a file, as whoever uses one would."""
+    with open_snapshot(path, FINGERPRINT, KEY) as opened:
+        return {name: bytes(opened[name]) for name in opened if name != "fingerprint"}
+
+
+@given(sections)
+def test_what_was_written_is_read_again(data: dict[str, bytes]) -> None:
+    with TemporaryDirectory() as place:
+        assert read(written(place, data)) == data
+        assert os.listdir(place) == ["a.snapshot"]
+
+
+@given(sections, st.data())
+def test_a_file_that_ends_early_or_late_is_refused(data: dict[str, bytes], draw: st.DataObject) -> None:
+    with TemporaryDirectory() as place:
+        path = written(place, data)
+        whole = path.read_bytes()
+        end = draw.draw(st.integers(0, len(whole) - 1))
+        path.write_bytes(whole[:end])
+        with pytest.raises(SnapshotTruncated):
+            read(path)
+        path.write_bytes(whole + b"\0")
+        with pytest.raises(SnapshotTruncated):
+            read(path)
+
+
+@given(sections, st.data())
+def test_a_flipped_bit_is_refused_or_touches_nothing(data: dict[str, bytes], draw: st.DataObject) -> None:
+    """Between sections there is padding, which nobody reads."""
+    with TemporaryDirectory() as place:
+        path = written(place, data)
+        changed = bytearray(path.read_bytes())
+        changed[draw.draw(st.integers(0, len(changed) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
+        path.write_bytes(changed)
+        try:
+            found = read(path)
+        except SnapshotError:
+            return
+        assert found == data
+
+
+def test_a_flipped_bit_of_a_section_is_found_when_that_is_taken(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    with open_snapshot(path, FINGERPRINT, KEY) as opened:
+        assert bytes(opened["memory"]) == SECTIONS["memory"]
+        with pytest.raises(SnapshotCorrupt, match="graphs/1"):
+            opened["graphs/1"]
+        with pytest.raises(SnapshotCorrupt):
+            opened.verify()
+
+
+def test_sections_are_aligned(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    assert whole.index(SECTIONS["graphs/1"]) % ALIGNMENT == 0
+
+
+def test_a_file_of_another_installation_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with pytest.raises(SnapshotUnauthenticated, match="not written by this installation"):
+        open_any(path, OTHER_KEY)
+
+
+def test_a_file_for_another_start_is_refused_and_says_why(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with pytest.raises(SnapshotForeign, match=r"`torch` is 2.12.0 here and 2.11.0 there"):
+        open_snapshot(path, replace(FINGERPRINT, torch="2.12.0"), KEY)
+
+
+@pytest.mark.parametrize("content", [b"x" * 200, b"HEARTHSN" + struct.pack("<I", 99) + bytes(200)])
+def test_another_file_or_version_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.snapshot"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(SnapshotForeign):
+        open_any(path, KEY)
+
+
+def test_an_authentic_header_that_points_outside_is_refused(tmp_path: Path) -> None:
+    """Nobody without the key can write one; still no view of it is made."""
+    path = written(tmp_path)
+    whole = bytearray(path.read_bytes())
+    _, _, num_sections, _, _ = _HEAD.unpack_from(whole)
+    entry_bytes = 64 + 8 + 8 + 32
+    table_end = _HEAD.size + num_sections * entry_bytes
+    struct.pack_into("<Q", whole, table_end - 32 - 8, 1 << 62)  # the length of the last one
+    whole[table_end : table_end + 32] = _mac(bytes(whole[:table_end]), KEY)
+    path.write_bytes(whole)
+    with pytest.raises(SnapshotCorrupt, match="outside"):
+        open_any(path, KEY)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.chmod(0o620), lambda path: path.chmod(0o602), lambda path: _link(path)]
+)
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    path = written(tmp_path)
+    spoil(path)
+    with pytest.raises((SnapshotUnauthenticated, OSError)):
+        open_any(path, KEY)
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+FILL = """
+import resource, signal, sys
+from pathlib import Path
+from hearth.errors import StoreFull
+from hearth.snapshot.file import write_snapshot
+from tests.snapshot.fingerprints import FINGERPRINT, KEY
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    write_snapshot(Path(sys.argv[1]), FINGERPRINT, {"graphs": bytes(1 << 16)}, KEY)
+except StoreFull as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    before = path.read_bytes()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", FILL, str(path)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "no room for the snapshot" in run.stdout, run.stderr
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.snapshot"]

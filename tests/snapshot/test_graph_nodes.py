@@ -1,0 +1,304 @@
+"""Graphs as plain values: packed and unpacked, read from a driver and made again by another."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hearth.cuda_graphs import (
+    ATTRIBUTE_BYTES,
+    EDGE_DATA,
+    GRAPH_NODE_TYPE_EMPTY,
+    GRAPH_NODE_TYPE_KERNEL,
+    GRAPH_NODE_TYPE_MEMCPY,
+    GRAPH_NODE_TYPE_MEMSET,
+    KERNEL_NODE,
+    MEMCPY_NODE,
+    MEMSET_NODE,
+)
+from hearth.errors import GraphUnreadable, KernelsMissing
+from hearth.snapshot.graph_nodes import ALIGNMENT, ATTRIBUTE, EDGE, NODE, GraphNodes, KernelId, read_graph
+from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.rebuild import rebuild
+from tests.snapshot.fake_driver import FakeDriver
+
+words = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def kernel_ids(draw: st.DrawFn, at: int) -> KernelId:
+    sizes = draw(st.lists(st.sampled_from([4, 8, 64, 128]), max_size=6))
+    ends = np.cumsum([0, *sizes]).tolist()
+    binary = draw(st.none() | st.text("0123456789abcdef", min_size=1, max_size=64))
+    return KernelId(
+        f"{draw(st.text(max_size=8))}_{at}",
+        binary and f"{binary}{at}",
+        tuple(zip(ends, sizes, strict=False)),
+        *(draw(words), draw(words), draw(st.integers(0, 2**31 - 1))),
+        draw(st.booleans()),
+    )
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> GraphNodes:
+    """Graphs of all kinds of nodes, in which every kernel is used."""
+    kernels = [draw(kernel_ids(at)) for at in range(draw(st.integers(1, 3)))]
+    kinds = [GRAPH_NODE_TYPE_KERNEL, GRAPH_NODE_TYPE_MEMSET, GRAPH_NODE_TYPE_MEMCPY, GRAPH_NODE_TYPE_EMPTY]
+    others = draw(st.lists(st.sampled_from(kinds), max_size=6))
+    nodes, blobs = [], b""
+    attributes, first_by_set = list[tuple[int, np.ndarray]](), dict[tuple[int, ...], int]()
+    for at, kind in enumerate([GRAPH_NODE_TYPE_KERNEL] * len(kernels) + others):
+        kernel = at % len(kernels)
+        is_one_buffer, first, count = False, 0, 0
+        if kind == GRAPH_NODE_TYPE_KERNEL:
+            least = kernels[kernel].parameter_bytes
+            is_one_buffer = draw(st.booleans())
+            size = least + (draw(st.integers(0, 99)) if is_one_buffer else 0)
+            blob = draw(st.binary(min_size=size, max_size=size))
+            value = np.frombuffer(b"\x01".ljust(ATTRIBUTE_BYTES, b"\0"), np.uint8)
+            own = tuple(draw(st.sampled_from([(), (2,), (4, 5, 8)])))
+            if own not in first_by_set:
+                first_by_set[own] = len(attributes)
+                attributes += [(attribute, value) for attribute in own]
+            first, count = first_by_set[own], len(own)
+        else:
+            kernel = 0
+            size = {GRAPH_NODE_TYPE_MEMSET: 40, GRAPH_NODE_TYPE_MEMCPY: 200}.get(kind, 0)
+            blob = bytes([at]) * size
+            if kind == GRAPH_NODE_TYPE_MEMCPY:
+                copy = np.frombuffer(blob, MEMCPY_NODE).copy()
+                copy["source_array"] = copy["target_array"] = 0
+                blob = copy.tobytes()
+        shape = (1, 1, 1) if kind == GRAPH_NODE_TYPE_KERNEL else (0, 0, 0)
+        shared_bytes = draw(words) if kind == GRAPH_NODE_TYPE_KERNEL else 0
+        where = (len(blobs), len(blob), first, count)
+        nodes.append((kind, kernel, shape, shape, shared_bytes, is_one_buffer, *where))
+        blobs += blob.ljust(-(-len(blob) // ALIGNMENT) * ALIGNMENT, b"\0")
+    edges = np.zeros(len(nodes) - 1, EDGE)
+    edges["source"], edges["target"] = np.arange(len(nodes) - 1), np.arange(1, len(nodes))
+    edges["data"]["from_port"] = edges["data"]["type"] = draw(st.integers(0, 1))
+    return GraphNodes(
+        tuple(kernels),
+        np.array(nodes, NODE),
+        np.array(attributes, ATTRIBUTE),
+        edges,
+        np.frombuffer(blobs, np.uint8),
+    )
+
+
+def test_structures_have_the_sizes_of_cudas_header() -> None:
+    """As a C compiler lays out `cuda.h` of CUDA 13.0 on 64 bits."""
+    assert [dtype.itemsize for dtype in (KERNEL_NODE, MEMSET_NODE, MEMCPY_NODE, EDGE_DATA)] == [
+        72,
+        40,
+        200,
+        8,
+    ]
+    kernel, copy = KERNEL_NODE.fields, MEMCPY_NODE.fields
+    assert kernel is not None
+    assert copy is not None
+    assert {name: kernel[name][1] for name in kernel} == {
+        "function": 0,
+        "grid": 8,
+        "block": 20,
+        "shared_bytes": 32,
+        "parameters": 40,
+        "extra": 48,
+        "kernel": 56,
+        "context": 64,
+    }
+    pointers = ("source_host", "source", "source_array", "target_at", "target", "target_array", "extent")
+    assert [copy[name][1] for name in pointers] == [40, 48, 56, 88, 136, 144, 176]
+
+
+@given(graphs())
+def test_packing_and_unpacking_changes_nothing(graph: GraphNodes) -> None:
+    packed = graph.pack()
+
+    again = GraphNodes.unpack(memoryview(packed))
+
+    assert again.kernels == graph.kernels
+    assert again.pack() == packed
+    for name in (field.name for field in fields(GraphNodes)[1:]):
+        assert getattr(again, name).tobytes() == getattr(graph, name).tobytes(), name
+
+
+@given(graphs(), st.data())
+def test_a_truncated_or_longer_graph_is_refused(graph: GraphNodes, data: st.DataObject) -> None:
+    packed = graph.pack()
+    length = data.draw(st.integers(0, len(packed) - 1))
+    for wrong in (packed[:length], packed + b"\0" * data.draw(st.integers(1, 200))):
+        with pytest.raises(GraphUnreadable):
+            GraphNodes.unpack(memoryview(wrong))
+
+
+@given(graphs(), st.data())
+def test_a_damaged_graph_is_refused_or_whole_in_itself(graph: GraphNodes, data: st.DataObject) -> None:
+    """No flipped bit makes anything reach beyond the bytes: whatever is not refused can be built."""
+    packed = bytearray(graph.pack())
+    at = data.draw(st.integers(0, len(packed) - 1))
+    packed[at] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        damaged = GraphNodes.unpack(memoryview(packed))
+    except GraphUnreadable:
+        return
+    driver = FakeDriver()
+    rebuild(driver, damaged, functions_of(driver, damaged))
+
+
+def functions_of(driver: FakeDriver, graph: GraphNodes) -> np.ndarray:
+    return np.array(
+        [
+            driver.add_function(
+                one.name,
+                module=1,
+                parameters=list(one.parameters),
+                registers=one.registers,
+                static_shared_bytes=one.static_shared_bytes,
+                dynamic_shared_bytes=one.dynamic_shared_bytes,
+                has_large_clusters=one.has_large_clusters,
+            )
+            for one in graph.kernels
+        ],
+        np.uint64,
+    )
+
+
+def meaning_of(graph: GraphNodes) -> list[object]:
+    """All that a graph says, wherever it keeps that."""
+    nodes = []
+    for node in graph.nodes:
+        attributes = graph.attributes[node["first_attribute"] :][: node["num_attributes"]]
+        blob = graph.blobs[node["blob"] :][: node["blob_bytes"]]
+        launch = [node[name].tolist() for name in ("kind", "grid", "block", "shared_bytes", "is_one_buffer")]
+        kernel = graph.kernels[node["kernel"]] if node["kind"] == GRAPH_NODE_TYPE_KERNEL else None
+        nodes.append((kernel, *launch, blob.tobytes(), attributes.tobytes()))
+    return [nodes, graph.edges.tobytes()]
+
+
+@given(graphs())
+@settings(max_examples=30)
+def test_a_rebuilt_graph_is_read_as_the_one_it_was_made_of(graph: GraphNodes) -> None:
+    driver = FakeDriver()
+    functions = functions_of(driver, graph)
+    restored = rebuild(driver, GraphNodes.unpack(memoryview(graph.pack())), functions)
+    assert not driver.graphs, "the graph itself is kept"
+    (built,) = driver.executables.values()
+    driver.graphs[1] = built
+    own = graph.nodes["num_attributes"] > 0
+    binaries = zip(functions.tolist(), graph.kernels, strict=True)
+    again = read_graph(driver, 1, {at: one.binary for at, one in binaries if one.binary is not None})
+
+    assert meaning_of(again) == meaning_of(graph)
+    num_sets = len({tuple(row) for row in graph.nodes[["kernel", "first_attribute"]][own].tolist()})
+    assert driver.num_attribute_calls <= own.sum() - num_sets + 3 * num_sets
+    restored.launch(7)
+    assert [stream for _, stream in driver.launched] == [7]
+    del restored
+    assert not driver.executables
+
+
+def test_nodes_are_kept_behind_those_that_they_wait_for() -> None:
+    driver = FakeDriver()
+    graph = driver.create()
+    first, second, third = (driver.add_empty(graph) for _ in range(3))
+    data = np.zeros(2, EDGE_DATA)
+    driver.add_edges(graph, np.array([third, second], np.uint64), np.array([first, third], np.uint64), data)
+
+    edges = read_graph(driver, graph, {}).edges
+
+    assert edges[["source", "target"]].tolist() == [(1, 2), (0, 1)]
+
+
+def test_a_node_that_calls_the_host_is_refused() -> None:
+    driver = FakeDriver()
+    graph = driver.create()
+    driver.node_by_handle[driver.add_empty(graph)].kind = 3
+
+    with pytest.raises(GraphUnreadable, match="type 3"):
+        read_graph(driver, graph, {})
+
+
+def test_addresses_are_found_wherever_parameters_hold_them() -> None:
+    driver = FakeDriver()
+    function = driver.add_function("one", 1, [(0, 8), (8, 4), (16, 8)])
+    kernel = KernelId.of(driver, function, None)
+    blob = np.array([0x7F00DEADBE00, 5, 0x600000000200], np.uint64).tobytes()
+    node = (GRAPH_NODE_TYPE_KERNEL, 0, (1, 1, 1), (1, 1, 1), 0, 0, 0, len(blob), 0, 0)
+    graph = GraphNodes(
+        (kernel,),
+        np.array([node], NODE),
+        np.zeros(0, ATTRIBUTE),
+        np.zeros(0, EDGE),
+        np.frombuffer(blob.ljust(64, b"\0"), np.uint8),
+    )
+
+    assert graph.addresses().tolist() == [0x600000000200, 0x7F00DEADBE00]
+
+
+class TestKernelHandles:
+    def shown(self, driver: FakeDriver, function: int) -> int:
+        """A captured graph that launches a function."""
+        graph = driver.create()
+        params = np.zeros(1, KERNEL_NODE)
+        params["function"] = function
+        words = np.zeros(9, np.uint64)
+        params["parameters"] = words.ctypes.data
+        words[:] = words.ctypes.data
+        driver.add_kernels(graph, params)
+        return graph
+
+    def test_what_lies_in_a_shown_module_is_found_and_nothing_else(self) -> None:
+        driver = FakeDriver()
+        shown, sibling = (driver.add_function(name, 1, [(0, 8)]) for name in ("shown", "sibling"))
+        other = driver.add_function("other", 2, [])
+        kernels = [KernelId.of(driver, function, None) for function in (sibling, shown, other)]
+        handles = KernelHandles(driver, dict)
+        with pytest.raises(KernelsMissing, match="3 of 3"):
+            handles.resolve(kernels)
+        handles.learn(self.shown(driver, shown))
+
+        assert handles.resolve(kernels[:2]).tolist() == [sibling, shown]
+        with pytest.raises(KernelsMissing, match=r"1 of 3 .* first `other`"):
+            handles.resolve(kernels)
+
+    def test_a_function_of_that_name_with_other_code_is_not_taken(self) -> None:
+        driver = FakeDriver()
+        kernel = KernelId.of(driver, driver.add_function("f", 0, [(0, 8)], registers=40), None)
+        changed = driver.add_function("f", 1, [(0, 8)], registers=41)
+        same = driver.add_function("f", 2, [(0, 8)], registers=40)
+        handles = KernelHandles(driver, dict)
+        handles.learn(self.shown(driver, changed))
+        with pytest.raises(KernelsMissing):
+            handles.resolve([kernel])
+        handles.learn(self.shown(driver, same))
+
+        assert handles.resolve([kernel]).tolist() == [same]
+
+    def test_limits_are_raised_to_those_of_the_captured_kernel(self) -> None:
+        driver = FakeDriver()
+        function = driver.add_function("f", 1, [])
+        wanted = replace(
+            KernelId.of(driver, function, None), dynamic_shared_bytes=99_000, has_large_clusters=True
+        )
+        handles = KernelHandles(driver, dict)
+        handles.learn(self.shown(driver, function))
+        handles.resolve([wanted])
+
+        assert KernelId.of(driver, function, None) == wanted
+
+    def test_triton_kernels_are_found_by_their_hash(self) -> None:
+        driver = FakeDriver()
+        functions = [driver.add_function("kernel", module, []) for module in (1, 2)]
+        loaded = {"a": functions[0]}
+        handles = KernelHandles(driver, lambda: loaded)
+        first, second = (KernelId.of(driver, at, binary) for at, binary in zip(functions, "ab", strict=True))
+        assert handles.resolve([first]).tolist() == [functions[0]]
+        with pytest.raises(KernelsMissing):
+            handles.resolve([second])
+        loaded["b"] = functions[1]  # loaded from the kernel cache meanwhile
+        assert handles.resolve([second, first]).tolist() == functions[::-1]

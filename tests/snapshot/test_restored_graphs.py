@@ -1,0 +1,131 @@
+"""The graphs of a snapshot: packed, restored one by one, and given up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hearth.cuda_graphs import KERNEL_NODE
+from hearth.errors import GraphUnreadable
+from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
+from tests.snapshot.fake_driver import FakeDriver
+
+FIXED = range(0x18000000000, 0x20000000000)
+
+
+class Driver(FakeDriver):
+    """One that knows every address."""
+
+    def is_address(self, value: int) -> bool:
+        return True
+
+
+class Machine:
+    """A process: a driver, whose library has a kernel for each size, in a module of its own."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.driver = Driver()
+        self.function_by_size = {
+            size: self.driver.add_function(f"product_{size}", size, [(0, 8)]) for size in sizes
+        }
+        self.handles = KernelHandles(self.driver, dict)
+        self.rehearsed: list[str] = []
+        self.reasons: list[str] = []
+
+    def capture(self, size: int, points_at: int = FIXED.start) -> int:
+        """A graph of one product, that computes at an address."""
+        graph, params = self.driver.create(), np.zeros(1, KERNEL_NODE)
+        address = np.array([points_at], np.uint64)
+        pointers = np.array([address.ctypes.data], np.uint64)
+        params["function"], params["parameters"] = self.function_by_size[size], pointers.ctypes.data
+        self.driver.add_kernels(graph, params)
+        return graph
+
+    def rehearse(self, name: str) -> None:
+        self.rehearsed.append(name)
+        size = int(name.rpartition("-")[2])
+        if size in self.function_by_size:
+            self.handles.learn(self.capture(size))
+
+    def restored(self, sections: dict[str, bytes]) -> RestoredGraphs:
+        views = {name: memoryview(packed) for name, packed in sections.items()}
+        return RestoredGraphs(self.driver, self.handles, views, self.reasons.append)
+
+
+def sections_of(names: list[str]) -> dict[str, bytes]:
+    """What a process has written that captured graphs of these names."""
+    sizes = [int(name.rpartition("-")[2]) for name in names]
+    machine = Machine(sizes)
+    graphs = {name: machine.capture(size) for name, size in zip(names, sizes, strict=True)}
+    return pack_graphs(machine.driver, graphs, {}, FIXED)
+
+
+def test_all_graphs_are_restored_the_smallest_first() -> None:
+    names = ["decode-64", "mixed-512", "decode-8", "tail-1"]
+    machine = Machine([1, 8, 64, 512])
+    graphs = machine.restored(sections_of(names) | {"memory_profile": b"of somebody else"})
+    assert all(graphs.is_coming(name) for name in names)
+    assert graphs.find("decode-8") is None
+    graphs.restore(machine.rehearse)
+
+    assert machine.rehearsed == ["tail-1", "decode-8", "decode-64", "mixed-512"]
+    assert not any(graphs.is_coming(name) for name in names)
+    found = graphs.find("decode-8")
+    assert found is not None
+    found.launch(3)
+    assert len(machine.driver.launched) == 1
+    assert graphs.find("decode-16") is None
+
+
+def test_kernels_that_are_known_need_no_rehearsal() -> None:
+    """Another model has used them; but the first graph of each kind is rehearsed in any case."""
+    machine = Machine([8, 64])
+    for size in (8, 64):
+        machine.handles.learn(machine.capture(size))
+    graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
+    graphs.restore(machine.rehearse)
+
+    assert machine.rehearsed == ["decode-8"]
+    assert graphs.find("decode-64") is not None
+
+
+def test_a_graph_whose_kernels_are_nowhere_is_left_out_visibly(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine([8])
+    graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
+    graphs.restore(machine.rehearse)
+
+    assert graphs.find("decode-8") is not None
+    assert graphs.find("decode-64") is None
+    assert not graphs.is_coming("decode-64")
+    assert "fallback graphs=captured count=1 reason=`decode-64: 1 of 1 kernels" in caplog.text
+
+
+def test_a_discarded_snapshot_has_no_graphs_and_none_are_coming() -> None:
+    machine = Machine([8, 64])
+    graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
+
+    def discard(name: str) -> None:
+        machine.rehearse(name)
+        if name == "decode-64":  # while this one is restored
+            graphs.discard("3 numbers differ")
+
+    graphs.restore(discard)
+
+    assert machine.reasons == ["3 numbers differ"]
+    assert graphs.find("decode-8") is None
+    assert not graphs.is_coming("decode-64")
+
+
+def test_a_graph_that_points_outside_of_fixed_addresses_is_not_packed() -> None:
+    machine = Machine([8])
+    with pytest.raises(GraphUnreadable, match="`decode-8` points at 0x7f0000001000"):
+        pack_graphs(machine.driver, {"decode-8": machine.capture(8, 0x7F0000001000)}, {}, FIXED)
+
+
+@pytest.mark.parametrize("name", ["decode-8", "nothing"])
+def test_a_damaged_section_is_refused_before_anything_is_restored(name: str) -> None:
+    sections = sections_of(["decode-8"])
+    packed = sections["graph/decode-8"]
+    with pytest.raises(GraphUnreadable):
+        Machine([8]).restored({f"graph/{name}": packed[:-64] if name == "decode-8" else packed})

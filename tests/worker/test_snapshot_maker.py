@@ -1,0 +1,227 @@
+"""Snapshots on a worker: made when nobody asks for anything, used by the next one, never in anybody's way."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hearth.memory.arena import ArenaPool
+from hearth.messages import MakeSnapshot, ModelLoaded, SnapshotLooked, SnapshotMade, SnapshotProgress
+from hearth.sim.profile import Profile
+from hearth.snapshot.cost_profile import cost_profile_of
+from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.memory_profile import MemoryProfile
+from hearth.types import ModelId, Rung, SnapshotOutcome
+from hearth.worker import snapshot_maker
+from hearth.worker.model_snapshots import ModelSnapshots
+from hearth.worker.worker_loop import WorkerLoop
+from tests.store.stored import converted, gated_tiers, tiers_at
+from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy
+from tests.worker.in_process import LoopGateway, working_in_process
+
+PROMPT = (3, 14, 15, 92)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a second without requests."""
+    monkeypatch.setattr(snapshot_maker, "QUIET_S", 0.0)
+
+
+@dataclass(slots=True)
+class SnapshotWorker:
+    """A worker with one model. Mutable, as the gateway is."""
+
+    gateway: LoopGateway
+    looked: SnapshotLooked
+
+    def order(self) -> None:
+        self.gateway.inbox.put(MakeSnapshot(ModelId("a"), self.looked.hosting))
+
+    def make(self) -> SnapshotMade:
+        self.order()
+        return self.gateway.until(SnapshotMade)
+
+
+@dataclass(slots=True)
+class FakeParts:
+    """State of an engine that is nothing but bytes. Mutable: notes what was restored."""
+
+    restored: list[bytes] = field(default_factory=list)
+    discard: Callable[[str], None] | None = None
+
+    def save(self) -> dict[str, bytes]:
+        return {"graphs": b"captured"}
+
+    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
+        self.restored.append(bytes(sections["graphs"]))
+        self.discard = discard
+
+
+@contextmanager
+def worker(
+    directory: SnapshotDirectory, place: Path, parts: FakeParts | None = None, **changes: object
+) -> Iterator[SnapshotWorker]:
+    """A worker that has loaded a model, `changes` being those of its order."""
+    device = torch.device("cpu")
+    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34, lambda engine: parts)
+    with (
+        tiers_at(place) as tiers,
+        working_in_process(
+            tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms), snapshots=snapshots
+        ) as gateway,
+    ):
+        gateway.host("a", converted("llama-gqa"), **changes)
+        looked = gateway.until(SnapshotLooked)
+        gateway.until(ModelLoaded)
+        yield SnapshotWorker(gateway, looked)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> SnapshotDirectory:
+    return SnapshotDirectory.open(tmp_path / "snapshots", quota_bytes=1 << 20)
+
+
+def test_a_snapshot_is_made_and_the_next_worker_uses_it(directory: SnapshotDirectory, tmp_path: Path) -> None:
+    with worker(directory, tmp_path / "one") as first:
+        assert first.looked.outcome is SnapshotOutcome.MISSING
+        expected = first.gateway.ask("a", PROMPT, greedy(5)).tokens
+        made = first.make()
+        assert made.failure is None
+        assert first.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
+    (entry,) = directory.entries()
+    assert made.num_bytes == entry.num_bytes
+    with worker(directory, tmp_path / "two") as second:
+        assert (second.looked.outcome, second.looked.reason) == (SnapshotOutcome.USED, None)
+        assert second.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
+    with worker(directory, tmp_path / "three", max_context=32) as third:
+        assert third.looked.outcome is SnapshotOutcome.OUTDATED
+        assert "`limits`" in str(third.looked.reason)
+        assert third.make().failure is None
+    assert len(directory.entries()) == 2
+    for entry in directory.entries():
+        os.truncate(entry.path, entry.num_bytes // 2)
+    with worker(directory, tmp_path / "four") as fourth:
+        assert fourth.looked.outcome is SnapshotOutcome.REFUSED
+        assert fourth.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
+        assert fourth.make().failure is None
+        assert fourth.gateway.ping().number == 0
+
+
+def test_a_snapshot_has_what_was_measured(directory: SnapshotDirectory, tmp_path: Path) -> None:
+    with worker(directory, tmp_path / "one") as one:
+        one.gateway.ask("a", PROMPT * 10, greedy(6))
+        made = one.make()
+    (entry,) = directory.entries()
+    with directory.open_file(entry.path) as opened:
+        memory, cost = MemoryProfile.of(opened), cost_profile_of(opened)
+    assert memory.resident_bytes == made.unbooked_bytes
+    # An interpreter with torch takes at least this, and a pool that was counted would add far more.
+    assert memory.resident_bytes > 50 << 20
+    (shape,) = cost.shapes
+    assert shape.name == "a"
+    contexts = {step.context_tokens for step in shape.steps if step.num_rows == 1}
+    assert max(contexts) > 40, "steps of the request are among them"
+    assert cost.bytes_per_s[Rung.DISK] > 0
+    assert f"bytes_per_s.{Rung.OBJECT}" in cost.origin.assumed
+    profile = Profile.of(cost, "the snapshot")
+    assert profile.shape("a").step_s(1, 1, 10) > 0.0
+    assert profile.shape("7b").step_s(64, 2, 100) > profile.shape("a").step_s(64, 2, 100)
+
+
+def test_what_is_restored_and_wrong_is_discarded_for_everybody(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    parts = FakeParts()
+    with worker(directory, tmp_path / "one", parts) as one:
+        assert one.make().failure is None
+    with worker(directory, tmp_path / "two", parts) as two:
+        assert two.looked.outcome is SnapshotOutcome.USED
+        assert parts.restored == [b"captured"]
+        assert parts.discard is not None
+        parts.discard("size 4 computes something else")
+        assert directory.entries() == []
+        fact = two.gateway.until(SnapshotLooked)
+        assert (fact.outcome, fact.reason) == (SnapshotOutcome.DISCARDED, "size 4 computes something else")
+        assert two.make().failure is None
+
+
+def test_a_request_is_answered_in_between(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worker(directory, tmp_path / "one") as one:
+        one.order()
+        one.gateway.until(SnapshotProgress)
+        assert len(one.gateway.ask("a", PROMPT, greedy(5)).tokens) == 5
+        assert one.gateway.until(SnapshotMade).failure is None
+
+
+def test_no_step_is_run_until_nobody_has_asked_for_a_while(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_maker, "QUIET_S", 3600.0)
+    with worker(directory, tmp_path / "one") as one:
+        one.order()
+        one.gateway.ask("a", PROMPT, greedy(2))
+        one.gateway.ping()
+        assert one.gateway.facts.empty()
+        assert directory.entries() == []
+
+
+def test_a_model_that_leaves_takes_its_snapshot_with_it(directory: SnapshotDirectory, tmp_path: Path) -> None:
+    with worker(directory, tmp_path / "one") as one:
+        one.order()
+        one.gateway.until(SnapshotProgress)
+        one.gateway.drop("a")
+        one.gateway.ping()
+        one.order()  # of a stay that is over
+        one.gateway.ping()
+        assert directory.entries() == []
+
+
+def test_a_snapshot_that_cannot_be_written_harms_nobody(directory: SnapshotDirectory, tmp_path: Path) -> None:
+    with worker(replace(directory, quota_bytes=100), tmp_path / "one") as one:
+        assert "store.snapshot_bytes" in str(one.make().failure)
+        assert len(one.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
+    assert directory.entries() == []
+
+
+def test_a_worker_sleeps_while_a_snapshot_has_to_wait(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a request that waits for its model, no step can be made, neither of it nor of a snapshot."""
+    looks: list[None] = []
+    look = WorkerLoop._timeout_s
+
+    def counted(loop: WorkerLoop) -> float | None:
+        looks.append(None)
+        return look(loop)
+
+    device = torch.device("cpu")
+    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34)
+    with (
+        gated_tiers(tmp_path) as gated,
+        working_in_process(
+            gated.tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms), snapshots=snapshots
+        ) as gateway,
+    ):
+        gateway.host("a", converted("llama-gqa"))
+        run = gateway.start("a", PROMPT, greedy(2))
+        looked = gateway.until(SnapshotLooked)
+        gated.gate.next()  # held back
+        gateway.inbox.put(MakeSnapshot(ModelId("a"), looked.hosting))
+        gateway.ping()
+        monkeypatch.setattr(WorkerLoop, "_timeout_s", counted)
+        time.sleep(0.1)
+        gateway.ping()
+        assert len(looks) < 20
+        gated.gate.open()
+        gateway.until_ended(run)
+        assert gateway.until(SnapshotMade).failure is None
