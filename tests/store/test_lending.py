@@ -140,7 +140,7 @@ def test_what_is_borrowed_for_a_cpu_is_not_pinned_for_the_gpu_beside_it(
     with lending(tmp_path, path):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with closing(Borrower(path, is_pinned=False)) as borrower:
-            assert borrower.segment._pinner is None
+            assert borrower.segment._pinning is None
 
 
 def test_pages_that_are_given_back_are_not_lent_to_be_pinned(model: Path, tmp_path: Path, path: Path) -> None:

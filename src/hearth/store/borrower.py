@@ -302,6 +302,7 @@ class Loan:
         self._is_over = num_chunks == 0  #: nothing more will be yielded
         self._is_cancelled = False
         self._has_hung_up = False
+        self.segment.load_began()
         self._hang_up_if_done()
 
     @property
@@ -349,6 +350,7 @@ class Loan:
                 raise self._failure(message)
             self._num_yielded += 1
             self._is_over = self._num_yielded == self._num_chunks
+        self.segment.pin(message.cell)  # to be copied from next
         data = self.segment.memory(message.cell, message.num_bytes)
         return HostChunk(message.index, data, message.cell, message.delivery, message.is_shared)
 
@@ -363,6 +365,7 @@ class Loan:
         if self._has_hung_up or not self.is_finished:
             return
         self._has_hung_up = True
+        self.segment.load_ended()
         if self._num_yielded == self._num_chunks:
             self._keep(self._line)
         else:

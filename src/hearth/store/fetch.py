@@ -360,7 +360,7 @@ class Fetch:
         self._fetcher = fetcher
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order; raises as `batches`."""
+        """Yield the chunks in order, to be copied from, as `batches`."""
         taken: deque[HostChunk] = deque()
         try:
             for batch in self.batches():
@@ -368,6 +368,7 @@ class Fetch:
                 while taken:
                     if self.is_over:
                         raise self._failure()
+                    self._fetcher.segment.pin(taken[0].cell)
                     yield taken.popleft()
         finally:
             self.release(*taken)
