@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
-from hearth.errors import DeviceError
+from hearth.errors import DeviceError, OutOfDeviceMemory
 
 # From cuda.h, where these names have `CU_` in front.
 DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
@@ -25,6 +25,7 @@ MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 MEM_ALLOC_GRANULARITY_MINIMUM = 0
 MEMORYTYPE_HOST = 1
 POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+ERROR_OUT_OF_MEMORY = 2
 
 
 class _Location(ctypes.Structure):
@@ -90,7 +91,7 @@ class CudaDriver:
         return value.value
 
     def create(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> int:
-        """A handle to memory that is mapped nowhere yet."""
+        """A handle to memory that is mapped nowhere yet. Raises OutOfDeviceMemory if there is none."""
         properties, handle = self._properties(is_exportable, is_rdma_capable), ctypes.c_ulonglong()
         self._call(
             "cuMemCreate",
@@ -190,4 +191,5 @@ class CudaDriver:
             self._library.cuGetErrorName(code, ctypes.byref(text))
             what = text.value.decode() if text.value else "unknown"
             values = ", ".join(str(getattr(argument, "value", "&")) for argument in arguments)
-            raise DeviceError(f"CUDA's driver refused {name}({values}): {what} ({code}); see `nvidia-smi`")
+            kind = OutOfDeviceMemory if code == ERROR_OUT_OF_MEMORY else DeviceError
+            raise kind(f"CUDA's driver refused {name}({values}): {what} ({code}); see `nvidia-smi`")

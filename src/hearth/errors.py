@@ -69,6 +69,10 @@ class DeviceError(HearthError):
     http_status, label = 503, "device"
 
 
+class OutOfDeviceMemory(DeviceError):
+    label = "device_memory"
+
+
 class EngineFailed(HearthError):
     label = "engine_failed"
 

@@ -78,6 +78,33 @@ def test_a_worker_whose_long_step_advances_lives_and_one_that_hangs_is_killed() 
     asyncio.run(scene())
 
 
+def test_a_worker_that_is_replaced_is_to_have_the_memory_that_the_first_one_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is free is not yet what it will be: that of the one that was killed comes back bit by bit."""
+    asked: list[int | None] = []
+
+    async def spawn(supervisor: Supervisor, module: str, setup: WorkerSetup, *descriptors: int) -> None:
+        asked.append(setup.budget_bytes)
+
+    async def scene() -> None:
+        def unlimited(index: int, worker: WorkerId) -> WorkerSetup:
+            return msgspec.structs.replace(setup_of(index, worker), budget_bytes=None)
+
+        supervisor = Supervisor(unlimited, KEEPER, 1, Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED), None)
+        (seat,) = supervisor.seats
+        await supervisor._start_worker(seat)
+        link = WorkerLink(b"", supervisor.expects, supervisor)  # type: ignore[arg-type] # nothing comes by it
+        supervisor.joined(link, WorkerHello(1, seat.worker, b"", b"", 1, "cpu", "", 1 << 30, False))
+        await supervisor._start_worker(seat)
+        seat.num_failed_starts = 1  # perhaps it cannot be had any more
+        await supervisor._start_worker(seat)
+
+    monkeypatch.setattr(Supervisor, "_spawn", spawn)
+    asyncio.run(scene())
+    assert asked == [None, 1 << 30, None]
+
+
 def test_a_step_has_as_long_as_slow_steps_of_its_model_tell() -> None:
     vigilance = Vigilance(60.0, 1.0, 30)
     assert vigilance.limit_s(StepSigns(5, None, None)) == 30.0

@@ -84,6 +84,7 @@ class WorkerSeat:
     num_restarts: int = 0
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     was_ever_ready: bool = False
+    budget_bytes: int | None = None  #: of the first process that was ready; None: there was none
     num_failed_starts: int = 0  #: in a row, without one that was ready
     killed_for: str | None = None  #: why the present process was killed here; None: it was not
     ending: WorkerEnding | None = None  #: of the process before; None: there was none, or this one is ready
@@ -176,6 +177,7 @@ class Supervisor:
         assert seat is not None, f"{hello.worker=} was not expected"
         seat.link, seat.hello, link.beacon = link, hello, seat.beacon
         seat.was_ever_ready, seat.num_failed_starts, seat.ending = True, 0, None
+        seat.budget_bytes = seat.budget_bytes or hello.budget_bytes
         seat.greeted.set()
         log.info("worker_ready worker=%s pid=%d device=%s", hello.worker, hello.pid, hello.device)
 
@@ -254,6 +256,9 @@ class Supervisor:
         try:
             seat.beacon = Beacon.at(descriptor)
             setup = msgspec.structs.replace(self._setup_of(seat.index, seat.worker), beacon=descriptor)
+            if setup.budget_bytes is None and not seat.num_failed_starts:
+                # The memory of a worker that was killed may not be free yet, and is all to be had again.
+                setup = msgspec.structs.replace(setup, budget_bytes=seat.budget_bytes)
             forked = None if self._template is None else await self._template.fork(setup, descriptor)
             seat.process = forked or await self._spawn("hearth.worker", setup, descriptor)
         finally:

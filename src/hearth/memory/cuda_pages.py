@@ -6,8 +6,9 @@ They can be exported to other processes and reached by RDMA wherever the device 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -17,7 +18,7 @@ from hearth.cuda_driver import (
     DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
     CudaDriver,
 )
-from hearth.errors import DeviceError
+from hearth.errors import DeviceError, OutOfDeviceMemory
 from hearth.memory.pages import Mark
 
 #: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.
@@ -26,6 +27,9 @@ PAGE_BYTES = 16 << 20
 BASE_ADDRESS = 0x18000000000
 SPACE_BYTES = 512 << 30
 NUM_SPACES = 252
+#: A process that was killed gives its memory back bit by bit. More is waited for until none has come for so
+#: long, and looked for this often; how far it is is told this often.
+MEMORY_PATIENCE_S, MEMORY_LOOK_S, MEMORY_TELL_S = 2.0, 0.005, 1.0
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ class CudaPages:
     """`Pages` of one device."""
 
     def __init__(self, device: torch.device, budget_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
-        """Create as many whole pages as the budget has.
+        """Create as many whole pages as the budget has, as memory comes free.
 
         Raises:
             NoMapping: the device cannot map memory.
@@ -160,8 +164,7 @@ class CudaPages:
 
     def _create(self) -> None:
         try:
-            while len(self._handles) < self._num_pages:
-                self._handles.append(self._create_one())
+            create_patiently(self._create_one, self._handles, self._num_pages)
         except DeviceError as error:
             had_bytes, wanted_bytes = (
                 num * self._page_bytes for num in (len(self._handles), self._num_pages)
@@ -176,3 +179,33 @@ class CudaPages:
         return self._driver.create(
             self._page_bytes, is_exportable=self._is_exportable, is_rdma_capable=self._is_rdma_capable
         )
+
+
+def create_patiently(
+    create: Callable[[], int],
+    handles: list[int],
+    num_wanted: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Append handles until there are as many as wanted, waiting for memory while some comes free.
+
+    Raises:
+        OutOfDeviceMemory: there is too little, and for `MEMORY_PATIENCE_S` none has come free.
+    """
+    waiting_s: float | None = None  #: since when none has come free; None: the last one was there at once
+    tell_s = clock()
+    while len(handles) < num_wanted:
+        try:
+            handles.append(create())
+            waiting_s = None
+        except OutOfDeviceMemory:
+            now_s = clock()
+            waiting_s = now_s if waiting_s is None else waiting_s
+            if now_s - waiting_s >= MEMORY_PATIENCE_S:
+                raise
+            if now_s >= tell_s:
+                log.info("pool_waits pages=%d of=%d reason=`no memory is free yet`", len(handles), num_wanted)
+                tell_s = now_s + MEMORY_TELL_S
+            pause(MEMORY_LOOK_S)
