@@ -28,6 +28,7 @@ from hearth.store.borrower import Borrower
 from hearth.store.loader import Loader
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
+from hearth.worker.start_times import StartTimes
 
 #: Memory on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
 #: workspaces of libraries. torch may take this much, and a share of the budget.
@@ -63,8 +64,8 @@ class HostingResources:
     marks: WorkerMarks = field(default_factory=WorkerMarks)  #: told how the steps of all models advance
 
 
-def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
-    """Bring the device up.
+def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
+    """Bring the device up. `times` is told how long that took.
 
     Raises:
         ConfigError: the device can never be had as it was asked for.
@@ -72,10 +73,11 @@ def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
     """
     if setup.num_threads is not None:
         torch.set_num_threads(setup.num_threads)
-    runtime = _start_cuda(setup, config) if setup.kind == "cuda" else _start_cpu(setup)
+    runtime = _start_cuda(setup, config, times) if setup.kind == "cuda" else _start_cpu(setup)
     dtype = torch.float32 if runtime.device.type == "cpu" else torch.bfloat16
     tile = torch.ones(128, 128, dtype=dtype, device=runtime.device)
     (tile @ tile).sum().item()  # the library of products comes up with the first one
+    times.note("products")
     return runtime
 
 
@@ -86,7 +88,7 @@ def _start_cpu(setup: WorkerSetup) -> Runtime:
     return Runtime(device, _processor(), budget_bytes, new_pool, shares_workspace=False)
 
 
-def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
+def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
     num_devices = torch.cuda.device_count()
     if setup.device_index >= num_devices:
         raise ConfigError(
@@ -96,8 +98,12 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
     torch.cuda.set_device(setup.device_index)
     device = torch.device("cuda", setup.device_index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    if setup.budget_bytes is not None:
-        _check_free(setup.budget_bytes, free_bytes, total_bytes, device)
+    times.note("context")
+    if setup.budget_bytes is not None and setup.budget_bytes > total_bytes:
+        raise ConfigError(
+            f"`service.memory_bytes` must be at most the {total_bytes} bytes of {device}, given: "
+            f"{setup.budget_bytes}; lower it"
+        )
     # Read once, when nothing of ours is there: from here on the pool's own books count.
     budget_bytes = setup.budget_bytes or int(free_bytes * config.memory_fraction) // setup.num_sharing
     most_bytes = UNBOOKED_BYTES + int(budget_bytes * UNBOOKED_SHARE)
@@ -106,25 +112,23 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
         pages = CudaPages(device, budget_bytes)
     except NoMapping as error:
         log.warning("fallback pool=arena reason=`%s`", error)
+        _check_free(budget_bytes, device)
         _limit_torch((most_bytes + budget_bytes) / total_bytes, device)
         new_arena = partial(ArenaPool, device, budget_bytes, fallbacks={"arena": 1})
         return Runtime(device, name, budget_bytes, new_arena, shares_workspace=False)
+    times.note("pages")
     _limit_torch(most_bytes / total_bytes, device)
     new_pool = partial(MappedPool, pages)
     return Runtime(device, name, pages.num_pages * pages.page_bytes, new_pool, shares_workspace=True)
 
 
-def _check_free(budget_bytes: int, free_bytes: int, total_bytes: int, device: torch.device) -> None:
-    """Refuse a budget that the device has not, or has not now: whoever holds the rest may end."""
-    if budget_bytes > total_bytes:
-        raise ConfigError(
-            f"`service.memory_bytes` must be at most the {total_bytes} bytes of {device}, given: "
-            f"{budget_bytes}; lower it"
-        )
+def _check_free(budget_bytes: int, device: torch.device) -> None:
+    """Refuse a budget that the device has not now: whoever holds the rest may end."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if budget_bytes > free_bytes:
         raise DeviceError(
-            f"{device} has {free_bytes} of {total_bytes} bytes free, `service.memory_bytes` asks for "
-            f"{budget_bytes}; end what else uses the device, or lower it"
+            f"{device} has {free_bytes} of {total_bytes} bytes free, and the budget is {budget_bytes}; "
+            "end what else uses the device, or lower `service.memory_bytes`"
         )
 
 
