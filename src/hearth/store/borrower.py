@@ -69,14 +69,17 @@ class Borrower:
     that is over leaves its line to the next one, which then has its first chunk after one question.
     """
 
-    def __init__(self, path: Path, *, is_pinned: bool = True) -> None:
+    def __init__(self, path: Path, *, is_pinned: bool = True, is_device_up: bool = True) -> None:
         """`is_pinned`: what is borrowed is copied to a CUDA device, if there is any.
+
+        `is_device_up`: it may be pinned at once, for the device that is the current one. Else `device_is_up`
+        has to be called, before anything is fetched.
 
         Raises:
             LenderGone: nobody lends at `path`.
             StoreError: it is no lender, or one whose memory cannot be pinned and has to be.
         """
-        self._path, self._is_pinned = path, is_pinned
+        self._path, self._is_pinned, self._is_device_up = path, is_pinned, is_device_up
         connection, segment = _introduce(path, is_pinned=is_pinned)
         connection.close()
         self.segment = self._pinned(segment)
@@ -88,6 +91,12 @@ class Borrower:
         self._standing: list[LenderLine] = []  #: lines of loads that are over
         self._is_closed = False
         self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
+
+    def device_is_up(self) -> None:
+        """Begin to pin, for the device that is current for the calling thread."""
+        with self._lock:
+            self._is_device_up = True
+            self._pinned(self.segment)
 
     def open(self, where: str | Path, weight: float = 1.0) -> BorrowedModel:
         """Have the lender open a converted model; its description is read here.
@@ -212,8 +221,10 @@ class Borrower:
             return connection, self.segment
 
     def _pinned(self, segment: Segment) -> Segment:
-        if self._is_pinned:
+        if self._is_pinned and self._is_device_up:
             segment.pin_in_background()
+        elif self._is_pinned:
+            segment.touch_in_background()
         return segment
 
     def _close_old(self) -> None:

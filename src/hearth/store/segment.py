@@ -25,9 +25,12 @@ _PAGE_BYTES = mmap.PAGESIZE
 class Segment:
     """Shared memory in equal cells. Mutable only in how much is pinned; any thread may view cells."""
 
-    def __init__(self, fd: int, num_cells: int, cell_bytes: int) -> None:
-        """Map the file behind `fd`, which is closed with the segment."""
-        self.fd = fd
+    def __init__(self, fd: int, num_cells: int, cell_bytes: int, *, is_new: bool = False) -> None:
+        """Map the file behind `fd`, which is closed with the segment.
+
+        `is_new`: nobody else makes its pages.
+        """
+        self.fd, self._is_new = fd, is_new
         self.num_cells = num_cells
         self.cell_bytes = cell_bytes
         #: With no cells there still is a page, because an empty range cannot be mapped.
@@ -37,8 +40,9 @@ class Segment:
         self._region_cells = max(1, REGION_BYTES // cell_bytes)
         self._touching: Touching | None = None
         self._pinning: Pinning | None = None
+        self._num_loads = 0  #: under way
         self._is_closed = False
-        self._closing = threading.Lock()  #: guards it
+        self._lock = threading.Lock()  #: guards these four: loads begin and end on many threads
 
     @staticmethod
     def create(num_cells: int, cell_bytes: int) -> Segment:
@@ -50,7 +54,7 @@ class Segment:
         fd = os.memfd_create("hearth-host", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, max(num_cells * cell_bytes, _PAGE_BYTES))
-            return Segment(fd, num_cells, cell_bytes)
+            return Segment(fd, num_cells, cell_bytes, is_new=True)
         except OSError as error:
             os.close(fd)
             raise DeviceError(
@@ -81,30 +85,40 @@ class Segment:
         self._map.madvise(mmap.MADV_REMOVE)
 
     def touch_in_background(self) -> None:
-        """Have the kernel find all pages, which is the longer part of pinning, for other processes to pin."""
-        if self._touching is None and self.num_cells:
-            self._touching = Touching(self._bytes, self._address, self._regions())
+        """Have the kernel make all pages, or find those that were made: the longer part of pinning them."""
+        with self._lock:
+            self._touch_in_background()
 
     def pin_in_background(self) -> None:
         """Pin region by region where there is a CUDA device; until then copies are slow, not wrong."""
-        if self._pinning is None and self.num_cells and has_cuda():
-            self.touch_in_background()
-            assert self._touching is not None, "there are cells"
-            self._pinning = Pinning(self._address, self._regions(), self._touching, *cuda_registration())
+        with self._lock:
+            if self._pinning is None and self.num_cells and has_cuda():
+                touching = self._touch_in_background()
+                assert touching is not None, "there are cells"
+                self._pinning = Pinning(
+                    *(self._address, self._regions(), touching, *cuda_registration()),
+                    num_loads=self._num_loads,
+                )
 
     def pin(self, cell: int) -> None:
         """Return when a cell that is about to be copied from is pinned, if this segment is pinned at all."""
-        if self._pinning is not None:
-            self._pinning.pin(cell // self._region_cells)
+        if (pinning := self._pinning) is not None:
+            pinning.pin(cell // self._region_cells)
 
     def load_began(self) -> None:
-        """Pin no cells but those that are copied from, until as many loads have ended."""
-        if self._pinning is not None:
-            self._pinning.load_began()
+        """Make ready no cells but those that the load needs, until as many have ended."""
+        with self._lock:
+            self._num_loads += 1
+            for work in (self._touching, self._pinning):
+                if work is not None:
+                    work.load_began()
 
     def load_ended(self) -> None:
-        if self._pinning is not None:
-            self._pinning.load_ended()
+        with self._lock:
+            self._num_loads -= 1
+            for work in (self._touching, self._pinning):
+                if work is not None:
+                    work.load_ended()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -117,27 +131,37 @@ class Segment:
 
     def wait_pinned(self) -> None:
         """Return when all is touched, and pinned, that is to be."""
-        if self._touching is not None:
-            self._touching.wait()
-        if self._pinning is not None:
-            self._pinning.wait()
+        for work in (self._touching, self._pinning):
+            if work is not None:
+                work.wait()
 
     def close(self) -> None:
         """Unpin and unmap. The memory lives on while another process or a view of a cell holds it.
 
         Closing again is harmless.
         """
-        with self._closing:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-        if self._touching is not None:
-            self._touching.stop()
-        if self._pinning is not None:
-            self._pinning.close()
-        self._touching = self._pinning = None  # which hold the memory
+            touching, self._touching = self._touching, None
+            pinning, self._pinning = self._pinning, None
+        if touching is not None:
+            touching.stop()
+        if pinning is not None:
+            pinning.close()
+        del touching, pinning  # which hold the memory
         del self._bytes, self._map
         os.close(self.fd)
+
+    def _touch_in_background(self) -> Touching | None:
+        if self._touching is None and self.num_cells:
+            self._touching = Touching(
+                *(self._bytes, self._address, self._regions()),
+                makes_pages=self._is_new,
+                num_loads=self._num_loads,
+            )
+        return self._touching
 
     def _regions(self) -> list[range]:
         step = self._region_cells * self.cell_bytes

@@ -86,9 +86,11 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     """Return the loop of a worker that has everything it needs and has been welcomed by the gateway."""
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     times = StartTimes()
-    runtime = start(setup, config, times)
-    borrower = Borrower(Path(setup.keeper_socket), is_pinned=runtime.device.type == "cuda")
+    # First: the pages of host memory are found while the device comes up.
+    borrower = Borrower(Path(setup.keeper_socket), is_pinned=setup.kind == "cuda", is_device_up=False)
     times.note("keeper")
+    runtime = start(setup, config, times)
+    borrower.device_is_up()
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=_kernels(setup, runtime),
