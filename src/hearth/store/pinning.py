@@ -30,7 +30,7 @@ MAX_TOUCH_THREADS = 4
 #: Between two regions that nobody waits for, so that whoever queues for the driver comes next.
 PAUSE_S = 0.001
 #: Between two looks whether another process has made the pages of a region.
-LOOK_S = 0.01
+LOOK_S = 0.025
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in every Python's mmap module
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
