@@ -14,8 +14,8 @@ import pytest
 from hearth.beacon import StepSigns
 from hearth.control import keeper_pulse
 from hearth.control import supervisor as supervision
-from hearth.control.supervisor import MAX_FAILED_STARTS, Supervisor, Vigilance
-from hearth.control.worker_ending import MAX_REASON, ending_of
+from hearth.control.supervisor import MAX_FAILED_STARTS, Supervisor, Vigilance, WorkerSeat
+from hearth.control.worker_ending import MAX_REASON, WorkerEnding, ending_of
 from hearth.control.worker_link import WorkerLink
 from hearth.errors import NoWorkers
 from hearth.messages import KeeperPulse, KeeperSetup, WorkerFarewell, WorkerHello, WorkerSetup
@@ -103,6 +103,55 @@ def test_a_worker_that_is_replaced_is_to_have_the_memory_that_the_first_one_had(
     monkeypatch.setattr(Supervisor, "_spawn", spawn)
     asyncio.run(scene())
     assert asked == [None, 1 << 30, None]
+
+
+class Killed:
+    """A process of a worker that has been killed already."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_eof()
+
+    async def wait(self) -> int:
+        return -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("are_ready", "expected"),
+    [
+        ([True] * 4, [0.0, 0.5, 1.0, 2.0]),
+        ([False] * 3, [0.5, 1.0, 2.0]),
+        ([True, False, True], [0.0, 1.0, 1.0]),
+    ],
+)
+def test_a_worker_that_was_ready_is_replaced_at_once_and_if_that_comes_again_ever_later(
+    monkeypatch: pytest.MonkeyPatch, are_ready: list[bool], expected: list[float]
+) -> None:
+    delays: list[float] = []
+
+    async def start_worker(supervisor: Supervisor, seat: WorkerSeat) -> None:
+        seat.process = Killed()  # type: ignore[assignment] # as much of one as is asked
+        if are_ready[len(delays)]:
+            seat.greeted.set()
+
+    async def pause(supervisor: Supervisor, seat: WorkerSeat, ending: WorkerEnding, delay_s: float) -> None:
+        delays.append(delay_s)
+        if len(delays) == len(are_ready):
+            raise asyncio.CancelledError
+
+    async def scene() -> None:
+        vigilance = Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED)
+        supervisor = Supervisor(setup_of, KEEPER, 1, vigilance, None)
+        supervisor._is_keeper_ready.set()
+        with pytest.raises(asyncio.CancelledError):
+            await supervisor._keep(supervisor.seats[0])
+
+    monkeypatch.setattr(Supervisor, "_start_worker", start_worker)
+    monkeypatch.setattr(Supervisor, "_pause", pause)
+    asyncio.run(scene())
+    assert delays == expected
 
 
 def test_a_step_has_as_long_as_slow_steps_of_its_model_tell() -> None:

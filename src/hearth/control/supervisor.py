@@ -6,7 +6,7 @@ A worker is pinged at every heartbeat, and its step thread, which alone speaks, 
 a step, which may be long, its beacon shows how that advances (`beacon.py`). One that does neither for
 `max_missed` heartbeats, or longer where its steps were slow before (`policy/fleet/liveness.py`), hangs, and
 is killed; one that had no core to run on is only slow. One that dies, for whatever reason, is replaced: at
-once, or after a growing delay if it lived only shortly. One that says at its first start that its settings
+once, or after a growing delay if that comes soon again. One that says at its first start that its settings
 are wrong is not: no restart would help. Why workers are not up can be asked for, and once none of them comes
 up whoever waits for one is told. The processes end with this one, however it ends: their standard input
 closes, and the kernel kills what does not heed that.
@@ -41,8 +41,8 @@ from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetu
 from hearth.policy.fleet.liveness import Silence, max_silence_s
 from hearth.types import WorkerId
 
-#: A process that lived for less, or was never ready, is started again only after a delay, which doubles up to
-#: the longest.
+#: A process that was never ready, or one after the other that lived for less, is started again only after a
+#: delay, which doubles up to the longest.
 SHORT_LIFE_S = 30.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 #: Processes of a kind that end before they are ready, in a row, until none of them is expected to come up.
@@ -202,7 +202,7 @@ class Supervisor:
 
     async def _keep(self, seat: WorkerSeat) -> None:
         """Keep a seat taken: start a worker, wait for its end, start the next."""
-        delay_s = 0.0
+        num_short_lives = 0  # in a row
         for life in itertools.count():
             if life:
                 seat.worker = WorkerId(f"w{seat.index}.{life}")
@@ -214,8 +214,9 @@ class Supervisor:
                 await self._start_worker(seat)
             except OSError as error:  # the machine has no room for a process now
                 log.error("worker_not_started worker=%s reason=%s", seat.worker, error)
-                delay_s = _next_delay_s(delay_s, 0.0)
-                await self._pause(seat, WorkerEnding(f"it cannot be started: {error}"), delay_s)
+                num_short_lives += 1
+                ending = WorkerEnding(f"it cannot be started: {error}")
+                await self._pause(seat, ending, _delay_s(num_short_lives))
                 continue
             assert seat.process is not None, "it was started"
             watch = _vital(self._watch(seat, seat.process))
@@ -232,7 +233,11 @@ class Supervisor:
                 self.refusal = ConfigError(ending.reason)
                 self.refused.set()
                 return
-            delay_s = _next_delay_s(delay_s, lived_s if seat.greeted.is_set() else 0.0)
+            was_ready = seat.greeted.is_set()
+            num_short_lives = 0 if was_ready and lived_s >= SHORT_LIFE_S else num_short_lives + 1
+            delay_s = _delay_s(
+                num_short_lives - was_ready
+            )  # one that was ready may have been killed by chance
             log.warning(
                 "worker_ended worker=%s code=%d lived_s=%.1f next_try_s=%g reason=`%s`",
                 *(seat.worker, code, lived_s, delay_s, ending.reason.replace("`", "")),
@@ -323,7 +328,7 @@ class Supervisor:
         self._is_keeper_ready.set()
 
     async def _keep_keeper(self) -> None:
-        delay_s = 0.0
+        num_short_lives = 0
         while True:
             assert self._keeper is not None, "it was started before"
             began_s = asyncio.get_running_loop().time()
@@ -333,7 +338,9 @@ class Supervisor:
             finally:
                 watch.cancel()
             self._is_keeper_ready.clear()
-            delay_s = _next_delay_s(delay_s, asyncio.get_running_loop().time() - began_s)
+            lived_s = asyncio.get_running_loop().time() - began_s
+            num_short_lives = 0 if lived_s >= SHORT_LIFE_S else num_short_lives + 1
+            delay_s = _delay_s(num_short_lives)
             if self._keeper_trouble is None:
                 self._keeper_trouble = ending_of(code, b"", None).reason
             log.error("keeper_ended code=%d next_try_s=%g reason=`%s`", code, delay_s, self._keeper_trouble)
@@ -380,10 +387,11 @@ def _end_if_failed(task: asyncio.Task[None]) -> None:
         end_process("supervisor", error)
 
 
-def _next_delay_s(delay_s: float, lived_s: float) -> float:
-    if lived_s >= SHORT_LIFE_S:
-        return 0.0
-    return min(LONGEST_DELAY_S, max(FIRST_DELAY_S, 2 * delay_s))
+def _delay_s(num_failures: int) -> float:
+    """Return how long to wait before the next process, after so many in a row that did not last."""
+    return (
+        0.0 if num_failures <= 0 else min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 32))
+    )
 
 
 async def _farewell(process: Process | ForkedWorker) -> bytes:
