@@ -24,6 +24,7 @@ MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
 MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 MEM_ALLOC_GRANULARITY_MINIMUM = 0
 MEMORYTYPE_HOST = 1
+MEMHOSTREGISTER_PORTABLE = 1
 POINTER_ATTRIBUTE_MEMORY_TYPE = 2
 ERROR_OUT_OF_MEMORY = 2
 
@@ -145,6 +146,17 @@ class CudaDriver:
         call = self._call_briefly if self._is_pinned(source) else self._call
         where, what = ctypes.c_ulonglong(destination), ctypes.c_void_p(source)
         call("cuMemcpyHtoDAsync_v2", where, what, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+
+    def register_host(self, address: int, num_bytes: int) -> int:
+        """Pin host memory for every device; returns the driver's code, 0 if it is pinned."""
+        self._enter_context()
+        where, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
+        flags = ctypes.c_uint(MEMHOSTREGISTER_PORTABLE)
+        return int(self._library.cuMemHostRegister_v2(where, size, flags))
+
+    def unregister_host(self, address: int) -> int:
+        self._enter_context()
+        return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _is_pinned(self, address: int) -> bool:
         """True if a host address was registered; of others the driver says that they are none of its own."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from hearth.cpus import num_usable_cores
+from hearth.cuda_driver import CudaDriver
 from hearth.policy.memory.region_order import RegionOrder
 
 #: Bytes that are registered at once: a millisecond of the driver's lock. More are no faster.
@@ -33,7 +34,6 @@ PAUSE_S = 0.001
 LOOK_S = 0.025
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in every Python's mmap module
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 log = logging.getLogger(__name__)
 
@@ -244,18 +244,8 @@ class Pinning:
 
 def cuda_registration() -> tuple[Callable[[int, int], int], Callable[[int], int]]:
     """Return the calls that register and unregister memory, for the device of the calling thread."""
-    cuda = _cuda()
-    device = cuda.current_device()
-
-    def register(address: int, num_bytes: int) -> int:
-        cuda.set_device(device)  # or a thread of its own would bring up the first one
-        return int(cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
-
-    def unregister(address: int) -> int:
-        cuda.set_device(device)
-        return int(cuda.cudart().cudaHostUnregister(address))
-
-    return register, unregister
+    driver = CudaDriver(_cuda().current_device())
+    return driver.register_host, driver.unregister_host
 
 
 def has_cuda() -> bool:
