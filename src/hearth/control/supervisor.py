@@ -235,9 +235,8 @@ class Supervisor:
                 return
             was_ready = seat.greeted.is_set()
             num_short_lives = 0 if was_ready and lived_s >= SHORT_LIFE_S else num_short_lives + 1
-            delay_s = _delay_s(
-                num_short_lives - was_ready
-            )  # one that was ready may have been killed by chance
+            # One that was ready may have been killed by chance, and once is forgiven.
+            delay_s = _delay_s(num_short_lives - was_ready)
             log.warning(
                 "worker_ended worker=%s code=%d lived_s=%.1f next_try_s=%g reason=`%s`",
                 *(seat.worker, code, lived_s, delay_s, ending.reason.replace("`", "")),
@@ -389,9 +388,9 @@ def _end_if_failed(task: asyncio.Task[None]) -> None:
 
 def _delay_s(num_failures: int) -> float:
     """Return how long to wait before the next process, after so many in a row that did not last."""
-    return (
-        0.0 if num_failures <= 0 else min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 32))
-    )
+    if num_failures <= 0:
+        return 0.0
+    return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 32))
 
 
 async def _farewell(process: Process | ForkedWorker) -> bytes:

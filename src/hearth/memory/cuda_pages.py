@@ -27,8 +27,8 @@ PAGE_BYTES = 16 << 20
 BASE_ADDRESS = 0x18000000000
 SPACE_BYTES = 512 << 30
 NUM_SPACES = 252
-#: A process that was killed gives its memory back bit by bit. More is waited for until none has come for so
-#: long, and looked for this often; how far it is is told this often.
+#: The memory of a process that was killed may come free a moment later. It is waited for until none has come
+#: for so long, looked for this often, and told of this often.
 MEMORY_PATIENCE_S, MEMORY_LOOK_S, MEMORY_TELL_S = 2.0, 0.005, 1.0
 
 log = logging.getLogger(__name__)
