@@ -16,6 +16,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
@@ -25,6 +27,8 @@ WORKSPACE_ALIGNMENT_BYTES = 256
 _PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
 #: Logits that the sampler works on at a time where it needs several temporaries of each.
 _LOGITS_AT_ONCE = 1 << 25
+#: Logits of a row that one program looks at.
+LOGIT_CHUNK = 8192
 #: Rows of an optional table at least, where there are as many slots.
 _MIN_TABLE_ROWS = 8
 #: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
@@ -184,7 +188,7 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
     """All that an engine always has besides weights, workspace and KV, whichever layers it runs."""
     parts = {
         "inputs": input_buffers(limits, context),
-        "sampler": sampler_buffers(limits.max_seqs),
+        "sampler": sampler_buffers(limits.max_seqs, dimensions.vocab_size),
         "attention": {"counters": counter_buffer(dimensions, limits.max_seqs)},
         "rotary": {"cos_sin": rotary_buffer(dimensions.rope_dim, context)},
     }
@@ -200,54 +204,34 @@ def max_tiles(num_tokens: int, max_seqs: int) -> int:
 class PackedInputs:
     """Where the inputs of a step of so many rows lie in one int32 array. What a step does not need is behind.
 
-        | counts | logit rows | slots | positions | tokens | tiles |
+        | counts | logit rows | sample slots | sample positions | slots | positions | tokens | tiles |
 
-    Counts and logit rows lie at the same place whatever the number of rows. Each part begins at a multiple of
+    The first four lie at the same place whatever the number of rows. Each part begins at a multiple of
     16 bytes, for kernels are compiled once more for addresses that do not.
     """
 
-    num_rows: int
-    max_seqs: int
+    counts: slice  #: the number of decode rows and that of tiles
+    logit_rows: slice  #: the rows whose logits are wanted, of a step with prompts
+    sample_slots: slice  #: the slot that each of them samples for
+    sample_positions: slice  #: the positions of these rows
+    slots: slice
+    positions: slice
+    tokens: slice
+    tiles: slice
 
-    @property
-    def counts(self) -> slice:
-        """The number of decode rows and that of tiles."""
-        return slice(0, 2)
-
-    @property
-    def logit_rows(self) -> slice:
-        return slice(_COUNT_WORDS, _COUNT_WORDS + self.max_seqs)
-
-    @property
-    def slots(self) -> slice:
-        return self._rows(0)
-
-    @property
-    def positions(self) -> slice:
-        return self._rows(1)
-
-    @property
-    def tokens(self) -> slice:
-        return self._rows(2)
-
-    @property
-    def tiles(self) -> slice:
-        begin = self._begin(3)
-        return slice(begin, begin + TILE_FIELDS * max_tiles(self.num_rows, self.max_seqs))
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(num_rows: int, max_seqs: int) -> PackedInputs:
+        """Return the places of a step of so many rows; every step asks for them."""
+        num_tile_words = TILE_FIELDS * max_tiles(num_rows, max_seqs)
+        lengths = (2, *[max_seqs] * 3, *[num_rows] * 3, num_tile_words)
+        begins = accumulate(map(_aligned, lengths[:-1]), initial=0)
+        return PackedInputs(*(slice(at, at + length) for at, length in zip(begins, lengths, strict=True)))
 
     def num_words(self, num_tiles: int) -> int:
         """How much of the array a step with so many tiles needs."""
-        return self._begin(3) + TILE_FIELDS * num_tiles
-
-    def _rows(self, field: int) -> slice:
-        return slice(self._begin(field), self._begin(field) + self.num_rows)
-
-    def _begin(self, field: int) -> int:
-        return _COUNT_WORDS + _aligned(self.max_seqs) + field * _aligned(self.num_rows)
-
-
-#: Room for the two counts, so that what follows is aligned.
-_COUNT_WORDS = 4
+        begin: int = self.tiles.start
+        return begin + TILE_FIELDS * num_tiles
 
 
 def _aligned(num_words: int) -> int:
@@ -259,15 +243,21 @@ def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
     """The inputs of a step (`engine/inputs.py`)."""
     max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
     return {
-        "packed": Buffer((PackedInputs(max_tokens, max_seqs).tiles.stop,), "int32"),
+        "packed": Buffer((PackedInputs.of(max_tokens, max_seqs).tiles.stop,), "int32"),
         "tokens": Buffer((max_tokens,), "int32"),
         "block_table": Buffer((max_seqs + 1, limits.num_blocks(context)), "int32"),
     }
 
 
-def sampler_buffers(max_seqs: int) -> Mapping[str, Buffer]:
-    """The state that a sampler has of every slot (`engine/sampler.py`)."""
-    return {"tokens": Buffer((max_seqs + 1,), "int64"), "knobs": Buffer((max_seqs, 4), "float32")}
+def sampler_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
+    """The state that a sampler has of every slot, and its scratch (`engine/sampler.py`)."""
+    return {
+        "tokens": Buffer((max_seqs + 1,), "int64"),
+        "chosen": Buffer((max_seqs, 2), "int32"),
+        "parts": Buffer((max_seqs, -(-vocab_size // LOGIT_CHUNK), 2), "int32"),
+        "knobs": Buffer((max_seqs + 1, 4), "float32"),
+        "seeds": Buffer((max_seqs + 1,), "int64"),
+    }
 
 
 def sampled_pieces(num_rows: int, vocab_size: int) -> list[slice]:

@@ -50,10 +50,11 @@ class KernelNeeds:
 
 
 def dry_run(needs: KernelNeeds) -> None:
-    """Run a step of every shape that the model may have."""
+    """Run a step of every shape that the model may have, with the draws of one that samples."""
     runner = dry_runner(needs)
     for shape in runner.sizes.all_shapes():
         runner.run_padding(shape)
+        runner.draw_padding(shape)
 
 
 def dry_runner(needs: KernelNeeds) -> Runner:

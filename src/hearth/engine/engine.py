@@ -332,7 +332,7 @@ class Engine:
         if pending.is_computed:
             self._marks.done()
         if timer is not None:
-            timer.stop()
+            timer.stop(pending.end)
         return _LaunchedStep(plan, pending, timer)
 
     def _outputs(self, plan: StepPlan, committed: CommittedStep, result: StepResult) -> StepOutputs:
