@@ -6,6 +6,7 @@ Whoever allocates a buffer takes its shape from here, and whoever promises memor
     tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
     graphs       captured steps, by the sizes that steps are padded to: on CUDA devices, beside the pool
     optional     the tables of penalties and of biases: in the pool, while a request needs one
+    adapters     lists of rows that have one: of engines that were ever given an adapter, beside the pool
     blocks       of KV, as many as a pool gives
 
 Workspace and blocks are those of a range of layers, for an engine need not run all of a model.
@@ -33,6 +34,12 @@ LOGIT_CHUNK = 8192
 _MIN_TABLE_ROWS = 8
 #: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
 MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
+#: Rows with adapters are cut into tiles of so many rows, in steps with prompts of more; numbers of each tile.
+ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_FIELDS = 16, 64, 3
+#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/lora.py`).
+TARGET_FIELDS = 16
+#: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256.
+MAX_SHRUNK_RANK = 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +347,63 @@ def penalty_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
 def bias_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
     """The rows that are added to logits (`engine/logit_bias.py`)."""
     return {"bias": Buffer((num_rows, vocab_size), "float32")}
+
+
+# Adapters.
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapters:
+    """Where the lists of rows that have adapters lie in one int64 array, for a step of so many rows.
+
+        | counts | order of logits | tiles of logits | order of rows | tiles of rows |
+
+    The first two lists are of rows of logits, and lie at the same place whatever the number of rows. Without
+    prompts these are all rows, and the other two are not needed.
+    """
+
+    counts: slice  #: the tiles of logits, those of rows
+    logit_order: slice
+    logit_tiles: slice
+    order: slice
+    tiles: slice
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(num_rows: int, max_seqs: int) -> PackedAdapters:
+        """Return the places of a step of so many rows."""
+        num_tiles = max_adapter_tiles(num_rows, max_seqs)
+        lengths = (2, max_seqs, ADAPTER_TILE_FIELDS * max_seqs, num_rows, ADAPTER_TILE_FIELDS * num_tiles)
+        begins = accumulate(map(_aligned, lengths[:-1]), initial=0)
+        return PackedAdapters(*(slice(at, at + length) for at, length in zip(begins, lengths, strict=True)))
+
+
+def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
+    """The most tiles that the rows of a step with prompts are cut into, each of one adapter."""
+    return num_rows // ADAPTER_PROMPT_TILE_ROWS + min(max_seqs, num_rows)
+
+
+def adapter_buffers(dimensions: Dimensions, dtype: str, limits: StepLimits) -> Mapping[str, Buffer]:
+    """All that an engine has besides the adapters themselves, once it was given one.
+
+    What adapters make of a row lies in workspace that is not used just then, wherever rows are that wide.
+    """
+    max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
+    shrunk = 0 if lends_scratch(dimensions, dtype) else max_tokens
+    return {
+        "packed": Buffer((PackedAdapters.of(max_tokens, max_seqs).tiles.stop,), "int64"),
+        "shrunk": Buffer((shrunk, MAX_SHRUNK_RANK), "float32"),
+    }
+
+
+def lends_scratch(dimensions: Dimensions, dtype: str) -> bool:
+    """True if rows of the MLP's buffers hold all that adapters make of a row."""
+    return dimensions.intermediate_size * ITEM_BYTES[dtype] >= MAX_SHRUNK_RANK * ITEM_BYTES["float32"]
+
+
+def adapter_table_buffer(num_layers: int) -> Buffer:
+    """The table by which kernels find an adapter's factors (`engine/adapter_table.py`)."""
+    return Buffer((num_layers, 4, TARGET_FIELDS), "int64")
 
 
 # KV.

@@ -39,6 +39,11 @@ class Projection(StrEnum):
         return list(Projection).index(self)
 
 
+def target_index(layer: int, projection: Projection) -> int:
+    """Return the place of a layer's projection in the table of an adapter."""
+    return layer * len(Projection) + projection.index
+
+
 def projection_shape(dimensions: Dimensions, projection: Projection) -> tuple[int, int]:
     """Return how many outputs and inputs a projection has."""
     match projection:
