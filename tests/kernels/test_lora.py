@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hearth.kernels.lora import (
     AdapterRows,
     SliceFactor,
     TargetFactors,
+    adapter_blocks,
     add_adapters_reference,
     add_adapters_triton,
     cut_adapter_tiles,
@@ -112,7 +113,7 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
             TARGET,
             scratch=scratch,
             out=out,
-            num_splits=num_splits,
+            blocks=replace(adapter_blocks(num_rows, tile_rows, dtype), num_splits=num_splits),
         )
 
         assert_close(out, expected)

@@ -39,8 +39,6 @@ _FIELDS, _TILE_FIELDS = map(_for_kernels, (TARGET_FIELDS, ADAPTER_TILE_FIELDS))
 
 #: Programs of a launch for each multiprocessor, if there is work for so many.
 _PROGRAMS_PER_PROCESSOR = 8
-#: Up to so many rows the sums of a shrink are shared by several programs.
-_MAX_SPLIT_ROWS, _NUM_SPLITS = 128, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +148,21 @@ def add_adapters_reference(x: torch.Tensor, rows: AdapterRows, target: int, *, o
 
 @dataclass(frozen=True, slots=True)
 class AdapterBlocks:
-    """How much a program multiplies at a time."""
+    """How much a program multiplies at a time, and how many programs share a sum."""
 
     inputs: int
     outputs: int
+    num_splits: int
+    num_warps: int
     num_stages: int
 
 
-def _blocks_for(dtype: torch.dtype, tile_rows: int) -> AdapterBlocks:
+def adapter_blocks(num_rows: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
+    """Return the blocks for steps of so many rows, padding included."""
+    num_splits = 4 if num_rows <= 128 else 1
     if dtype == torch.float32:
-        return AdapterBlocks(64, 64, 2)
-    return AdapterBlocks(256 if tile_rows <= 16 else 128, 128, 3)
+        return AdapterBlocks(64, 64, num_splits, num_warps=4, num_stages=2)
+    return AdapterBlocks(256 if tile_rows <= 16 else 128, 128, num_splits, num_warps=4, num_stages=3)
 
 
 #: Ranks that are multiplied at a time.
@@ -174,24 +176,36 @@ def add_adapters_triton(
     *,
     scratch: torch.Tensor,
     out: torch.Tensor,
-    num_splits: int | None = None,
+    blocks: AdapterBlocks | None = None,
 ) -> None:
-    (num_rows, k), n, max_tiles = x.shape, out.shape[1], len(rows.tiles)
-    assert x.is_contiguous(), f"{x.stride()=}"
-    assert out.is_contiguous(), f"{out.stride()=}"
-    if not max_tiles:
-        return
-    blocks, warps = _blocks_for(x.dtype, rows.tile_rows), 4
-    if num_splits is None:
-        num_splits = _NUM_SPLITS if num_rows <= _MAX_SPLIT_ROWS else 1
-    num_splits = min(num_splits, cdiv(k, blocks.inputs), scratch.numel() // (num_rows * MAX_SHRUNK_RANK))
+    num_rows, k = x.shape
+    blocks = adapter_blocks(num_rows, rows.tile_rows, x.dtype) if blocks is None else blocks
+    num_splits = min(
+        blocks.num_splits, cdiv(k, blocks.inputs), scratch.numel() // (num_rows * MAX_SHRUNK_RANK)
+    )
     assert num_splits, f"scratch of {scratch.numel()} is too small for {num_rows=}"
-    num_programs = _PROGRAMS_PER_PROCESSOR * num_processors()
-    most_blocks = cdiv(MAX_SHRUNK_RANK, _BLOCK_R)
+    if len(rows.tiles):
+        shrink_triton(x, rows, target, num_splits, blocks, out=scratch)
+        expand_triton(scratch, rows, target, num_splits, blocks, out=out)
+
+
+def shrink_triton(
+    x: torch.Tensor,
+    rows: AdapterRows,
+    target: int,
+    num_splits: int,
+    blocks: AdapterBlocks,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK]."""
+    (num_rows, k), max_tiles = x.shape, len(rows.tiles)
+    assert x.is_contiguous(), f"{x.stride()=}"
+    num_programs = cdiv(_PROGRAMS_PER_PROCESSOR * num_processors(), max_tiles * num_splits)
     launch(
         _shrink_kernel,
-        (max_tiles, min(most_blocks, cdiv(num_programs, max_tiles * num_splits)), num_splits),
-        scratch,
+        (max_tiles, min(num_programs, MAX_SHRUNK_RANK // _BLOCK_R), num_splits),
+        out,
         x,
         rows.order,
         rows.tiles,
@@ -205,14 +219,29 @@ def add_adapters_triton(
         BLOCK_K=blocks.inputs,
         EVEN_K=k % blocks.inputs == 0,
         STAGES=blocks.num_stages,
-        num_warps=warps,
+        num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
+
+
+def expand_triton(
+    shrunk: torch.Tensor,
+    rows: AdapterRows,
+    target: int,
+    num_splits: int,
+    blocks: AdapterBlocks,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Add `b` times what `shrink_triton` has left to the rows of `out`."""
+    (num_rows, n), max_tiles = out.shape, len(rows.tiles)
+    assert out.is_contiguous(), f"{out.stride()=}"
+    num_programs = cdiv(_PROGRAMS_PER_PROCESSOR * num_processors(), max_tiles)
     launch(
         _expand_kernel,
-        (max_tiles, min(cdiv(n, blocks.outputs), cdiv(num_programs, max_tiles))),
+        (max_tiles, min(num_programs, cdiv(n, blocks.outputs))),
         out,
-        scratch,
+        shrunk,
         rows.order,
         rows.tiles,
         rows.count,
@@ -224,7 +253,7 @@ def add_adapters_triton(
         BLOCK_M=rows.tile_rows,
         BLOCK_R=_BLOCK_R,
         BLOCK_N=blocks.outputs,
-        num_warps=warps,
+        num_warps=blocks.num_warps,
     )
 
 
