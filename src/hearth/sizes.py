@@ -38,8 +38,9 @@ MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
 ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_FIELDS = 16, 64, 3
 #: Numbers by which kernels find the factors of an adapter for one projection (`kernels/lora.py`).
 TARGET_FIELDS = 16
-#: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256.
-MAX_SHRUNK_RANK = 768
+#: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
+#: requests decode they are sums of several parts, each of which is stored.
+MAX_SHRUNK_RANK, ADAPTER_SPLITS = 768, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,19 +387,18 @@ def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
 def adapter_buffers(dimensions: Dimensions, dtype: str, limits: StepLimits) -> Mapping[str, Buffer]:
     """All that an engine has besides the adapters themselves, once it was given one.
 
-    What adapters make of a row lies in workspace that is not used just then, wherever rows are that wide.
+    What adapters make of rows lies in workspace that is not used just then, wherever that is large enough.
     """
     max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
-    shrunk = 0 if lends_scratch(dimensions, dtype) else max_tokens
+    shrunk = max(max_tokens, ADAPTER_SPLITS * min(max_seqs, max_tokens))
+    # One of the MLP's two buffers is always free, of which this is the smaller.
+    lent_bytes = max_tokens * dimensions.intermediate_size * ITEM_BYTES[dtype]
+    if lent_bytes >= shrunk * MAX_SHRUNK_RANK * ITEM_BYTES["float32"]:
+        shrunk = 0
     return {
         "packed": Buffer((PackedAdapters.of(max_tokens, max_seqs).tiles.stop,), "int64"),
         "shrunk": Buffer((shrunk, MAX_SHRUNK_RANK), "float32"),
     }
-
-
-def lends_scratch(dimensions: Dimensions, dtype: str) -> bool:
-    """True if rows of the MLP's buffers hold all that adapters make of a row."""
-    return dimensions.intermediate_size * ITEM_BYTES[dtype] >= MAX_SHRUNK_RANK * ITEM_BYTES["float32"]
 
 
 def adapter_table_buffer(num_layers: int) -> Buffer:

@@ -113,7 +113,7 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
             TARGET,
             scratch=scratch,
             out=out,
-            blocks=replace(adapter_blocks(num_rows, tile_rows, dtype), num_splits=num_splits),
+            blocks=replace(adapter_blocks(tile_rows, dtype), num_splits=num_splits),
         )
 
         assert_close(out, expected)

@@ -10,7 +10,9 @@ programs share one sum; the second adds up the parts, expands them and adds that
 
 Lists of rows and tiles lie on the device at fixed addresses, and a tile names the table of its adapter, from
 which a program takes addresses and ranks. So one captured launch serves any adapters, of any ranks, and no
-rank is filled up to another. Tiles beyond the count cost next to nothing.
+rank is filled up to another. A tile's factors are cut into chunks, and each program has as many of all chunks
+as any other, wherever tiles begin and end in them. A tile of one row, which most are while requests decode,
+is multiplied without tensor cores: its factors pass once, from memory through registers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ import torch
 
 from hearth.kernels.jit import HAS_TRITON, cdiv, launch, num_processors, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import ADAPTER_TILE_FIELDS, MAX_SHRUNK_RANK, TARGET_FIELDS
+from hearth.sizes import (
+    ADAPTER_SPLITS,
+    ADAPTER_TILE_FIELDS,
+    ADAPTER_TILE_ROWS,
+    MAX_SHRUNK_RANK,
+    TARGET_FIELDS,
+)
 
 
 def _for_kernels(value: int) -> int:
@@ -33,12 +41,9 @@ def _for_kernels(value: int) -> int:
 
 
 #: Where a target's numbers lie in an adapter's table, behind the address of `a`: for each of three slices the
-#: address of its `b`, its rank, where its outputs begin, where they end; then all ranks together.
-_B, _RANK, _BEGIN, _END, _TOTAL = map(_for_kernels, (1, 4, 7, 10, 13))
+#: address of its `b`, its rank, where its outputs begin, how many they are; then all ranks together.
+_B, _RANK, _BEGIN, _SIZE, _TOTAL = map(_for_kernels, (1, 4, 7, 10, 13))
 _FIELDS, _TILE_FIELDS = map(_for_kernels, (TARGET_FIELDS, ADAPTER_TILE_FIELDS))
-
-#: Programs of a launch for each multiprocessor, if there is work for so many.
-_PROGRAMS_PER_PROCESSOR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class TargetFactors:
             [one.b.data_ptr() for one in self.slices],
             ranks,
             [one.begin for one in self.slices],
-            [one.begin + len(one.b) for one in self.slices],
+            [len(one.b) for one in self.slices],
         )
         fields = [self.a.data_ptr(), *(value for column in columns for value in (*column, *missing))]
         fields.append(sum(ranks))
@@ -123,8 +128,8 @@ def add_adapters(
 ) -> None:
     """Add `b @ (a @ x)` to the rows of `out` whose adapter has factors for `target`, as its tables count.
 
-    x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat, of `MAX_SHRUNK_RANK` numbers a row
-    at least) is for the CUDA path.
+    x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat) is for the CUDA path: it has room
+    for MAX_SHRUNK_RANK numbers a row, and that ADAPTER_SPLITS times where tiles are of few rows.
     """
     if runs_triton(x):
         assert scratch is not None, "the CUDA path needs scratch"
@@ -148,25 +153,38 @@ def add_adapters_reference(x: torch.Tensor, rows: AdapterRows, target: int, *, o
 
 @dataclass(frozen=True, slots=True)
 class AdapterBlocks:
-    """How much a program multiplies at a time, and how many programs share a sum."""
+    """How much a program multiplies at a time, and how many programs there are."""
 
+    #: Of tiles of several rows: inputs, outputs and ranks.
     inputs: int
     outputs: int
-    num_splits: int
+    ranks: int
+    row_inputs: int  #: of tiles of one row: inputs of each chunk of the first factor
+    row_chunk: int  #: likewise: numbers of a chunk of either factor
+    num_splits: int  #: parts of a row's inputs, which are summed up apart
+    programs_per_processor: int
     num_warps: int
     num_stages: int
 
 
-def adapter_blocks(num_rows: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
-    """Return the blocks for steps of so many rows, padding included."""
-    num_splits = 4 if num_rows <= 128 else 1
-    if dtype == torch.float32:
-        return AdapterBlocks(64, 64, num_splits, num_warps=4, num_stages=2)
-    return AdapterBlocks(256 if tile_rows <= 16 else 128, 128, num_splits, num_warps=4, num_stages=3)
+def adapter_blocks(tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
+    """Return the blocks for tiles of so many rows: few, where requests decode, or many, of prompts."""
+    is_small, is_float32 = tile_rows <= ADAPTER_TILE_ROWS, dtype == torch.float32
+    return AdapterBlocks(
+        inputs=64 if is_float32 else 128,
+        outputs=64 if is_float32 else 128,
+        ranks=16 if is_small or is_float32 else 64,
+        row_inputs=1024,
+        row_chunk=8192,
+        num_splits=ADAPTER_SPLITS if is_small else 1,
+        programs_per_processor=4,
+        num_warps=4,
+        num_stages=2 if is_float32 else 3,
+    )
 
 
-#: Ranks that are multiplied at a time.
-_BLOCK_R = 16
+#: Tiles whose ranks a program reads at a time.
+_BLOCK_TILES = 128
 
 
 def add_adapters_triton(
@@ -178,33 +196,25 @@ def add_adapters_triton(
     out: torch.Tensor,
     blocks: AdapterBlocks | None = None,
 ) -> None:
-    num_rows, k = x.shape
-    blocks = adapter_blocks(num_rows, rows.tile_rows, x.dtype) if blocks is None else blocks
-    num_splits = min(
-        blocks.num_splits, cdiv(k, blocks.inputs), scratch.numel() // (num_rows * MAX_SHRUNK_RANK)
-    )
-    assert num_splits, f"scratch of {scratch.numel()} is too small for {num_rows=}"
+    blocks = adapter_blocks(rows.tile_rows, x.dtype) if blocks is None else blocks
+    num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
+    assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
     if len(rows.tiles):
-        shrink_triton(x, rows, target, num_splits, blocks, out=scratch)
-        expand_triton(scratch, rows, target, num_splits, blocks, out=out)
+        shrink_triton(x, rows, target, blocks, out=scratch)
+        expand_triton(scratch, rows, target, blocks, out=out)
 
 
 def shrink_triton(
-    x: torch.Tensor,
-    rows: AdapterRows,
-    target: int,
-    num_splits: int,
-    blocks: AdapterBlocks,
-    *,
-    out: torch.Tensor,
+    x: torch.Tensor, rows: AdapterRows, target: int, blocks: AdapterBlocks, *, out: torch.Tensor
 ) -> None:
     """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK]."""
-    (num_rows, k), max_tiles = x.shape, len(rows.tiles)
+    num_rows, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
-    num_programs = cdiv(_PROGRAMS_PER_PROCESSOR * num_processors(), max_tiles * num_splits)
+    # Parts of whole blocks, so that each begins where a row is aligned.
+    share = cdiv(cdiv(k, blocks.num_splits), blocks.inputs) * blocks.inputs
     launch(
         _shrink_kernel,
-        (max_tiles, min(num_programs, MAX_SHRUNK_RANK // _BLOCK_R), num_splits),
+        (blocks.programs_per_processor * num_processors(),),
         out,
         x,
         rows.order,
@@ -213,10 +223,15 @@ def shrink_triton(
         target,
         num_rows,
         k,
+        share,
+        SPLITS=blocks.num_splits,
         STRIDE=MAX_SHRUNK_RANK,
+        BLOCK_T=_BLOCK_TILES,
         BLOCK_M=rows.tile_rows,
-        BLOCK_R=_BLOCK_R,
+        BLOCK_R=blocks.ranks,
         BLOCK_K=blocks.inputs,
+        ROW_R=blocks.row_chunk // blocks.row_inputs,
+        ROW_K=blocks.row_inputs,
         EVEN_K=k % blocks.inputs == 0,
         STAGES=blocks.num_stages,
         num_warps=blocks.num_warps,
@@ -225,21 +240,14 @@ def shrink_triton(
 
 
 def expand_triton(
-    shrunk: torch.Tensor,
-    rows: AdapterRows,
-    target: int,
-    num_splits: int,
-    blocks: AdapterBlocks,
-    *,
-    out: torch.Tensor,
+    shrunk: torch.Tensor, rows: AdapterRows, target: int, blocks: AdapterBlocks, *, out: torch.Tensor
 ) -> None:
     """Add `b` times what `shrink_triton` has left to the rows of `out`."""
-    (num_rows, n), max_tiles = out.shape, len(rows.tiles)
+    num_rows, n = out.shape
     assert out.is_contiguous(), f"{out.stride()=}"
-    num_programs = cdiv(_PROGRAMS_PER_PROCESSOR * num_processors(), max_tiles)
     launch(
         _expand_kernel,
-        (max_tiles, min(num_programs, cdiv(n, blocks.outputs))),
+        (blocks.programs_per_processor * num_processors(),),
         out,
         shrunk,
         rows.order,
@@ -247,13 +255,16 @@ def expand_triton(
         rows.count,
         target,
         num_rows,
-        num_splits,
         n,
+        SPLITS=blocks.num_splits,
         STRIDE=MAX_SHRUNK_RANK,
+        BLOCK_T=_BLOCK_TILES,
         BLOCK_M=rows.tile_rows,
-        BLOCK_R=_BLOCK_R,
+        BLOCK_R=blocks.ranks,
         BLOCK_N=blocks.outputs,
+        ROW_CHUNK=blocks.row_chunk,
         num_warps=blocks.num_warps,
+        num_stages=1,  # there is little to loop over, and shared memory is better left to other programs
     )
 
 
@@ -271,51 +282,158 @@ def _shrink_kernel(
     target,
     num_rows,
     k,
+    share,
+    SPLITS: tl.constexpr,
     STRIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_R: tl.constexpr,
+    ROW_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    num_tiles = tl.load(count).to(tl.int32)
+    total = 0
+    for at in range(0, num_tiles, BLOCK_T):
+        total += tl.sum(_shrink_chunks(tiles, at, num_tiles, target, SPLITS, BLOCK_T, BLOCK_R, ROW_R), 0)
+    own = tl.cdiv(total, tl.num_programs(0))
+    chunk = tl.program_id(0) * own
+    last = tl.minimum(chunk + own, total)
+    # The tile that the first chunk is of, and how many chunks lie before that tile.
+    tile, before, passed = 0, 0, 0
+    if (chunk < last) & (num_tiles > 1):
+        for at in range(0, num_tiles, BLOCK_T):
+            chunks = _shrink_chunks(tiles, at, num_tiles, target, SPLITS, BLOCK_T, BLOCK_R, ROW_R)
+            is_before = (at + tl.arange(0, BLOCK_T) < num_tiles) & (passed + tl.cumsum(chunks, 0) <= chunk)
+            tile += tl.sum(is_before.to(tl.int32), 0)
+            before += tl.sum(tl.where(is_before, chunks, 0), 0)
+            passed += tl.sum(chunks, 0)
+    wait_for_inputs(OVERLAPS)
+
+    while chunk < last:
+        begin = tl.load(tiles + tile * _TILE_FIELDS + 1)
+        num = tl.load(tiles + tile * _TILE_FIELDS + 2).to(tl.int32)
+        fields = tl.load(tiles + tile * _TILE_FIELDS).to(tl.pointer_type(tl.int64)) + target * _FIELDS
+        a = tl.load(fields).to(tl.pointer_type(x.dtype.element_ty))
+        a = tl.multiple_of(a, 16)
+        rank = tl.load(fields + _TOTAL).to(tl.int32)
+        num_chunks = _num_blocks(rank, num, ROW_R, BLOCK_R) * SPLITS
+        stop = tl.minimum(before + num_chunks, last)
+        for at in range(chunk - before, stop - before):
+            block, split = at // SPLITS, at % SPLITS
+            first, end = split * share, tl.minimum((split + 1) * share, k)
+            left = scratch + (split * num_rows + begin) * STRIDE
+            if num == 1:
+                row_x = x + tl.load(order + begin) * k
+                _shrink_row(left, row_x, a, block, rank, first, end, k, ROW_R, ROW_K)
+            else:
+                member = tl.arange(0, BLOCK_M)
+                in_rows = member < num
+                rows_x = x + tl.load(order + begin + member, in_rows, other=0)[:, None] * k
+                rows_left = left + member[:, None] * STRIDE
+                _shrink_tile(
+                    rows_left,
+                    rows_x,
+                    a,
+                    block,
+                    rank,
+                    first,
+                    end,
+                    k,
+                    in_rows,
+                    BLOCK_M,
+                    BLOCK_R,
+                    BLOCK_K,
+                    EVEN_K,
+                    STAGES,
+                )
+        chunk = stop
+        before += num_chunks
+        tile += 1
+
+
+@triton.jit
+def _shrink_chunks(
+    tiles,
+    at,
+    num_tiles,
+    target,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ROW_R: tl.constexpr,
+):
+    """How many chunks each of the tiles from `at` on has."""
+    tile = at + tl.arange(0, BLOCK_T)
+    is_tile = tile < num_tiles
+    num = tl.load(tiles + tile * _TILE_FIELDS + 2, is_tile, other=0).to(tl.int32)
+    table = tl.load(tiles + tile * _TILE_FIELDS, is_tile, other=0).to(tl.pointer_type(tl.int64))
+    rank = tl.load(table + target * _FIELDS + _TOTAL, is_tile, other=0).to(tl.int32)
+    return _num_blocks(rank, num, ROW_R, BLOCK_R) * SPLITS
+
+
+@triton.jit
+def _shrink_row(left, x, a, block, rank, first, end, k, ROW_R: tl.constexpr, ROW_K: tl.constexpr):
+    """Leave some ranks of one row, of its inputs from `first` to `end`."""
+    ranks = block * ROW_R + tl.arange(0, ROW_R)
+    in_rank = ranks < rank
+    acc = tl.zeros([ROW_R, ROW_K], tl.float32)
+    for at in range(first, end, ROW_K):
+        inputs = at + tl.arange(0, ROW_K)
+        in_k = inputs < end
+        at_a = a + ranks[:, None] * k + inputs[None, :]
+        factor = tl.load(at_a, in_rank[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first")
+        part = tl.load(x + inputs, in_k, other=0.0)
+        acc += factor.to(tl.float32) * part.to(tl.float32)[None, :]
+    tl.store(left + ranks, tl.sum(acc, 1), in_rank)
+
+
+@triton.jit
+def _shrink_tile(
+    left,
+    x,
+    a,
+    block,
+    rank,
+    first,
+    end,
+    k,
+    in_rows,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    is_tile = tile < tl.load(count)
-    fields = _fields_of(tiles, tile, is_tile, target)
-    begin = tl.load(tiles + tile * _TILE_FIELDS + 1, is_tile, other=0)
-    num = tl.load(tiles + tile * _TILE_FIELDS + 2, is_tile, other=0)
-    member = tl.arange(0, BLOCK_M)
-    in_rows = member < num
-    row = tl.load(order + begin + member, in_rows, other=0)
-    a = tl.load(fields, is_tile, other=0).to(tl.pointer_type(x.dtype.element_ty))
-    a = tl.multiple_of(a, 16)
-    rank = tl.load(fields + _TOTAL, is_tile, other=0).to(tl.int32)
-    wait_for_inputs(OVERLAPS)
-
-    share = tl.cdiv(tl.cdiv(k, BLOCK_K), tl.num_programs(2)) * BLOCK_K
-    first = tl.program_id(2) * share
-    last = tl.minimum(first + share, k)
+    """Leave some ranks of the rows of a tile, of their inputs from `first` to `end`."""
+    ranks = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_rank = ranks < rank
     inputs = tl.arange(0, BLOCK_K)
-    x_at = x + row[:, None] * k + inputs[None, :]
-    left = scratch + (tl.program_id(2) * num_rows + begin + member)[:, None] * STRIDE
-    for block in range(tl.program_id(1), tl.cdiv(rank, BLOCK_R), tl.num_programs(1)):
-        ranks = block * BLOCK_R + tl.arange(0, BLOCK_R)
-        in_rank = ranks < rank
-        a_at = a + ranks[:, None] * k + inputs[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for at in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-            if EVEN_K:
-                factor = tl.load(a_at + at, in_rank[:, None], other=0.0, eviction_policy="evict_first")
-                part = tl.load(x_at + at, in_rows[:, None], other=0.0)
-            else:
-                in_k = (inputs < k - at)[None, :]
-                factor = tl.load(a_at + at, in_rank[:, None] & in_k, other=0.0)
-                part = tl.load(x_at + at, in_rows[:, None] & in_k, other=0.0)
-            acc = tl.dot(part, tl.trans(factor), acc, input_precision="ieee")
-        tl.store(left + ranks[None, :], acc, in_rows[:, None] & in_rank[None, :])
+    at_a = a + ranks[:, None] * k + inputs[None, :]
+    at_x = x + inputs[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for at in tl.range(first, end, BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            factor = tl.load(at_a + at, in_rank[:, None], other=0.0)
+            part = tl.load(at_x + at, in_rows[:, None], other=0.0)
+        else:
+            in_k = (inputs < end - at)[None, :]
+            factor = tl.load(at_a + at, in_rank[:, None] & in_k, other=0.0)
+            part = tl.load(at_x + at, in_rows[:, None] & in_k, other=0.0)
+        acc = tl.dot(part, tl.trans(factor), acc, input_precision="ieee")
+    tl.store(left + ranks[None, :], acc, in_rows[:, None] & in_rank[None, :])
 
 
-@triton.jit(do_not_specialize=["target", "num_rows", "num_splits"])
+@triton.jit
+def _num_blocks(size, num_rows, OF_ROW: tl.constexpr, OF_TILE: tl.constexpr):
+    """How many blocks there are of some size: other ones where a tile has just one row."""
+    return tl.where(num_rows == 1, tl.cdiv(size, OF_ROW), tl.cdiv(size, OF_TILE))
+
+
+@triton.jit(do_not_specialize=["target", "num_rows"])
 def _expand_kernel(
     out,
     scratch,
@@ -324,106 +442,213 @@ def _expand_kernel(
     count,
     target,
     num_rows,
-    num_splits,
     n,
+    SPLITS: tl.constexpr,
     STRIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ROW_CHUNK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    is_tile = tile < tl.load(count)
-    fields = _fields_of(tiles, tile, is_tile, target)
-    begin = tl.load(tiles + tile * _TILE_FIELDS + 1, is_tile, other=0)
-    num = tl.load(tiles + tile * _TILE_FIELDS + 2, is_tile, other=0)
-    member = tl.arange(0, BLOCK_M)
-    in_rows = member < num
-    row = tl.load(order + begin + member, in_rows, other=0)
-    rank_0 = tl.load(fields + _RANK, is_tile, other=0).to(tl.int32)
-    rank_1 = tl.load(fields + _RANK + 1, is_tile, other=0).to(tl.int32)
-    rank_2 = tl.load(fields + _RANK + 2, is_tile, other=0).to(tl.int32)
-    has_target = rank_0 > 0
+    num_tiles = tl.load(count).to(tl.int32)
+    total = 0
+    for at in range(0, num_tiles, BLOCK_T):
+        total += tl.sum(_expand_chunks(tiles, at, num_tiles, target, BLOCK_T, BLOCK_N, ROW_CHUNK), 0)
+    own = tl.cdiv(total, tl.num_programs(0))
+    chunk = tl.program_id(0) * own
+    last = tl.minimum(chunk + own, total)
+    tile, before, passed = 0, 0, 0
+    if (chunk < last) & (num_tiles > 1):
+        for at in range(0, num_tiles, BLOCK_T):
+            chunks = _expand_chunks(tiles, at, num_tiles, target, BLOCK_T, BLOCK_N, ROW_CHUNK)
+            is_before = (at + tl.arange(0, BLOCK_T) < num_tiles) & (passed + tl.cumsum(chunks, 0) <= chunk)
+            tile += tl.sum(is_before.to(tl.int32), 0)
+            before += tl.sum(tl.where(is_before, chunks, 0), 0)
+            passed += tl.sum(chunks, 0)
     wait_for_inputs(OVERLAPS)
 
-    left = scratch + (begin + member)[:, None] * STRIDE
     apart = num_rows.to(tl.int64) * STRIDE
-    num_blocks = tl.where(has_target, tl.cdiv(n, BLOCK_N), 0)
-    for block in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
-        first = block * BLOCK_N
-        outputs = first + tl.arange(0, BLOCK_N)
-        at = out + row[:, None] * n + outputs[None, :]
-        inside = in_rows[:, None] & (outputs < n)[None, :]
-        acc = tl.load(at, inside, other=0.0).to(tl.float32)
-        acc = _add_slice(
-            acc, out, first, fields, 0, rank_0, left, apart, num_splits, in_rows, BLOCK_R, BLOCK_N
-        )
-        left_1 = left + rank_0
-        acc = _add_slice(
-            acc, out, first, fields, 1, rank_1, left_1, apart, num_splits, in_rows, BLOCK_R, BLOCK_N
-        )
-        left_2 = left_1 + rank_1
-        acc = _add_slice(
-            acc, out, first, fields, 2, rank_2, left_2, apart, num_splits, in_rows, BLOCK_R, BLOCK_N
-        )
-        tl.store(at, acc.to(out.dtype.element_ty), inside)
+    while chunk < last:
+        begin = tl.load(tiles + tile * _TILE_FIELDS + 1)
+        num = tl.load(tiles + tile * _TILE_FIELDS + 2).to(tl.int32)
+        fields = tl.load(tiles + tile * _TILE_FIELDS).to(tl.pointer_type(tl.int64)) + target * _FIELDS
+        rank_0 = tl.load(fields + _RANK).to(tl.int32)
+        rank_1 = tl.load(fields + _RANK + 1).to(tl.int32)
+        rank_2 = tl.load(fields + _RANK + 2).to(tl.int32)
+        size_0 = tl.load(fields + _SIZE).to(tl.int32)
+        begin_0 = tl.load(fields + _BEGIN).to(tl.int32)
+        chunks_0 = _slice_chunks(rank_0, begin_0, size_0, num, BLOCK_N, ROW_CHUNK)
+        size_1 = tl.load(fields + _SIZE + 1).to(tl.int32)
+        begin_1 = tl.load(fields + _BEGIN + 1).to(tl.int32)
+        chunks_1 = _slice_chunks(rank_1, begin_1, size_1, num, BLOCK_N, ROW_CHUNK)
+        size_2 = tl.load(fields + _SIZE + 2).to(tl.int32)
+        begin_2 = tl.load(fields + _BEGIN + 2).to(tl.int32)
+        chunks_2 = _slice_chunks(rank_2, begin_2, size_2, num, BLOCK_N, ROW_CHUNK)
+        num_chunks = chunks_0 + chunks_1 + chunks_2
+        stop = tl.minimum(before + num_chunks, last)
+        for at in range(chunk - before, stop - before):
+            is_behind_0 = at >= chunks_0
+            is_behind_1 = at >= chunks_0 + chunks_1
+            number = is_behind_0.to(tl.int32) + is_behind_1.to(tl.int32)
+            block = at - tl.where(is_behind_0, chunks_0, 0) - tl.where(is_behind_1, chunks_1, 0)
+            rank = tl.where(is_behind_1, rank_2, tl.where(is_behind_0, rank_1, rank_0))
+            before_rank = tl.where(is_behind_0, rank_0, 0) + tl.where(is_behind_1, rank_1, 0)
+            left = scratch + begin * STRIDE + before_rank
+            b = tl.load(fields + _B + number).to(tl.pointer_type(out.dtype.element_ty))
+            b = tl.multiple_of(b, 16)
+            to = tl.where(is_behind_1, begin_2, tl.where(is_behind_0, begin_1, begin_0))
+            size = tl.where(is_behind_1, size_2, tl.where(is_behind_0, size_1, size_0))
+            # What is even is said so that the compiler can see it, which then loads eight numbers at a time.
+            is_even = _is_even(rank, to, size)
+            even_rank, even_to, even_size = rank // 8 * 8, to // 8 * 8, size // 8 * 8
+            if num == 1:
+                row = out + tl.load(order + begin) * n
+                if not is_even:
+                    _expand_row(row + to, b, left, apart, rank, size, block, SPLITS, ROW_CHUNK, 16)
+                elif rank <= 8:
+                    _expand_row(
+                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK, 8
+                    )
+                elif rank <= 16:
+                    _expand_row(
+                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK, 16
+                    )
+                elif rank <= 32:
+                    _expand_row(
+                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK, 32
+                    )
+                else:
+                    _expand_row(
+                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK, 64
+                    )
+            else:
+                member = tl.arange(0, BLOCK_M)
+                in_rows = member < num
+                rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n
+                rows_left = left + member[:, None] * STRIDE
+                if is_even:
+                    _expand_tile(
+                        rows + even_to,
+                        b,
+                        rows_left,
+                        apart,
+                        even_rank,
+                        even_size,
+                        block,
+                        in_rows,
+                        SPLITS,
+                        BLOCK_R,
+                        BLOCK_N,
+                    )
+                else:
+                    _expand_tile(
+                        rows + to, b, rows_left, apart, rank, size, block, in_rows, SPLITS, BLOCK_R, BLOCK_N
+                    )
+        chunk = stop
+        before += num_chunks
+        tile += 1
 
 
 @triton.jit
-def _fields_of(tiles, tile, is_tile, target):
-    """Return where the fields of a tile's target lie; nowhere, if there is no such tile."""
-    table = tl.load(tiles + tile * _TILE_FIELDS, is_tile, other=0)
-    return table.to(tl.pointer_type(tl.int64)) + target * _FIELDS
+def _expand_chunks(
+    tiles,
+    at,
+    num_tiles,
+    target,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROW_CHUNK: tl.constexpr,
+):
+    """How many chunks each of the tiles from `at` on has."""
+    tile = at + tl.arange(0, BLOCK_T)
+    is_tile = tile < num_tiles
+    num = tl.load(tiles + tile * _TILE_FIELDS + 2, is_tile, other=0).to(tl.int32)
+    table = tl.load(tiles + tile * _TILE_FIELDS, is_tile, other=0).to(tl.pointer_type(tl.int64))
+    fields = table + target * _FIELDS
+    chunks = tl.zeros([BLOCK_T], tl.int32)
+    for number in tl.static_range(3):
+        rank = tl.load(fields + _RANK + number, is_tile, other=0).to(tl.int32)
+        size = tl.load(fields + _SIZE + number, is_tile, other=0).to(tl.int32)
+        begin = tl.load(fields + _BEGIN + number, is_tile, other=0).to(tl.int32)
+        chunks += _slice_chunks(rank, begin, size, num, BLOCK_N, ROW_CHUNK)
+    return chunks
 
 
 @triton.jit
-def _add_slice(
-    acc,
+def _slice_chunks(rank, begin, size, num, BLOCK_N: tl.constexpr, ROW_CHUNK: tl.constexpr):
+    """How many chunks a slice has. Those of a single row have as many outputs as its ranks leave room for."""
+    width = tl.where(rank <= 8, 8, tl.where(rank <= 16, 16, tl.where(rank <= 32, 32, 64)))
+    width = tl.where(_is_even(rank, begin, size), width, 16)
+    return tl.where(num == 1, tl.cdiv(size, ROW_CHUNK // width), tl.cdiv(size, BLOCK_N))
+
+
+@triton.jit
+def _is_even(rank, begin, size):
+    return (rank % 8 == 0) & (begin % 8 == 0) & (size % 8 == 0)
+
+
+@triton.jit
+def _expand_row(
     out,
-    first,
-    fields,
-    SLICE: tl.constexpr,
-    rank,
+    b,
     left,
     apart,
-    num_splits,
+    rank,
+    size,
+    block,
+    SPLITS: tl.constexpr,
+    ROW_CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Add a chunk of a slice to one row."""
+    output = block * (ROW_CHUNK // WIDTH) + tl.arange(0, ROW_CHUNK // WIDTH)
+    in_slice = output < size
+    before = tl.load(out + output, in_slice, other=0.0)
+    acc = tl.zeros([ROW_CHUNK // WIDTH, WIDTH], tl.float32)
+    split = tl.arange(0, SPLITS)
+    for first in range(0, rank, WIDTH):
+        ranks = first + tl.arange(0, WIDTH)
+        in_rank = ranks < rank
+        at_b = b + output[:, None] * rank + ranks[None, :]
+        factor = tl.load(at_b, in_slice[:, None] & in_rank[None, :], other=0.0, eviction_policy="evict_first")
+        parts = tl.load(left + split[:, None] * apart + ranks[None, :], in_rank[None, :], other=0.0)
+        shrunk = tl.sum(parts, 0).to(factor.dtype).to(tl.float32)
+        acc += factor.to(tl.float32) * shrunk[None, :]
+    after = before.to(tl.float32) + tl.sum(acc, 1)
+    tl.store(out + output, after.to(before.dtype), in_slice)
+
+
+@triton.jit
+def _expand_tile(
+    out,
+    b,
+    left,
+    apart,
+    rank,
+    size,
+    block,
     in_rows,
+    SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return `acc`, of the outputs from `first` on, with what a slice adds to those that are its own."""
-    if rank > 0:
-        begin = tl.load(fields + _BEGIN + SLICE).to(tl.int32)
-        end = tl.load(fields + _END + SLICE).to(tl.int32)
-        if (first < end) & (first + BLOCK_N > begin):
-            b = tl.load(fields + _B + SLICE).to(tl.pointer_type(out.dtype.element_ty))
-            b = tl.multiple_of(b, 16)
-            output = first - begin + tl.arange(0, BLOCK_N)
-            in_slice = (output >= 0) & (output < end - begin)
-            if rank % 8 == 0:
-                # Said in a way that the compiler can see, so that it loads eight numbers at a time.
-                even_rank = rank // 8 * 8
-                acc = _add_product(
-                    acc, b, even_rank, left, apart, num_splits, output, in_slice, in_rows, BLOCK_R
-                )
-            else:
-                acc = _add_product(acc, b, rank, left, apart, num_splits, output, in_slice, in_rows, BLOCK_R)
-    return acc
-
-
-@triton.jit
-def _add_product(acc, b, rank, left, apart, num_splits, output, in_slice, in_rows, BLOCK_R: tl.constexpr):
-    ranks = tl.arange(0, BLOCK_R)
-    b_at = b + output[:, None] * rank + ranks[None, :]
-    for at in range(0, rank, BLOCK_R):
-        in_rank = ranks < rank - at
+    """Add a chunk of a slice to the rows of a tile."""
+    output = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_slice = output < size
+    inside = in_rows[:, None] & in_slice[None, :]
+    before = tl.load(out + output[None, :], inside, other=0.0)
+    acc = before.to(tl.float32)
+    for first in range(0, rank, BLOCK_R):
+        ranks = first + tl.arange(0, BLOCK_R)
+        in_rank = ranks < rank
         factor = tl.load(
-            b_at + at, in_slice[:, None] & in_rank[None, :], other=0.0, eviction_policy="evict_first"
+            b + output[:, None] * rank + ranks[None, :], in_slice[:, None] & in_rank[None, :], other=0.0
         )
         is_shrunk = in_rows[:, None] & in_rank[None, :]
-        shrunk_at = left + at + ranks[None, :]
-        shrunk = tl.load(shrunk_at, is_shrunk, other=0.0)
-        for split in range(1, num_splits):
-            shrunk += tl.load(shrunk_at + split * apart, is_shrunk, other=0.0)
+        shrunk = tl.load(left + ranks[None, :], is_shrunk, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            shrunk += tl.load(left + split * apart + ranks[None, :], is_shrunk, other=0.0)
         acc = tl.dot(shrunk.to(factor.dtype), tl.trans(factor), acc, input_precision="ieee")
-    return acc
+    tl.store(out + output[None, :], acc.to(before.dtype), inside)
