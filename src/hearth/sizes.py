@@ -293,6 +293,8 @@ _SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
 _MIXED_SIZES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4097, 256))
 #: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
 _LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2700
+#: Launches of a layer that adapters add: two for each of four projections.
+_ADAPTER_NODES = 8
 
 
 def decode_sizes(limits: StepLimits) -> tuple[int, ...]:
@@ -316,11 +318,15 @@ def padded_size(sizes: Sequence[int], count: int) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-def graph_bytes(dimensions: Dimensions, limits: StepLimits) -> int:
-    """An estimate, rather too high, of the device memory that graphs of all sizes take once captured."""
+def graph_bytes(dimensions: Dimensions, limits: StepLimits, *, has_adapters: bool = False) -> int:
+    """An estimate, rather too high, of the device memory that graphs of all sizes take once captured.
+
+    Steps in which a row has an adapter have graphs of their own beside the others, once there are such steps.
+    """
     num_whole, num_samples = len(decode_sizes(limits)) + len(mixed_sizes(limits)), len(sample_sizes(limits))
-    whole_nodes = _LAYER_NODES * dimensions.num_layers + _OTHER_NODES
-    return (num_whole * whole_nodes + num_samples * (_LAYER_NODES + _OTHER_NODES)) * _NODE_BYTES
+    layer_nodes = _LAYER_NODES + (_ADAPTER_NODES if has_adapters else 0)
+    whole_nodes = layer_nodes * dimensions.num_layers + _OTHER_NODES
+    return (num_whole * whole_nodes + num_samples * (layer_nodes + _OTHER_NODES)) * _NODE_BYTES
 
 
 def _up_to(sizes: Sequence[int], apart: int, most: int) -> tuple[int, ...]:
