@@ -29,7 +29,7 @@ from hearth.types import AdapterId
 #: Of so many layers, so that no factor is found in a cache.
 NUM_LAYERS = 4
 DIMENSIONS = replace(ARCH.dimensions, num_layers=NUM_LAYERS)
-DEFAULT = adapter_blocks(ADAPTER_TILE_ROWS, torch.bfloat16)
+DEFAULT = adapter_blocks(4096, ADAPTER_TILE_ROWS, torch.bfloat16)
 BLOCKS = [
     DEFAULT,
     replace(DEFAULT, programs_per_processor=8),

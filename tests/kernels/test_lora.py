@@ -100,6 +100,9 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
 
     for tile_rows, num_splits in ((16, 4), (64, 1)):
         rows = AdapterRows.of(groups, tile_rows, device)
+        # Small ones, so that sums are split and rows have several chunks.
+        blocks = adapter_blocks(case.num_inputs, tile_rows, dtype)
+        blocks = replace(blocks, row_inputs=64, row_chunk=512, num_splits=num_splits)
         # As in a captured step there is room for more tiles, in which stands what is left of others.
         tiles = torch.full((len(rows.tiles) + 3, ADAPTER_TILE_FIELDS), -1, device=device)
         tiles[: len(rows.tiles)] = rows.tiles
@@ -113,7 +116,7 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
             TARGET,
             scratch=scratch,
             out=out,
-            blocks=replace(adapter_blocks(tile_rows, dtype), num_splits=num_splits),
+            blocks=blocks,
         )
 
         assert_close(out, expected)

@@ -19,12 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.kernels.jit import HAS_TRITON, cdiv, launch, num_processors, runs_triton, tl, triton
+from hearth.kernels.jit import (
+    HAS_TRITON,
+    cdiv,
+    launch,
+    next_power_of_2,
+    num_processors,
+    runs_triton,
+    tl,
+    triton,
+)
 from hearth.kernels.overlap import wait_for_inputs
 from hearth.sizes import (
     ADAPTER_SPLITS,
@@ -167,16 +177,22 @@ class AdapterBlocks:
     num_stages: int
 
 
-def adapter_blocks(tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
-    """Return the blocks for tiles of so many rows: few, where requests decode, or many, of prompts."""
+#: Inputs of one row that a program reads at a time.
+_ROW_INPUTS = 1024
+
+
+@lru_cache(maxsize=64)
+def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
+    """Return the blocks for rows of so many inputs, in tiles of few rows (decode) or of many (prompts)."""
     is_small, is_float32 = tile_rows <= ADAPTER_TILE_ROWS, dtype == torch.float32
     return AdapterBlocks(
         inputs=64 if is_float32 else 128,
         outputs=64 if is_float32 else 128,
         ranks=16 if is_small or is_float32 else 64,
-        row_inputs=1024,
+        row_inputs=_ROW_INPUTS,
         row_chunk=8192,
-        num_splits=ADAPTER_SPLITS if is_small else 1,
+        # A power of two, and none of them shorter than what a program reads at a time.
+        num_splits=min(ADAPTER_SPLITS, next_power_of_2(k // _ROW_INPUTS + 1) // 2 or 1) if is_small else 1,
         programs_per_processor=4,
         num_warps=4,
         num_stages=2 if is_float32 else 3,
@@ -196,7 +212,7 @@ def add_adapters_triton(
     out: torch.Tensor,
     blocks: AdapterBlocks | None = None,
 ) -> None:
-    blocks = adapter_blocks(rows.tile_rows, x.dtype) if blocks is None else blocks
+    blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
     num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
     if len(rows.tiles):
