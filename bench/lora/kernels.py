@@ -14,14 +14,10 @@ from bench.llama7b import ARCH
 from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank, random_pieces, slice_sizes
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.upload import Uploads
-from hearth.kernels.lora import (
-    AdapterBlocks,
-    AdapterGroup,
-    AdapterRows,
-    adapter_blocks,
-    expand_triton,
-    shrink_triton,
-)
+from hearth.kernels.adapter_blocks import AdapterBlocks, adapter_blocks
+from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows
+from hearth.kernels.lora_expand import expand_triton
+from hearth.kernels.lora_shrink import shrink_triton
 from hearth.models.adapter import Projection, projection_shape, target_index
 from hearth.sizes import ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
 from hearth.types import AdapterId

@@ -36,7 +36,7 @@ _MIN_TABLE_ROWS = 8
 MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
 #: Rows with adapters are cut into tiles of so many rows, in steps with prompts of more; numbers of each tile.
 ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_FIELDS = 16, 64, 3
-#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/lora.py`).
+#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/adapter_rows.py`).
 TARGET_FIELDS = 16
 #: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
 #: requests decode they are sums of several parts, each of which is stored.

@@ -14,7 +14,7 @@ from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
-from hearth.kernels.lora import AdapterRows
+from hearth.kernels.adapter_rows import AdapterRows
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import Dimensions, PackedAdapters

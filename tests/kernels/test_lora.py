@@ -9,16 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.kernels.lora import (
+from hearth.kernels.adapter_blocks import adapter_blocks
+from hearth.kernels.adapter_rows import (
     AdapterGroup,
     AdapterRows,
     SliceFactor,
     TargetFactors,
-    adapter_blocks,
-    add_adapters_reference,
-    add_adapters_triton,
     cut_adapter_tiles,
 )
+from hearth.kernels.lora import add_adapters_reference, add_adapters_triton
 from hearth.sizes import ADAPTER_TILE_FIELDS, MAX_SHRUNK_RANK, TARGET_FIELDS
 from tests.kernels.cases import assert_close, crossed, random
 
