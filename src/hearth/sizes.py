@@ -6,6 +6,7 @@ Whoever allocates a buffer takes its shape from here, and whoever promises memor
     tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
     graphs       captured steps, by the sizes that steps are padded to: on CUDA devices, beside the pool
     optional     the tables of penalties and of biases: in the pool, while a request needs one
+    adapters     lists of rows that have one: of engines that were ever given an adapter, beside the pool
     blocks       of KV, as many as a pool gives
 
 Workspace and blocks are those of a range of layers, for an engine need not run all of a model.
@@ -33,6 +34,13 @@ LOGIT_CHUNK = 8192
 _MIN_TABLE_ROWS = 8
 #: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
 MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
+#: Rows with adapters are cut into tiles of so many rows, in steps with prompts of more; numbers of each tile.
+ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_FIELDS = 16, 64, 3
+#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/adapter_rows.py`).
+TARGET_FIELDS = 16
+#: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
+#: requests decode they are sums of several parts, each of which is stored.
+MAX_SHRUNK_RANK, ADAPTER_SPLITS = 768, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +298,8 @@ _SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
 _MIXED_SIZES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4097, 256))
 #: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
 _LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2700
+#: Launches of a layer that adapters add: two for each of four projections.
+_ADAPTER_NODES = 8
 
 
 def decode_sizes(limits: StepLimits) -> tuple[int, ...]:
@@ -313,11 +323,15 @@ def padded_size(sizes: Sequence[int], count: int) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-def graph_bytes(dimensions: Dimensions, limits: StepLimits) -> int:
-    """An estimate, rather too high, of the device memory that graphs of all sizes take once captured."""
+def graph_bytes(dimensions: Dimensions, limits: StepLimits, *, has_adapters: bool = False) -> int:
+    """An estimate, rather too high, of the device memory that graphs of all sizes take once captured.
+
+    Steps in which a row has an adapter have graphs of their own beside the others, once there are such steps.
+    """
     num_whole, num_samples = len(decode_sizes(limits)) + len(mixed_sizes(limits)), len(sample_sizes(limits))
-    whole_nodes = _LAYER_NODES * dimensions.num_layers + _OTHER_NODES
-    return (num_whole * whole_nodes + num_samples * (_LAYER_NODES + _OTHER_NODES)) * _NODE_BYTES
+    layer_nodes = _LAYER_NODES + (_ADAPTER_NODES if has_adapters else 0)
+    whole_nodes = layer_nodes * dimensions.num_layers + _OTHER_NODES
+    return (num_whole * whole_nodes + num_samples * (layer_nodes + _OTHER_NODES)) * _NODE_BYTES
 
 
 def _up_to(sizes: Sequence[int], apart: int, most: int) -> tuple[int, ...]:
@@ -345,6 +359,62 @@ def penalty_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
 def bias_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
     """The rows that are added to logits (`engine/logit_bias.py`)."""
     return {"bias": Buffer((num_rows, vocab_size), "float32")}
+
+
+# Adapters.
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapters:
+    """Where the lists of rows that have adapters lie in one int64 array, for a step of so many rows.
+
+        | counts | order of logits | tiles of logits | order of rows | tiles of rows |
+
+    The first two lists are of rows of logits, and lie at the same place whatever the number of rows. Without
+    prompts these are all rows, and the other two are not needed.
+    """
+
+    counts: slice  #: the tiles of logits, those of rows
+    logit_order: slice
+    logit_tiles: slice
+    order: slice
+    tiles: slice
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(num_rows: int, max_seqs: int) -> PackedAdapters:
+        """Return the places of a step of so many rows."""
+        num_tiles = max_adapter_tiles(num_rows, max_seqs)
+        lengths = (2, max_seqs, ADAPTER_TILE_FIELDS * max_seqs, num_rows, ADAPTER_TILE_FIELDS * num_tiles)
+        begins = accumulate(map(_aligned, lengths[:-1]), initial=0)
+        return PackedAdapters(*(slice(at, at + length) for at, length in zip(begins, lengths, strict=True)))
+
+
+def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
+    """The most tiles that the rows of a step with prompts are cut into, each of one adapter."""
+    return num_rows // ADAPTER_PROMPT_TILE_ROWS + min(max_seqs, num_rows)
+
+
+def adapter_buffers(dimensions: Dimensions, dtype: str, limits: StepLimits) -> Mapping[str, Buffer]:
+    """All that an engine has besides the adapters themselves, once it was given one.
+
+    What adapters make of rows lies in workspace that is not used just then, wherever that is large enough.
+    """
+    max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
+    shrunk = max(max_tokens, ADAPTER_SPLITS * min(max_seqs, max_tokens))
+    # One of the MLP's two buffers is always free, of which this is the smaller.
+    lent_bytes = max_tokens * dimensions.intermediate_size * ITEM_BYTES[dtype]
+    if lent_bytes >= shrunk * MAX_SHRUNK_RANK * ITEM_BYTES["float32"]:
+        shrunk = 0
+    return {
+        "packed": Buffer((PackedAdapters.of(max_tokens, max_seqs).tiles.stop,), "int64"),
+        "shrunk": Buffer((shrunk, MAX_SHRUNK_RANK), "float32"),
+    }
+
+
+def adapter_table_buffer(num_layers: int) -> Buffer:
+    """The table by which kernels find an adapter's factors (`engine/adapter_table.py`)."""
+    return Buffer((num_layers, 4, TARGET_FIELDS), "int64")
 
 
 # KV.

@@ -13,6 +13,7 @@ from hearth.errors import BadSampling
 RequestId = NewType("RequestId", str)
 ModelId = NewType("ModelId", str)  #: the name under which a model is deployed
 Digest = NewType("Digest", str)  #: BLAKE3 in hexadecimal: it names the bytes, whoever holds them
+AdapterId = NewType("AdapterId", str)  #: an adapter by the digest of its manifest: other bytes, other id
 ChunkId = NewType("ChunkId", str)  #: what a chunk is: its digest and its length, `DIGEST-NUM_BYTES`
 WorkerId = NewType("WorkerId", str)  #: one life of a worker: its replacement has another id
 

@@ -180,7 +180,12 @@ def reference_logits(name: str, tokens: tuple[int, ...]) -> torch.Tensor:
 
 def assert_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> int:
     """Every token is the best one, given those before it, by the reference. Returns, and counts, ties."""
-    logits = reference_logits(name, (*prompt, *tokens))[len(prompt) - 1 : -1]
+    return assert_best(reference_logits(name, (*prompt, *tokens)), prompt, tokens)
+
+
+def assert_best(logits: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """As `assert_greedy`, by the reference's logits of prompt and tokens."""
+    logits = logits[len(prompt) - 1 : -1]
     best = logits.max(-1)
     ties = 0
     for at, token in enumerate(tokens):

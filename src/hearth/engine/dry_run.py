@@ -55,6 +55,10 @@ def dry_run(needs: KernelNeeds) -> None:
     for shape in runner.sizes.all_shapes():
         runner.run_padding(shape)
         runner.draw_padding(shape)
+    # What adapters add is the same in all sizes, but for steps with prompts and without.
+    for has_prompts in (False, True):
+        shapes = runner.sizes.all_shapes(has_adapters=True)
+        runner.run_padding(next(shape for shape in shapes if shape.has_prompts is has_prompts))
 
 
 def dry_runner(needs: KernelNeeds) -> Runner:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.sampler import SampleRows
 from hearth.engine.step_shape import StepShape
 from hearth.engine.upload import Uploads
@@ -59,6 +60,8 @@ class InputBuffers:
         self.block_table = buffers["block_table"]
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
+        #: Which rows have adapters; None: there never were any.
+        self.adapters: AdapterInputs | None = None
 
     def fill(self, plan: StepPlan, shape: StepShape) -> SampleRows:
         """Send a plan to the device, with padding behind its rows and behind its rows of logits.
@@ -165,6 +168,7 @@ class InputBuffers:
             self._packed[parts.tiles].view(-1, TILE_FIELDS), counts[1:], self._tile_tokens_of(shape.num_rows)
         )
         num_rows = min(shape.num_rows, self._max_seqs) if reads_counts else num_decode
+        adapters = self.adapters if shape.has_adapters else None
         return StepInputs(
             tokens=self._tokens[: shape.num_rows],
             rows=paged,
@@ -173,6 +177,8 @@ class InputBuffers:
             spans=_spans(num_decode, prompts),
             tiles=tiles if shape.has_prompts else None,
             logit_rows=self._packed[parts.logit_rows][: shape.num_logits] if shape.has_prompts else None,
+            adapters=None if adapters is None else adapters.rows(shape),
+            logit_adapters=None if adapters is None else adapters.logit_rows(shape),
         )
 
     def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:

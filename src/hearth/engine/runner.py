@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from hearth.engine.adapter_inputs import AdapterInputs
+from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_trial import GraphTrial
 from hearth.engine.graphs import CapturedGraph, Capturer, StepGraphs
@@ -17,11 +19,15 @@ from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
 from hearth.engine.sampler import Sampler, Samples
 from hearth.engine.step_shape import PaddedSizes, StepPart, StepShape
 from hearth.engine.upload import Uploads
+from hearth.kernels.jit import runs_triton
+from hearth.models.adapter import AdapterLayout
+from hearth.models.buffers import name_of, zeros
 from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
-from hearth.types import RequestId, SamplingTable, TokenLogprob, TokenLogprobs
+from hearth.sizes import StepLimits, adapter_buffers
+from hearth.types import AdapterId, RequestId, SamplingTable, TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
@@ -130,6 +136,7 @@ class Runner:
         inputs: InputBuffers,
         sampler: Sampler,
         uploads: Uploads,
+        limits: StepLimits,
         sizes: PaddedSizes,
         graphs: StepGraphs | None,
         tables: EngineTables,
@@ -146,10 +153,12 @@ class Runner:
         self._inputs = inputs
         self._sampler = sampler
         self._uploads = uploads
+        self._limits = limits
         self.sizes = sizes
         self.graphs = graphs
         self._trial: GraphTrial | None = None  #: of restored graphs, that the device may still be computing
         self._reader = PromptReader(decoder, uploads)
+        self._adapters = AdapterTable(decoder.arch.dimensions, kv.dtype, uploads)
         #: Where what steps have chosen arrives. Two, for a step is launched before the last is waited for.
         self._hosts = [_host_like(sampler.chosen) for _ in range(2)]
 
@@ -181,7 +190,10 @@ class Runner:
         self._drop_open_gate()
         if self.graphs is None or self._gate is not None:
             return
-        for shape in self.sizes.all_shapes():
+        shapes = self.sizes.all_shapes()
+        if self._inputs.adapters is not None:
+            shapes += self.sizes.all_shapes(has_adapters=True)
+        for shape in shapes:
             if any(self.graphs.needs_capture(key) for key in shape.keys):
                 self.synchronize()  # for what is sent is written where that of the step before the last lies
                 self.run_padding(shape)
@@ -192,6 +204,8 @@ class Runner:
         """Queue a step that is all padding, which touches nobody's KV."""
         self.settle()
         self._inputs.park(shape)
+        if shape.has_adapters:
+            self.allow_adapters().park()
         self._run(shape, None)
 
     @torch.inference_mode()
@@ -271,6 +285,27 @@ class Runner:
             self.graphs.forget()
 
     @torch.inference_mode()
+    def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
+        """Have steps from now on find an adapter in its place (`AdapterTable.bind`)."""
+        self._adapters.bind(adapter, layout, layers)
+        self.allow_adapters().forget()
+
+    def remove_adapter(self, adapter: AdapterId) -> None:
+        """Forget an adapter, because no plan from now on has a row of it."""
+        self._adapters.unbind(adapter)
+        self.allow_adapters().forget()
+
+    def allow_adapters(self) -> AdapterInputs:
+        """Return what tells steps of adapters, which is there from the first call on."""
+        if self._inputs.adapters is None:
+            arch, device = self.decoder.arch, self.kv.device
+            buffers = adapter_buffers(arch.dimensions, name_of(self.kv.dtype), self._limits)
+            self._inputs.adapters = AdapterInputs(zeros(buffers["packed"], device), self._limits.max_seqs)
+            if runs_triton(self.kv):
+                self.decoder.take_scratch(zeros(buffers["shrunk"], device))
+        return self._inputs.adapters
+
+    @torch.inference_mode()
     def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
         """Queue copies of whole blocks behind all launched steps. No source is a target."""
         if not moves:
@@ -292,6 +327,8 @@ class Runner:
         self._drop_open_gate()
         shape = self.sizes.shape_of(plan)
         rows = self._inputs.fill(plan, shape)
+        if shape.has_adapters:
+            self.allow_adapters().fill(plan, shape, self._adapters)
         trial = self._begin_trial(shape, plan)
         self._run(shape, plan)
         reads = self._read(shape, plan) if plan.has_readings else None

@@ -42,8 +42,12 @@ class SnapshotGraphs:
         return None if runner.graphs is None else EngineGraphs(self, runner, runner.graphs)
 
     def pack(self, graphs: StepGraphs) -> dict[str, bytes]:
-        """Return sections of all captured graphs. Raises GraphUnreadable."""
-        handles = {key.name: graph.raw_cuda_graph() for key, graph in graphs.captured.items()}
+        """Return sections of all captured graphs but those of adapters. Raises GraphUnreadable.
+
+        The lists of which rows have adapters lie at addresses that differ from process to process.
+        """
+        captured = {key: graph for key, graph in graphs.captured.items() if not key.has_adapters}
+        handles = {key.name: graph.raw_cuda_graph() for key, graph in captured.items()}
         binaries = {function: binary for binary, function in loaded_functions().items()}
         return pack_graphs(self._driver, handles, binaries, FIXED_ADDRESSES)
 

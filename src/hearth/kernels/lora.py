@@ -1,0 +1,68 @@
+"""Adds what adapters say to the output of a projection, for rows of many adapters and of none at once.
+
+An adapter multiplies twice, `a @ x` of few numbers and `b` times these, so there are two launches for all of
+a projection: the first shrinks the rows of each tile and leaves the result in scratch, in parts where many
+programs share one sum; the second adds up the parts, expands them and adds that to the output.
+
+Lists of rows and tiles lie on the device at fixed addresses, and a tile names the table of its adapter, from
+which a program takes addresses and ranks. So one captured launch serves any adapters, of any ranks, and no
+rank is filled up to another. A tile's factors are cut into chunks, and each program has as many of all chunks
+as any other, wherever tiles begin and end in them. A tile of one row, which most are while requests decode,
+is multiplied without tensor cores: its factors pass once, from memory through registers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hearth.kernels.adapter_blocks import AdapterBlocks, adapter_blocks
+from hearth.kernels.adapter_rows import AdapterRows
+from hearth.kernels.jit import runs_triton
+from hearth.kernels.lora_expand import expand_triton
+from hearth.kernels.lora_shrink import shrink_triton
+from hearth.sizes import MAX_SHRUNK_RANK
+
+
+def add_adapters(
+    x: torch.Tensor, rows: AdapterRows, target: int, *, scratch: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Add `b @ (a @ x)` to the rows of `out` whose adapter has factors for `target`, as its tables count.
+
+    x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat) is for the CUDA path: it has room
+    for MAX_SHRUNK_RANK numbers a row, and that ADAPTER_SPLITS times where tiles are of few rows.
+    """
+    if runs_triton(x):
+        assert scratch is not None, "the CUDA path needs scratch"
+        add_adapters_triton(x, rows, target, scratch=scratch, out=out)
+    else:
+        add_adapters_reference(x, rows, target, out=out)
+
+
+def add_adapters_reference(x: torch.Tensor, rows: AdapterRows, target: int, *, out: torch.Tensor) -> None:
+    for group in rows.groups:
+        factors = group.factors.get(target)
+        if factors is None:
+            continue
+        at = torch.from_numpy(group.rows).to(x.device)
+        shrunk = x[at] @ factors.a.to(x.dtype).t()
+        ranks = [one.b.shape[1] for one in factors.slices]
+        for one, part in zip(factors.slices, shrunk.split(ranks, 1), strict=True):
+            outputs = slice(one.begin, one.begin + len(one.b))
+            out[at, outputs] += part @ one.b.to(x.dtype).t()
+
+
+def add_adapters_triton(
+    x: torch.Tensor,
+    rows: AdapterRows,
+    target: int,
+    *,
+    scratch: torch.Tensor,
+    out: torch.Tensor,
+    blocks: AdapterBlocks | None = None,
+) -> None:
+    blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
+    num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
+    assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
+    if len(rows.tiles):
+        shrink_triton(x, rows, target, blocks, out=scratch)
+        expand_triton(scratch, rows, target, blocks, out=out)

@@ -1,0 +1,125 @@
+"""A LoRA adapter as data: which projections of its base it changes, by which ranks, where its bytes lie.
+
+An adapter adds `b @ (a @ x)` to the output of a projection. Several of a checkpoint's projections are one in
+the base (q, k and v; gate and up), so a target is such a fused projection, and its slices are those rows of
+its output that have factors of their own:
+
+    target: a [sum of the slices' ranks, inputs of the projection]
+            b of the first slice [its rows, its rank] | b of the second | ...
+
+The scale is multiplied into `b`. Factors lie in forward order, those of a layer behind each other, each at a
+multiple of 256 bytes. Knows no files, and holds no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hearth.models.layout import STORED_ITEM_BYTES, ByteRange
+from hearth.sizes import Dimensions
+
+#: Factors begin at multiples of it, as kernels want them.
+FACTOR_ALIGNMENT_BYTES = 256
+#: The largest rank of one slice, and the most slices of a target.
+MAX_RANK, MAX_SLICES = 256, 3
+
+
+class Projection(StrEnum):
+    """A linear layer of the decoder, in the order of the forward pass."""
+
+    QKV = "qkv"
+    O = "o"  # noqa: E741
+    UP = "up"
+    DOWN = "down"
+
+
+_NUMBER_OF = {projection: number for number, projection in enumerate(Projection)}
+
+
+def target_index(layer: int, projection: Projection) -> int:
+    """Return the place of a layer's projection in the table of an adapter."""
+    return layer * len(_NUMBER_OF) + _NUMBER_OF[projection]
+
+
+def projection_shape(dimensions: Dimensions, projection: Projection) -> tuple[int, int]:
+    """Return how many outputs and inputs a projection has."""
+    match projection:
+        case Projection.QKV:
+            return dimensions.qkv_size, dimensions.hidden_size
+        case Projection.O:
+            return dimensions.hidden_size, dimensions.q_size
+        case Projection.UP:
+            return dimensions.up_size, dimensions.hidden_size
+        case Projection.DOWN:
+            return dimensions.hidden_size, dimensions.intermediate_size
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlice:
+    """Rows of a projection's output that an adapter changes by factors of one rank."""
+
+    begin: int
+    size: int
+    rank: int  #: from 1 to MAX_RANK
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTarget:
+    """A projection of one layer that an adapter changes. Its slices are in order and do not overlap."""
+
+    layer: int
+    projection: Projection
+    num_inputs: int
+    slices: tuple[AdapterSlice, ...]  #: from 1 to MAX_SLICES
+
+    @property
+    def rank(self) -> int:
+        """The rows of its first factor: the ranks of all slices."""
+        return sum(part.rank for part in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class FactorPlaces:
+    """Where the factors of a target lie in an adapter's bytes."""
+
+    target: AdapterTarget
+    a: int
+    b: tuple[int, ...]  #: by slice
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """All targets of an adapter in forward order, and where each factor lies."""
+
+    dtype: str  #: of all factors: one of COMPUTED_DTYPES
+    places: tuple[FactorPlaces, ...]
+    #: The bytes of each layer that has targets, in order; they touch.
+    layers: tuple[tuple[int, ByteRange], ...]
+    num_bytes: int
+
+    @staticmethod
+    def of(targets: Iterable[AdapterTarget], dtype: str) -> AdapterLayout:
+        """Lay out targets that are in forward order."""
+        item_bytes = STORED_ITEM_BYTES[dtype]
+        places: list[FactorPlaces] = []
+        begins: dict[int, int] = {}
+        offset = 0
+        for target in targets:
+            begins.setdefault(target.layer, offset)
+            sizes = [target.rank * target.num_inputs, *(part.size * part.rank for part in target.slices)]
+            offsets = []
+            for size in sizes:
+                offsets.append(offset)
+                offset = _aligned(offset + size * item_bytes)
+            places.append(FactorPlaces(target, offsets[0], tuple(offsets[1:])))
+        ends = [*list(begins.values())[1:], offset]
+        layers = tuple(
+            (layer, ByteRange(begin, end)) for (layer, begin), end in zip(begins.items(), ends, strict=True)
+        )
+        return AdapterLayout(dtype, tuple(places), layers, offset)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // FACTOR_ALIGNMENT_BYTES) * FACTOR_ALIGNMENT_BYTES
