@@ -189,18 +189,19 @@ class FakeGateway:
         return self.tokenizer_
 
     async def deploy(
-        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
+        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool, base: str | None = None
     ) -> AsyncIterator[dict[str, object]]:
         if name == "tiny" and not overwrite:
             raise NameTaken("`tiny` is taken; use another name")
         yield {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2}
         if self.deploy_failure is not None:
             raise self.deploy_failure
-        self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}")
+        of = "" if base is None else f" of {base}"
+        self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}{of}")
         yield {"event": "done", "model": MODEL}
 
-    async def remove(self, name: str) -> None:
-        self.done.append(f"remove {self.model(name).name}")
+    async def remove(self, name: str, *, with_adapters: bool = False) -> None:
+        self.done.append(f"remove {self.model(name).name}{' with adapters' if with_adapters else ''}")
 
     async def unload(self, name: str, free: bool) -> UnloadView:
         self.done.append(f"unload {self.model(name).name} {free}")

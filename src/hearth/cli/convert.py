@@ -41,7 +41,7 @@ from hearth.errors import ConfigError
 if TYPE_CHECKING:
     from hearth.control.views import ModelView, UpstreamView
     from hearth.models.layout import Layout
-    from hearth.store.manifest import Manifest
+    from hearth.store.manifest import Manifest, StoredManifest
 
 
 class Quant(StrEnum):
@@ -139,12 +139,12 @@ def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
       hearth verify ./models/qwen-7b
     """
     with bar(f"verifying {path.name}") as advance:
-        from hearth.store.manifest import read_manifest
+        from hearth.store.description import read_description
         from hearth.store.verify import BadChunk
         from hearth.store.verify import verify as verify_model
 
         started_s = time.perf_counter()
-        manifest = read_manifest(path)
+        manifest = read_description(path)
         bad = verify_model(
             path, lambda progress: advance(progress.done_bytes, progress.total_bytes), manifest
         )
@@ -209,6 +209,10 @@ def _print_view(view: ModelView) -> None:
     facts: dict[str, object] = asdict(view)
     del facts["created_at_s"], facts["keep_alive_s"], facts["upstream"]
     facts["aliases"] = list(view.aliases)
+    if view.base is None:
+        del facts["base"], facts["max_rank"], facts["targets"]
+    else:
+        facts["targets"] = list(view.targets)
     facts["created"] = f"{duration(time.time() - view.created_at_s)} ago"
     facts["keep_alive"] = "for ever" if view.keep_alive_s is None else duration(view.keep_alive_s)
     if view.upstream is not None:
@@ -278,7 +282,7 @@ def _num_parameters(layout: Layout) -> int:
     return sum(math.prod(spec.shape) for spec in layout.tensors if not spec.name.endswith(".scale"))
 
 
-def _throughput(manifest: Manifest, total_s: float) -> str:
+def _throughput(manifest: StoredManifest, total_s: float) -> str:
     return (
         f"{manifest.num_bytes:,} bytes in {len(manifest.chunks)} chunks, {total_s:.1f} s, "
         f"{manifest.num_bytes / total_s / 1e9:.2f} GB/s"

@@ -190,6 +190,11 @@ class Catalog:
             raise UnsupportedModel(f"the adapter `{found.name}` cannot be served: {reason}")
         return self._with_adapter(found)
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The names of models, by the other names that they answer to."""
+        return {alias: name for name, config in self._configs.items() for alias in config.aliases}
+
     def host_order(self, order: LoadModel, hosting: int) -> HostModel:
         """Return the order to host a model as the brain wants it, for a stay of that number."""
         entry = self._entries[order.model]
