@@ -114,4 +114,4 @@ def deploy(
 
 def _catalog(registry: Registry) -> Catalog:
     defaults = HearthConfig()
-    return Catalog(registry, {}, defaults.engine, defaults.service.keep_alive)
+    return Catalog(registry, {}, defaults.engine, defaults.service.keep_alive, is_served=False)

@@ -19,6 +19,7 @@ from hearth.errors import BadCheckpoint, UnsupportedModel
 from hearth.model_files import brief, read_object
 from hearth.models.adapter import MAX_RANK
 from hearth.models.adapter_pack import LoraModule, LoraModules
+from hearth.models.layout import Shape
 from hearth.models.pack import Checkpoint
 from hearth.store.hf import read_checkpoint
 
@@ -54,6 +55,9 @@ _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[
 
 #: The longest pattern of module names, and the most repetitions in it: a match tries their combinations.
 MAX_PATTERN_CHARS, MAX_REPEATS = 1024, 4
+_REPEAT = re.compile(r"[*+{]|(?<!\()\?")
+#: The most patterns, several for each projection of the largest models.
+MAX_PATTERNS = 4096
 #: The largest `lora_alpha`, of either sign.
 MAX_ALPHA = 1e6
 
@@ -83,10 +87,9 @@ def open_peft(directory: Path) -> PeftAdapter:
         ) from None
     config.check()
     checkpoint = read_checkpoint(directory, SAFETENSORS, PICKLE)
-    modules = {
-        module: LoraModule(a, b, config.scale(module, checkpoint[a].shape))
-        for module, (a, b) in _factors(checkpoint).items()
-    }
+    factors = _factors(checkpoint)
+    scales = config.scale_of({module: checkpoint[a].shape for module, (a, _) in factors.items()})
+    modules = {module: LoraModule(a, b, scales[module]) for module, (a, b) in factors.items()}
     config.check_targets(modules)
     return PeftAdapter(checkpoint, modules, config.base_name)
 
@@ -173,9 +176,16 @@ class _Config:
                     f"does not name: {brief(targets)}; save it again"
                 )
 
-    def scale(self, module: str, shape: tuple[int, ...]) -> float:
-        """Return how much the factors of a module count, whose `a` has that shape."""
-        rank = self._by_pattern("rank_pattern", module, self.fields.get("r", 8))
+    def scale_of(self, shapes: Mapping[str, Shape]) -> dict[str, float]:
+        """Return how much the factors of each module count, whose `a` has that shape."""
+        ranks = self._by_pattern("rank_pattern", self.fields.get("r", 8))
+        alphas = self._by_pattern("alpha_pattern", self.fields.get("lora_alpha", 8))
+        return {
+            module: self._scale(module, shape, ranks.of(module), alphas.of(module))
+            for module, shape in shapes.items()
+        }
+
+    def _scale(self, module: str, shape: Shape, rank: object, alpha: object) -> float:
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             raise BadCheckpoint(
                 f"a rank in `{self.path}` must be from 1 to {MAX_RANK}, given: {brief(rank)}; merge the "
@@ -186,7 +196,6 @@ class _Config:
                 f"the factors of `{module:.120}` have rank {shape[0] if shape else 0}, `{self.path}` says "
                 f"{rank}; save the adapter again"
             )
-        alpha = self._by_pattern("alpha_pattern", module, self.fields.get("lora_alpha", 8))
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= MAX_ALPHA:
             raise BadCheckpoint(
                 f"an alpha in `{self.path}` must be from {-MAX_ALPHA:g} to {MAX_ALPHA:g}, given: "
@@ -194,20 +203,20 @@ class _Config:
             )
         return alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
 
-    def _by_pattern(self, name: str, module: str, otherwise: object) -> object:
-        """Return the value of the first pattern that a module's name ends with, as PEFT finds it."""
+    def _by_pattern(self, name: str, otherwise: object) -> _ByPattern:
         patterns = self.fields.get(name) or {}
-        if not isinstance(patterns, dict):
-            raise BadCheckpoint(f"`{name}` of `{self.path}` must be an object, given: {brief(patterns)}")
-        for pattern, value in patterns.items():
-            if self._compiled(name, pattern).match(module):
-                return value
-        return otherwise
+        if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
+            raise BadCheckpoint(
+                f"`{name}` of `{self.path}` must be an object of up to {MAX_PATTERNS} patterns, given: "
+                f"{brief(patterns)}"
+            )
+        compiled = [(self._compiled(name, pattern), value) for pattern, value in patterns.items()]
+        return _ByPattern(tuple(compiled), otherwise)
 
     def _compiled(self, name: str, pattern: str) -> re.Pattern[str]:
         """Return a pattern that cannot keep the machine busy: one that repeats what repeats is refused."""
-        repeats = re.findall(r"[*+{]", pattern)
-        if len(pattern) > MAX_PATTERN_CHARS or len(repeats) > MAX_REPEATS or re.search(r"\)[*+{]", pattern):
+        num_repeats = len(_REPEAT.findall(pattern))
+        if len(pattern) > MAX_PATTERN_CHARS or num_repeats > MAX_REPEATS or re.search(r"\)[*+{]", pattern):
             raise BadCheckpoint(
                 f"`{name}` of `{self.path}` has a pattern that is too costly to try: {brief(pattern)}; "
                 f"limits: {MAX_PATTERN_CHARS} characters, {MAX_REPEATS} repetitions, none of a group; write "
@@ -219,3 +228,16 @@ class _Config:
             raise BadCheckpoint(
                 f"`{name}` of `{self.path}` has a pattern that is none: {brief(pattern)}: {error}"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _ByPattern:
+    """A value for each module, by patterns of names."""
+
+    patterns: tuple[tuple[re.Pattern[str], object], ...]
+    otherwise: object
+
+    def of(self, module: str) -> object:
+        """Return the value of the first pattern that a module's name ends with, as PEFT finds it."""
+        found = (value for pattern, value in self.patterns if pattern.match(module))
+        return next(found, self.otherwise)
