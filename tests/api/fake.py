@@ -97,6 +97,7 @@ class FakeGateway:
     deploy_failure: HearthError | None = None
     done: list[str] = field(default_factory=list)
     now_s: float = 0.0  #: by the clock of limits
+    adapters: list[ModelView] = field(default_factory=list)
     ended: list[ExchangeRecord] = field(default_factory=list)  #: HTTP exchanges
 
     def __post_init__(self) -> None:
@@ -168,9 +169,12 @@ class FakeGateway:
 
     def models(self, caller: Caller) -> list[ModelView]:
         self.callers.append(caller)
-        return [MODEL]
+        return [MODEL, *self.adapters]
 
     def model(self, name: str, caller: Caller = OPERATOR) -> ModelView:
+        adapter = next((one for one in self.adapters if one.name == name), None)
+        if adapter is not None:
+            return adapter
         if name not in ("tiny", "small"):
             raise UnknownModel(f"no model is deployed under `{name}`, there are: `tiny`; deploy it")
         return MODEL

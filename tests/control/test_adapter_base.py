@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployDone, DeployOrder, collect, deploying, register
+from hearth.control.deploy import DeployDone, DeployOrder, Task, _event_of, collect, register
 from hearth.control.deployed import Deployed, DeployedAdapter
-from hearth.control.deployer import carry_out
+from hearth.control.deployer import _work, carry_out
 from hearth.control.registry import Registry
 from hearth.errors import BadCheckpoint, HasAdapters, NameTaken, RequestError, UnknownModel
 from hearth.store.adapter_manifest import read_adapter_manifest
@@ -156,13 +155,21 @@ def test_a_base_with_adapters_is_replaced_only_by_what_they_fit(
 def test_the_process_that_deploys_returns_an_adapter(
     data_dir: DataDir, deployed: Deployed, lora: Path
 ) -> None:
-    async def events() -> list[object]:
-        order = DeployOrder(str(lora), base="tiny")
-        async with aclosing(deploying(order, data_dir)) as progress:
-            return [event async for event in progress]
+    class Lines:
+        """What the process writes to its standard output."""
 
-    *_, done = asyncio.run(events())
+        last = b""
+
+        def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+            self.write(event="progress", phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
+
+        def write(self, **fields: object) -> None:
+            self.last = msgspec.json.encode(fields)
+
+    lines = Lines()
+    order = DeployOrder(str(lora), base="t", aliases={"t": "tiny"})
+    assert _work(Task(order, str(data_dir.path)), lines) == 0  # type: ignore[arg-type] # writes elsewhere
+    done = _event_of(lines.last)
     assert isinstance(done, DeployDone)
     assert isinstance(done.deployed, DeployedAdapter)
-    assert done.deployed.base == "tiny"
-    assert not Path(done.deployed.directory).exists()  # nobody has registered it
+    assert (done.deployed.name, done.deployed.base) == ("my-lora", "tiny")

@@ -15,7 +15,7 @@ from hearth.errors import BadCheckpoint
 from hearth.models.families import read_arch
 from hearth.store.adapter_manifest import AdapterManifest, read_adapter_manifest
 from hearth.store.borrower import Borrower
-from hearth.store.convert_adapter import convert_adapter
+from hearth.store.convert_adapter import AdapterBase, convert_adapter
 from hearth.store.description import parse_description, read_description
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader, LoadPiece
@@ -34,7 +34,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     write_peft(root / "peft", rank=16)
     arch = read_arch(build("llama-gqa").directory)
-    convert_adapter(open_peft(root / "peft"), root / "made", arch, "bfloat16", chunk_bytes=64 << 10)
+    base = AdapterBase(arch, "bfloat16")
+    convert_adapter(open_peft(root / "peft"), root / "made", base, chunk_bytes=64 << 10)
     return root / "made"
 
 

@@ -16,7 +16,7 @@ from hearth.models.adapter import AdapterSlice, Projection
 from hearth.models.adapter_pack import AdapterSource
 from hearth.models.families import read_arch
 from hearth.store.adapter_manifest import read_adapter_manifest
-from hearth.store.convert_adapter import convert_adapter
+from hearth.store.convert_adapter import AdapterBase, convert_adapter
 from hearth.store.peft import open_peft
 from tests.models.zoo import build
 from tests.store.peft_files import PREFIX, Tensors, write_peft
@@ -32,7 +32,7 @@ def source_of(directory: Path, variant: str = LLAMA, dtype: str = "float32") -> 
 
 
 def convert(directory: Path, dest: Path, variant: str = LLAMA, dtype: str = "float32") -> None:
-    convert_adapter(open_peft(directory), dest, read_arch(build(variant).directory), dtype)
+    convert_adapter(open_peft(directory), dest, AdapterBase(read_arch(build(variant).directory), dtype))
 
 
 def renamed(old: str, new: str) -> Callable[[Tensors], object]:

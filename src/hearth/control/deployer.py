@@ -45,7 +45,7 @@ from hearth.policy.fleet.footprint import Facts
 from hearth.sizes import computed_dtype
 from hearth.store.adapter_manifest import AdapterManifest
 from hearth.store.description import read_description
-from hearth.store.manifest import WEIGHTS, Manifest, StoredManifest, of_model, read_manifest
+from hearth.store.manifest import WEIGHTS, Manifest, StoredManifest, of_model
 from hearth.store.tiers import Tiers
 from hearth.store.upstream import Upstream, write_upstream
 from hearth.store.verify import BadFile, verify
@@ -218,15 +218,15 @@ def _convert(
 def _convert_adapter(
     path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
 ) -> _Placed:
-    from hearth.store.convert_adapter import convert_adapter  # loads torch, as above
+    from hearth.store.convert_adapter import convert_adapter, read_base  # loads torch, as above
     from hearth.store.peft import open_peft
 
     adapter = open_peft(path)
     base = find_base(order, adapter.base_name, data_dir)
     place = data_dir.models_path / f"{file_name(name)}-{secrets.token_hex(4)}"
     manifest = convert_adapter(
-        *(adapter, place, read_manifest(Path(base.directory)).arch),
-        computed_dtype(base.facts.dtype, order.kind),
+        *(adapter, place),
+        replace(read_base(Path(base.directory)), dtype=computed_dtype(base.facts.dtype, order.kind)),
         store=data_dir.path,
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
     )

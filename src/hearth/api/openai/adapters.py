@@ -33,7 +33,6 @@ class LoadAdapterBody(OwnBody):
         None, max_length=128, description="The deployed model that it belongs to, if its config does not say."
     )
     load_inplace: bool = Field(False, description="Replace an adapter of that name.")
-    is_3d_lora_weight: bool = Field(False, description="Only `false` is supported.")
 
 
 class UnloadAdapterBody(OwnBody):
@@ -47,8 +46,6 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
     @routes.post(LOAD_ADAPTER_PATH, summary="Deploy a LoRA adapter, as vLLM's users do")
     async def load(body: LoadAdapterBody) -> Response:
         """Needs the rights to deploy. The adapter is there when this answers, and after a restart, too."""
-        if body.is_3d_lora_weight:
-            raise RequestError("`is_3d_lora_weight` is of adapters of experts, which are not supported")
         order = (_source_of(body.lora_path), body.lora_name, "auto", "none", body.load_inplace)
         try:
             async with aclosing(gateway.deploy(*order, base=body.base_model_name)) as events:
