@@ -193,14 +193,22 @@ class FakeGateway:
         return self.tokenizer_
 
     async def deploy(
-        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool, base: str | None = None
+        self,
+        source: str,
+        name: str | None,
+        dtype: str,
+        quant: str,
+        overwrite: bool,
+        base: str | None = None,
+        *,
+        is_adapter: bool = False,
     ) -> AsyncIterator[dict[str, object]]:
         if name == "tiny" and not overwrite:
             raise NameTaken("`tiny` is taken; use another name")
         yield {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2}
         if self.deploy_failure is not None:
             raise self.deploy_failure
-        of = "" if base is None else f" of {base}"
+        of = ("" if base is None else f" of {base}") + (" as adapter" if is_adapter else "")
         self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}{of}")
         yield {"event": "done", "model": MODEL}
 

@@ -69,7 +69,7 @@ def test_adapters_are_loaded_and_unloaded_in_the_words_of_vllm(
         200,
         "Success: LoRA adapter 'shop' removed successfully.",
     )
-    assert gateway.done == [f"deploy {source} shop auto none False of tiny", "remove shop"]
+    assert gateway.done == [f"deploy {source} shop auto none False of tiny as adapter", "remove shop"]
 
 
 def test_a_directory_comes_before_a_repository_of_that_name(
@@ -78,7 +78,7 @@ def test_a_directory_comes_before_a_repository_of_that_name(
     (tmp_path / "org" / "shop").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     request(gateway, "POST", LOAD, {"lora_name": "shop", "lora_path": "org/shop", "load_inplace": True})
-    assert gateway.done == ["deploy org/shop shop auto none True"]
+    assert gateway.done == ["deploy org/shop shop auto none True as adapter"]
 
 
 @pytest.mark.parametrize(

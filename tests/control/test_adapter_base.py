@@ -100,6 +100,9 @@ def test_what_no_adapter_can_have_is_refused(
         deploy(data_dir, checkpoint, base="tiny", name="new")
     with pytest.raises(RequestError, match="is a model and no adapter; deploy it without a base"):
         deploy(data_dir, converted, base="tiny", name="new")
+    for model in (checkpoint, converted):
+        with pytest.raises((BadCheckpoint, RequestError), match=r"adapter"):
+            deploy(data_dir, model, name="new", is_adapter=True)
     deploy(data_dir, lora, base="tiny", name="first")
     with pytest.raises(UnknownModel, match="no model is deployed under `first`"):
         deploy(data_dir, lora, base="first", name="second")

@@ -56,6 +56,7 @@ class DeployOrder:
     kind: str = "cpu"  #: of the devices that the model will run on
     overwrite: bool = False  #: replace a model of that name
     base: str | None = None  #: the model that the source is an adapter of; None: its config names it
+    is_adapter: bool = False  #: the source must be an adapter, as it must where there is a base
     aliases: Mapping[str, str] = field(default_factory=dict)  #: names of models, by their other names
 
 

@@ -87,6 +87,7 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
     name = check_name(default_name(source) if order.name is None else order.name)
     _refuse_taken(name, order.overwrite, data_dir)
     if order.base is not None:
+        order = replace(order, is_adapter=True)
         find_base(order, None, data_dir)  # before the work, too
     match source:
         case UrlSource(url):
@@ -99,7 +100,7 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
             with downloaded(
                 *(source, data_dir.downloads_path),
                 lambda done, total: on_progress("downloading", done, total),
-                is_adapter=order.base is not None,
+                is_adapter=order.is_adapter,
             ) as download:
                 placed = _convert(download.directory, name, order, data_dir, on_progress)
                 placed = replace(placed, commit=download.commit)
@@ -124,7 +125,7 @@ def _described(
         check_fit(manifest, base, order.kind, where)
         facts = adapter_facts_of(manifest)
         return DeployedAdapter(name, base.name, source, where, directory, manifest.digest, facts, now_s)
-    if order.base is not None:
+    if order.is_adapter:
         raise RequestError(f"`{source}` is a model and no adapter; deploy it without a base")
     tokenizer = Tokenizer.load(placed.directory)
     tokenizer.try_out()
@@ -198,7 +199,12 @@ def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _P
 def _convert(
     path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
 ) -> _Placed:
-    if order.base is not None or ((path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()):
+    is_adapter = (path / ADAPTER_CONFIG).is_file()
+    if order.is_adapter and not is_adapter:
+        raise BadCheckpoint(
+            f"no {ADAPTER_CONFIG} in `{path}`; an adapter is a directory that PEFT's `save_pretrained` wrote"
+        )
+    if order.is_adapter or (is_adapter and not (path / "config.json").is_file()):
         return _convert_adapter(path, name, order, data_dir, on_progress)
     from hearth.store.convert import convert  # loads torch, which takes seconds and not every order needs
 

@@ -277,13 +277,21 @@ class Gateway:
         return replace(self._catalog.view(entry), upstream=upstream)
 
     async def deploy(
-        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool, base: str | None = None
+        self,
+        source: str,
+        name: str | None,
+        dtype: str,
+        quant: str,
+        overwrite: bool,
+        base: str | None = None,
+        *,
+        is_adapter: bool = False,
     ) -> AsyncGenerator[dict[str, object], None]:
         """Yield progress as it is made; the last event holds the model. Leaving early calls it off.
 
-        `base`: of what is an adapter, where its config does not say it.
+        `base`: of what is an adapter, where its config does not say it. `is_adapter`: a model is refused.
         """
-        order = DeployOrder(source, name, dtype, quant, self._kind, overwrite, base)
+        order = DeployOrder(source, name, dtype, quant, self._kind, overwrite, base, is_adapter)
         async with aclosing(self._deployments.deploy(order)) as progress:
             async for event in progress:
                 if isinstance(event, DeployProgress):

@@ -48,7 +48,8 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
         """Needs the rights to deploy. The adapter is there when this answers, and after a restart, too."""
         order = (_source_of(body.lora_path), body.lora_name, "auto", "none", body.load_inplace)
         try:
-            async with aclosing(gateway.deploy(*order, base=body.base_model_name)) as events:
+            deploying = gateway.deploy(*order, body.base_model_name, is_adapter=True)
+            async with aclosing(deploying) as events:
                 async for _ in events:
                     pass
         except NameTaken:
