@@ -9,8 +9,8 @@ import pytest
 
 from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
+from hearth.control.deployed import Deployed
 from hearth.control.metrics import Metrics
-from hearth.control.registry import Deployed
 from hearth.control.snapshots import Snapshots
 from hearth.errors import SnapshotError
 from hearth.messages import (

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 from hearth.control.catalog import Catalog, CatalogEntry
@@ -22,8 +23,9 @@ from hearth.control.deploy import (
     remove_files,
     switch,
 )
+from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.driver import Driver
-from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.registry import Registry
 from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.upstream_view import upstream_view
 from hearth.control.views import UpstreamView
@@ -69,17 +71,23 @@ class Deployments:
         self._follow()
         return self._catalog.entries(allowed)
 
+    def adapters(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
+        """Return the adapters that fit their base: all, or those that names or aliases mean."""
+        self._follow()
+        return self._catalog.adapters(allowed)
+
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return the model that a name or an alias means, if it is `allowed`. Raises UnknownModel."""
+        """Return what a name or an alias means, if it is `allowed`, as `Catalog.find` does."""
         self._follow()
         return self._catalog.find(name, allowed)
 
     async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | CatalogEntry, None]:
-        """Yield progress as it is made, and last the model, which is offered then. Leaving calls it off.
+        """Yield progress as it is made, and last what is offered then. Leaving calls it off.
 
         Raises:
             HearthError: it cannot be done; whatever had the name before is offered as before.
         """
+        order = replace(order, aliases=self._catalog.aliases)
         async with aclosing(deploying(order, self._data_dir, self._errors)) as progress:
             async for event in progress:
                 if not isinstance(event, DeployDone):
@@ -94,24 +102,26 @@ class Deployments:
                         log.warning("files_left reason=%s", error)
                 yield self._catalog.find(event.deployed.name)
 
-    async def remove(self, name: str) -> None:
-        """Remove a model, and those of its files that were made for it.
+    async def remove(self, name: str, *, with_adapters: bool = False) -> None:
+        """Remove a model or an adapter, and those of its files that were made for it.
 
         Raises:
             UnknownModel: there is none.
+            HasAdapters: it has adapters, which are not to go with it.
             StoreError: files cannot be deleted. The model is gone all the same.
         """
         self._follow()
         if self._registry.location(name) is None:  # what the catalog could not read has a row, too
-            name = self._catalog.find(name).deployed.name
-        location = self._registry.remove(name)
+            name = self._catalog.find(name).name
+        locations = self._registry.remove(name, with_adapters=with_adapters)
         self._refresh()
-        await self._clear(location)
+        for location in locations:
+            await self._clear(location)
 
     async def upstream(
-        self, deployed: Deployed, *, look: bool, max_age_s: float = 0.0
+        self, deployed: Deployed | DeployedAdapter, *, look: bool, max_age_s: float = 0.0
     ) -> UpstreamView | None:
-        """Return what is known of where a model was deployed from; None where that is a path.
+        """Return what is known of where something was deployed from; None where that is a path.
 
         `look`: ask upstream first, by way of the keeper, which takes seconds at most; what it answered within
         the last `max_age_s` will do.
@@ -129,11 +139,12 @@ class Deployments:
         seen = await asyncio.to_thread(note_version, directory, version) or known
         return upstream_view(deployed, seen, has_looked=True, failure=None)
 
-    def _register(self, deployed: Deployed, overwrite: bool) -> ModelLocation | None:
-        """Register a model and return where what had its name lies.
+    def _register(self, deployed: Deployed | DeployedAdapter, overwrite: bool) -> ModelLocation | None:
+        """Register a model or an adapter, and return where what had its name lies.
 
         Raises:
             NameTaken: another model has the name.
+            HasAdapters, UnknownModel: as `Registry.replace`.
             ConfigError: the configuration forbids it.
         """
         if not Path(deployed.directory).is_dir():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from hearth.control.registry import LATEST
+from hearth.control.names import LATEST
 from hearth.control.views import ModelView, ResidentView
 from hearth.text.tool_calls import tool_format
 
@@ -69,7 +69,7 @@ def show_object(view: ModelView, template: str | None) -> dict[str, object]:
 def details(view: ModelView) -> dict[str, object]:
     level = _LEVEL_BY_DTYPE.get(view.dtype, view.dtype) if view.quant == "none" else view.quant.upper()
     return {
-        "parent_model": "",
+        "parent_model": "" if view.base is None else tagged(view.base),
         "format": "hearth",
         "family": "decoder",
         "families": ["decoder"],
