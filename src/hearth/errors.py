@@ -20,6 +20,7 @@
     │   ├── UnknownRequest    nothing is known of that request, or no longer
     │   ├── UnknownResponse   no response is stored under that id, or no longer
     │   ├── NameTaken         a model is deployed under that name, or it is busy
+    │   ├── HasAdapters       adapters of the model would be left without it
     │   ├── Unauthorized      the API key is missing or wrong
     │   ├── Forbidden         the API key is right, but not for this
     │   └── RateLimited       the API key has had what it may have for now; try again after `retry_s`
@@ -131,6 +132,10 @@ class UnknownResponse(RequestError):
 
 class NameTaken(RequestError):
     http_status, label = 409, "name_taken"
+
+
+class HasAdapters(RequestError):
+    http_status, label = 409, "has_adapters"
 
 
 class Unauthorized(RequestError):

@@ -12,8 +12,9 @@ from tokenizers import models, pre_tokenizers
 
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder
+from hearth.control.deployed import Deployed
 from hearth.control.deployer import carry_out
-from hearth.control.registry import Deployed, Registry
+from hearth.control.registry import Registry
 from hearth.store.convert import convert
 from tests.models.zoo import build
 

@@ -12,8 +12,9 @@ import pytest
 from hearth.config import EngineConfig, ModelConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Deployed, Registry
-from hearth.errors import ConfigError
+from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
+from hearth.control.registry import Registry
+from hearth.errors import ConfigError, UnknownModel, UnsupportedModel
 from hearth.messages import PrepareModel
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import LoadModel, Promise
@@ -191,3 +192,57 @@ def test_workers_prepare_for_each_of_two_models_that_have_no_more_than_their_dim
     orders = catalog(registry).prepare_orders()
     assert len(orders) == 2
     assert PrepareModel(ModelId("longer"), "/models/c", LIMITS) in orders
+
+
+ADAPTER = DeployedAdapter(
+    *("shop", BIG, "/lora", "/models/shop", "/models/shop", "digest of shop"),
+    AdapterFacts(4096, 64, LARGE.dtype, 8, ("qkv", "o"), LARGE.dimensions),
+    created_at_s=2.5,
+)
+
+
+def test_the_name_of_an_adapter_means_its_base_with_the_adapter(registry: Registry) -> None:
+    registry.add(ADAPTER)
+    known = catalog(registry, FITTING_BYTES)
+    entry = known.find("shop")
+    assert known.adapter("shop") == entry.adapter == ADAPTER
+    assert known.adapter(BIG) is None
+    assert replace(entry, adapter=None) == known.find(BIG)
+    assert [one.name for one in known.entries()] == [BIG]
+    assert [one.name for one in known.adapters()] == ["shop"]
+    view = known.view(entry)
+    assert (view.name, view.base, view.num_bytes, view.max_rank) == ("shop", BIG, 4096, 8)
+    assert view.max_context == entry.max_context
+
+
+def test_a_key_may_use_an_adapter_only_by_its_own_name(registry: Registry) -> None:
+    registry.add(ADAPTER)
+    known = catalog(registry, FITTING_BYTES)
+    assert known.adapter("shop", allowed=["shop"]) == ADAPTER
+    assert known.adapters(allowed=[BIG]) == []
+    with pytest.raises(UnknownModel, match="deployed: big"):
+        known.adapter("shop", allowed=[BIG])
+    with pytest.raises(UnknownModel, match="deployed: shop"):
+        known.find(BIG, allowed=["shop"])
+
+
+def test_an_adapter_has_aliases_and_a_pin_of_its_own_and_nothing_else(registry: Registry) -> None:
+    registry.add(ADAPTER)
+    configs = {"shop": ModelConfig(aliases=("clerk",), pinned=True, latency_weight=2.0)}
+    entry = Catalog(registry, configs, ENGINE, 300.0, "cuda", FITTING_BYTES).find("clerk")
+    assert entry.adapter == ADAPTER
+    assert (entry.config.pinned, entry.profile.is_pinned) == (True, False)
+    with pytest.raises(ConfigError, match=r"\[models.shop\] sets context, but `shop` is an adapter"):
+        Catalog(registry, {"shop": ModelConfig(context=64)}, ENGINE, 300.0, "cuda", FITTING_BYTES)
+
+
+def test_an_adapter_that_does_not_fit_its_base_is_refused_with_the_reason(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry.add(replace(ADAPTER, facts=replace(ADAPTER.facts, dtype="float32")))
+    known = catalog(registry, FITTING_BYTES)
+    with pytest.raises(UnsupportedModel, match=r"`shop` .* for float32, .* `big` is computed in bfloat16"):
+        known.adapter("shop")
+    assert known.adapters() == []
+    known.refresh()
+    assert len([one for one in caplog.records if "adapter_unfit" in one.getMessage()]) == 1

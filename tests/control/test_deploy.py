@@ -41,8 +41,9 @@ from hearth.control.deploy import (
     register,
     remove_files,
 )
+from hearth.control.deployed import Deployed, ModelLocation
 from hearth.control.deployer import _printable, carry_out
-from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.registry import Registry
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
 from hearth.errors import (
     BadCheckpoint,

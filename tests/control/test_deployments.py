@@ -17,6 +17,7 @@ from hearth.control import deployments as deployments_module
 from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, remove_files
+from hearth.control.deployed import Deployed, ModelLocation
 from hearth.control.deployer import carry_out
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
@@ -24,7 +25,7 @@ from hearth.control.journal import Journal
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
-from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.registry import Registry
 from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.views import UpstreamView
 from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel

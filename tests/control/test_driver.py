@@ -11,7 +11,8 @@ from msgspec import structs
 
 from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Deployed, Registry
+from hearth.control.deployed import Deployed
+from hearth.control.registry import Registry
 from hearth.control.views import Explanation, UnloadView
 from hearth.errors import EngineFailed, LogitsNotFinite, StoreError, UnknownModel
 from hearth.messages import (

@@ -13,11 +13,12 @@ import pytest
 from hearth.control.caller import ANYBODY, Caller, GroupId, KeyId, KeyTerms
 from hearth.control.correlation import Correlation
 from hearth.control.datadir import DataDir
+from hearth.control.deployed import Deployed
 from hearth.control.exchange_record import ExchangeRecord, set_current_exchange
 from hearth.control.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
 from hearth.control.gateway import Gateway
 from hearth.control.generation import GenerationRequest, TokenDelta
-from hearth.control.registry import Deployed, Registry
+from hearth.control.registry import Registry
 from hearth.control.request_checks import MIN_TEXT_CHARS
 from hearth.control.timeline import Timeline
 from hearth.control.worker_ending import WorkerEnding

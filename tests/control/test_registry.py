@@ -18,9 +18,19 @@ from hypothesis import strategies as st
 from bench.failing_disk import failing_writes
 from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
+from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
+from hearth.control.names import Names, check_name, file_name
 from hearth.control.nearest_name import MAX_COMPARED
-from hearth.control.registry import Deployed, Names, Registry, check_name, file_name
-from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreError, UnknownModel
+from hearth.control.registry import Registry
+from hearth.errors import (
+    ConfigError,
+    DataDirError,
+    HasAdapters,
+    NameTaken,
+    RequestError,
+    StoreError,
+    UnknownModel,
+)
 from tests.policy.fleet.test_footprint import LARGE
 
 TINY = Deployed("tiny", "/source", "/models/tiny", "/models/tiny", "0" * 32, LARGE, 1.5)
@@ -75,7 +85,7 @@ def test_a_name_is_taken_once_and_can_be_replaced(data_dir: DataDir) -> None:
 def test_a_removed_model_is_returned_and_gone(data_dir: DataDir) -> None:
     with Registry.open(data_dir) as registry:
         registry.add(TINY)
-        assert registry.remove("tiny") == TINY.location
+        assert registry.remove("tiny") == [TINY.location]
         with pytest.raises(UnknownModel, match="no model is deployed under `tiny`"):
             registry.remove("tiny")
 
@@ -126,7 +136,7 @@ def test_a_row_that_cannot_be_read_hides_no_other_and_can_go(
         assert re.search(r"row_skipped .*facts of `tiny` that cannot be read: .*; deploy it", caplog.text)
         assert registry.location("tiny") == TINY.location
         assert registry.locations() == [OTHER.location, TINY.location]
-        assert registry.remove("tiny") == TINY.location
+        assert registry.remove("tiny") == [TINY.location]
         assert registry.locations() == [OTHER.location]
 
 
@@ -323,3 +333,83 @@ def test_who_may_know_of_some_models_is_told_of_no_other() -> None:
         told.add(str(refused.value).replace(hidden, "NAME"))
     assert told == {"no model is deployed under `NAME`; deployed: gpt-4, tiny"}
     assert names.allowed(["gpt-4", "not-deployed"]) == {"tiny"}
+
+
+ADAPTER = DeployedAdapter(
+    *("shop", "tiny", "/lora", "/models/shop", "/models/shop", "1" * 32),
+    AdapterFacts(4096, 64, LARGE.dtype, 8, ("qkv",), LARGE.dimensions),
+    created_at_s=2.5,
+)
+
+
+def test_an_adapter_is_kept_beside_its_base_and_apart_from_models(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(ADAPTER)
+    with Registry.open(data_dir) as registry:
+        assert registry.all() == [TINY]
+        assert registry.adapters() == [ADAPTER]
+        assert registry.location("shop") == ADAPTER.location
+        assert set(registry.locations()) == {TINY.location, ADAPTER.location}
+
+
+def test_models_and_adapters_share_their_names(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(ADAPTER)
+        with pytest.raises(NameTaken, match="`shop`"):
+            registry.add(replace(TINY, name="shop"))
+        with pytest.raises(NameTaken, match="`shop`"):
+            registry.add(ADAPTER)
+        registry.replace(replace(TINY, name="shop"))
+        assert registry.adapters() == []
+
+
+@pytest.mark.parametrize("base", ["nobody", "shop", "other-lora"])
+def test_an_adapter_needs_a_model_that_is_deployed(data_dir: DataDir, base: str) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(replace(ADAPTER, name="other-lora"))
+        with pytest.raises(UnknownModel, match=f"no model that is deployed: `{base}`; .*--base"):
+            registry.add(replace(ADAPTER, base=base))
+
+
+def test_a_base_goes_with_its_adapters_or_not_at_all(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(ADAPTER)
+        with pytest.raises(HasAdapters, match=r"`tiny` has adapters.*shop; .*--with-adapters"):
+            registry.remove("tiny")
+        assert registry.all() == [TINY]
+        assert registry.remove("tiny", with_adapters=True) == [TINY.location, ADAPTER.location]
+        assert registry.locations() == []
+
+
+def test_an_adapter_is_removed_alone(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(ADAPTER)
+        assert registry.remove("shop") == [ADAPTER.location]
+        assert registry.all() == [TINY]
+
+
+def test_a_base_is_replaced_only_by_what_its_adapters_fit(data_dir: DataDir) -> None:
+    wider = replace(LARGE, dimensions=replace(LARGE.dimensions, hidden_size=1))
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(ADAPTER)
+        registry.replace(replace(TINY, source="elsewhere", facts=replace(LARGE, quant="int8")))
+        for unfit in (replace(TINY, facts=wider), replace(ADAPTER, name="tiny", base="tiny")):
+            with pytest.raises((HasAdapters, UnknownModel), match=r"shop|tiny"):
+                registry.replace(unfit)
+
+
+def test_a_registry_of_an_older_hearth_learns_of_adapters(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+    with sqlite3.connect(data_dir.registry_path) as connection:
+        connection.execute("alter table models drop column base")
+    connection.close()
+    with Registry.open(data_dir) as registry, Registry.open(data_dir):
+        registry.add(ADAPTER)
+        assert (registry.all(), registry.adapters()) == ([TINY], [ADAPTER])

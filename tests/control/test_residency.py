@@ -11,7 +11,8 @@ from pathlib import Path
 from hearth.config import EngineConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Deployed, Registry
+from hearth.control.deployed import Deployed
+from hearth.control.registry import Registry
 from hearth.control.residency import ResidencyReporter
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import ModelId, Rung

@@ -16,8 +16,8 @@ import pytest
 
 from hearth.api.app import ApiLimits, create_app
 from hearth.control.datadir import DataDir
+from hearth.control.deployed import Deployed
 from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.registry import Deployed
 from hearth.control.tracing import Tracing, Untraced, tracing_of
 from tests.control.gateway_rig import GatewayRig, RecordingLink, emit, with_rig
 

@@ -20,8 +20,9 @@ from hearth.cli import app
 from hearth.control import upgrade as control_upgrade
 from hearth.control.datadir import VERSION, DataDir
 from hearth.control.deploy import collect, opened_lock
+from hearth.control.deployed import Deployed
 from hearth.control.journal import Journal, replay
-from hearth.control.registry import Deployed, Registry
+from hearth.control.registry import Registry
 from hearth.control.upgrade import roll_back, upgrade, upgrade_directory
 from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing, DataDirError, NameTaken
 from hearth.models.layout import layout_of

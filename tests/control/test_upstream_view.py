@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hearth.control.registry import Deployed
+from hearth.control.deployed import Deployed
 from hearth.control.upstream_view import upstream_view
 from hearth.store.upstream import Change, Upstream
 

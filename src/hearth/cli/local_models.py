@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from hearth.config import HearthConfig, ModelConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Deployed, Names, Registry
+from hearth.control.deployed import Deployed
+from hearth.control.names import Names
+from hearth.control.registry import Registry
 from hearth.control.views import ModelView, UpstreamView
 from hearth.errors import HearthError
 
@@ -73,15 +75,16 @@ def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[
     ]
 
 
-def remove(data_dir: Path, name: str) -> None:
-    """Remove a model and the files that were made for it. Raises UnknownModel."""
+def remove(data_dir: Path, name: str, *, with_adapters: bool = False) -> None:
+    """Remove a model and the files that were made for it. Raises UnknownModel, HasAdapters."""
     from hearth.control.deploy import remove_files
 
     if not DataDir(data_dir).registry_path.exists():
         raise Names([], {}).unknown(name)
     opened = DataDir.open(data_dir)
     with Registry.open(opened) as registry:
-        remove_files(registry.remove(name), opened)
+        for location in registry.remove(name, with_adapters=with_adapters):
+            remove_files(location, opened)
 
 
 def deploy(

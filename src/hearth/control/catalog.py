@@ -1,16 +1,18 @@
-"""The deployed models as brain and workers need to know them. Stores nothing: that is the registry."""
+"""Deployed models and adapters as brain and workers need to know them. Stores nothing: the registry does."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from hearth.config import EngineConfig, ModelConfig
-from hearth.control.registry import Deployed, Names, Registry
+from hearth.control.deployed import Deployed, DeployedAdapter
+from hearth.control.names import Names, listed
+from hearth.control.registry import Registry
 from hearth.control.views import ModelView
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, UnsupportedModel
 from hearth.messages import HostModel, PrepareModel
 from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import LoadModel, ModelProfile
@@ -29,14 +31,20 @@ TURN_SHARE = 31 / 32
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A deployed model with its configuration."""
+    """A deployed model with its configuration, perhaps to be asked for by way of an adapter."""
 
     deployed: Deployed
-    config: ModelConfig
+    config: ModelConfig  #: of the adapter, if there is one
     limits: StepLimits
     max_context: int
     profile: ModelProfile
     pace: Pace
+    adapter: DeployedAdapter | None = None  #: None: the model itself is meant
+
+    @property
+    def name(self) -> str:
+        """The name of what is meant: model or adapter."""
+        return self.deployed.name if self.adapter is None else self.adapter.name
 
     @property
     def is_cut(self) -> bool:
@@ -84,7 +92,10 @@ class Catalog:
         self._pace, self._takes_turns = pace or Pace(), takes_turns
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
+        #: Adapters that do not fit their base, with the reason, as they have been logged.
+        self._misfits: dict[str, str] = {}
         self._entries: dict[ModelId, CatalogEntry] = {}
+        self._adapters: dict[str, DeployedAdapter] = {}
         self.refresh()
 
     def check_settings(self) -> None:
@@ -101,11 +112,15 @@ class Catalog:
 
     def refresh(self) -> None:
         """Read the registry again."""
-        deployed = self._registry.all()
-        names = Names(deployed, self._configs)
+        deployed, adapters = self._registry.all(), self._registry.adapters()
+        names = Names([*deployed, *adapters], self._configs)
+        for adapter in adapters:
+            _check_adapter_config(adapter.name, self._configs.get(adapter.name, ModelConfig()))
         entries = {ModelId(one.name): self._entry(one) for one in deployed}
-        self._names, self._entries = names, entries  # both or, where the configuration is wrong, neither
+        self._names, self._entries = names, entries  # all or, where the configuration is wrong, none
+        self._adapters = {adapter.name: adapter for adapter in adapters}
         self._log_cuts()
+        self._log_misfits()
 
     def _log_cuts(self) -> None:
         cuts = {entry.deployed.name: entry.max_context for entry in self.entries() if entry.is_cut}
@@ -117,6 +132,14 @@ class Catalog:
                     *(name, context, made_for, self._budget_bytes),
                 )
         self._cuts = cuts
+
+    def _log_misfits(self) -> None:
+        reasons = {adapter.name: self._misfit(adapter) for adapter in self._adapters.values()}
+        misfits = {name: reason for name, reason in reasons.items() if reason is not None}
+        for name, reason in misfits.items():
+            if self._misfits.get(name) != reason:
+                log.warning("adapter_unfit adapter=%s reason=%s", name, reason)
+        self._misfits = misfits
 
     def fit(self, budget_bytes: int) -> list[CatalogEntry]:
         """Take the budget of the first worker that is there. Returns what is served otherwise from now on."""
@@ -135,9 +158,37 @@ class Catalog:
         names = self._names.allowed(allowed)
         return [entry for name, entry in self._entries.items() if name in names]
 
+    def adapters(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
+        """Return the adapters that fit their base: all, or those that names or aliases mean."""
+        names = None if allowed is None else self._names.allowed(allowed)
+        return [
+            self._with_adapter(adapter)
+            for adapter in self._adapters.values()
+            if (names is None or adapter.name in names) and self._misfit(adapter) is None
+        ]
+
+    def adapter(self, name: str, allowed: Collection[str] | None = None) -> DeployedAdapter | None:
+        """Return the adapter that a name or an alias means, if it is `allowed`; None: it means a model.
+
+        Raises:
+            UnknownModel: it means neither.
+            UnsupportedModel: the adapter does not fit its base.
+        """
+        return self.find(name, allowed).adapter
+
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return the model that a name or an alias means, if it is `allowed`. Raises UnknownModel."""
-        return self._entries[ModelId(self._names.resolve(name, allowed).name)]
+        """Return the model that a name or an alias means, if it is `allowed`; for an adapter's name its base.
+
+        Raises:
+            UnknownModel: there is none.
+            UnsupportedModel: an adapter is meant that does not fit its base.
+        """
+        found = self._names.resolve(name, allowed)
+        if isinstance(found, Deployed):
+            return self._entries[ModelId(found.name)]
+        if (reason := self._misfit(found)) is not None:
+            raise UnsupportedModel(f"the adapter `{found.name}` cannot be served: {reason}")
+        return self._with_adapter(found)
 
     def host_order(self, order: LoadModel, hosting: int) -> HostModel:
         """Return the order to host a model as the brain wants it, for a stay of that number."""
@@ -172,6 +223,8 @@ class Catalog:
         return [entry.prepare_order for entry in alike.values()]
 
     def view(self, entry: CatalogEntry) -> ModelView:
+        if entry.adapter is not None:
+            return _adapter_view(entry, entry.adapter, self.view(self._entries[entry.profile.model]))
         deployed, facts, keep_alive_s = entry.deployed, entry.deployed.facts, entry.profile.keep_alive_s
         return ModelView(
             name=deployed.name,
@@ -189,6 +242,26 @@ class Catalog:
             keep_alive_s=None if math.isinf(keep_alive_s) else keep_alive_s,
             is_pinned=entry.profile.is_pinned,
         )
+
+    def _with_adapter(self, adapter: DeployedAdapter) -> CatalogEntry:
+        base, config = self._entries[ModelId(adapter.base)], self._configs.get(adapter.name, ModelConfig())
+        return replace(base, config=config, adapter=adapter)
+
+    def _misfit(self, adapter: DeployedAdapter) -> str | None:
+        """Return why an adapter cannot be served by its base; None: it can."""
+        base = self._entries.get(ModelId(adapter.base))
+        if base is None:
+            return f"its base `{adapter.base}` is not deployed; deploy that, or the adapter with another"
+        facts = base.deployed.facts
+        computed = computed_dtype(facts.dtype, self._kind)
+        if adapter.facts.dimensions != facts.dimensions:
+            return f"it was made for other dimensions than `{adapter.base}` has; deploy it again"
+        if adapter.facts.dtype != computed:
+            return (
+                f"it was made for {adapter.facts.dtype}, but `{adapter.base}` is computed in {computed}; "
+                "deploy it again with `--overwrite`"
+            )
+        return None
 
     def _entry(self, deployed: Deployed) -> CatalogEntry:
         config, facts = self._configs.get(deployed.name, ModelConfig()), deployed.facts
@@ -238,3 +311,35 @@ class Catalog:
         if config.context is not None or not bounds:
             return context_of(facts, config.context)
         return fitted_context(facts, self._kind, limits, min(bounds))
+
+
+def _adapter_view(entry: CatalogEntry, adapter: DeployedAdapter, base: ModelView) -> ModelView:
+    return replace(
+        base,
+        name=adapter.name,
+        aliases=entry.config.aliases,
+        source=adapter.source,
+        where=adapter.where,
+        digest=adapter.digest,
+        created_at_s=adapter.created_at_s,
+        num_bytes=adapter.num_bytes,
+        num_parameters=adapter.facts.num_parameters,
+        dtype=adapter.facts.dtype,
+        quant="none",
+        is_pinned=entry.config.pinned,
+        base=adapter.base,
+        max_rank=adapter.facts.max_rank,
+        targets=adapter.facts.targets,
+    )
+
+
+def _check_adapter_config(name: str, config: ModelConfig) -> None:
+    """Refuse settings that are those of a whole model. Raises ConfigError."""
+    known = ("aliases", "pinned", "latency_weight")
+    plain = ModelConfig(**{field: getattr(config, field) for field in known})
+    if config != plain:
+        wrong = [one.name for one in fields(config) if getattr(config, one.name) != getattr(plain, one.name)]
+        raise ConfigError(
+            f"[models.{name}] sets {listed(wrong)}, but `{name}` is an adapter: only "
+            f"{listed(known)} can be its own; the rest is set for its base"
+        )

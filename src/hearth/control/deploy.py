@@ -30,7 +30,8 @@ from pathlib import Path
 import msgspec
 
 from hearth.control.datadir import DataDir, is_locked
-from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.deployed import Deployed, ModelLocation
+from hearth.control.registry import Registry
 from hearth.errors import DataDirError, ServiceError, StoreError, error_of
 from hearth.store.writer import LOCK
 

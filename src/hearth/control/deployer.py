@@ -27,7 +27,9 @@ import msgspec
 from hearth.config import StoreConfig
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, Task
-from hearth.control.registry import Deployed, Registry, check_name, file_name, name_taken
+from hearth.control.deployed import Deployed
+from hearth.control.names import check_name, file_name
+from hearth.control.registry import Registry, name_taken
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
 from hearth.errors import BadCheckpoint, HearthError
 from hearth.policy.fleet.footprint import Facts

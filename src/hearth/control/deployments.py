@@ -14,8 +14,9 @@ from pathlib import Path
 from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployDone, DeployOrder, DeployProgress, deploying, remove_files, switch
+from hearth.control.deployed import Deployed, ModelLocation
 from hearth.control.driver import Driver
-from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.registry import Registry
 from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.upstream_view import upstream_view
 from hearth.control.views import UpstreamView
@@ -61,8 +62,13 @@ class Deployments:
         self._follow()
         return self._catalog.entries(allowed)
 
+    def adapters(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
+        """Return the adapters that fit their base: all, or those that names or aliases mean."""
+        self._follow()
+        return self._catalog.adapters(allowed)
+
     def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
-        """Return the model that a name or an alias means, if it is `allowed`. Raises UnknownModel."""
+        """Return what a name or an alias means, if it is `allowed`, as `Catalog.find` does."""
         self._follow()
         return self._catalog.find(name, allowed)
 
@@ -86,19 +92,21 @@ class Deployments:
                         log.warning("files_left reason=%s", error)
                 yield self._catalog.find(event.deployed.name)
 
-    async def remove(self, name: str) -> None:
-        """Remove a model, and those of its files that were made for it.
+    async def remove(self, name: str, *, with_adapters: bool = False) -> None:
+        """Remove a model or an adapter, and those of its files that were made for it.
 
         Raises:
             UnknownModel: there is none.
+            HasAdapters: it has adapters, which are not to go with it.
             StoreError: files cannot be deleted. The model is gone all the same.
         """
         self._follow()
         if self._registry.location(name) is None:  # what the catalog could not read has a row, too
-            name = self._catalog.find(name).deployed.name
-        location = self._registry.remove(name)
+            name = self._catalog.find(name).name
+        locations = self._registry.remove(name, with_adapters=with_adapters)
         self._refresh()
-        await self._clear(location)
+        for location in locations:
+            await self._clear(location)
 
     async def upstream(
         self, deployed: Deployed, *, look: bool, max_age_s: float = 0.0

@@ -1,98 +1,40 @@
-"""The deployed models, in a SQLite file that several processes may open. Touches no model's files."""
+"""Deployed models and adapters, in a SQLite file that several processes may open. Touches no model's files.
+
+An adapter is a row with a `base`. An older Hearth cannot read its facts, and leaves it out.
+"""
 
 from __future__ import annotations
 
 import logging
-import re
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
-from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
-from hearth.control.nearest_name import NearestName
-from hearth.errors import (
-    ConfigError,
-    DataDirError,
-    NameTaken,
-    RequestError,
-    StoreError,
-    StoreFull,
-    UnknownModel,
-)
+from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter, ModelLocation
+from hearth.control.names import Names, check_name, listed
+from hearth.errors import DataDirError, HasAdapters, NameTaken, StoreError, StoreFull, UnknownModel
 from hearth.policy.fleet.footprint import Facts
 
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
 WAIT_S, LOOP_WAIT_S = 10.0, 1.0
-#: Parts as hubs have them, `org/name:tag`. What begins with `hf:` would be a source.
-_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_NAME = re.compile(rf"(?!hf:){_PART}([/:]{_PART})*", re.ASCII)
-MAX_NAME_CHARS = 128
-#: The tag of a name that has none, as users of Ollama write it.
-LATEST = ":latest"
-#: The most names that a message lists.
-_MAX_LISTED = 10
 
 _SCHEMA = """
 create table if not exists models (
     name text primary key, source text not null, location text not null, directory text not null,
-    digest text not null, facts text not null, created_at_s real not null
+    digest text not null, facts text not null, created_at_s real not null, base text
 ) without rowid
 """
 _RENAMED_SCHEMA = "create table if not exists renamed_digests (old text primary key, new text not null)"
-_FIELDS = "name, source, location, directory, digest, facts, created_at_s"
+_FIELDS = "name, source, location, directory, digest, facts, created_at_s, base"
+
+#: All that a row holds, in the order of _FIELDS.
+_Row = tuple[str, str, str, str, str, str, float, str | None]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLocation:
-    """The files of a model: where they are loaded from, and where its small files lie."""
-
-    where: str  #: the directory or URL that it is loaded from
-    directory: str  #: where its manifest and its tokenizer lie: `where`, or the local copy of a URL's
-
-
-@dataclass(frozen=True, slots=True)
-class Deployed:
-    """A model that the service offers. Becomes JSON."""
-
-    name: str
-    source: str  #: what it was deployed from
-    where: str  #: this and the next as in `ModelLocation`
-    directory: str
-    digest: str  #: of the manifest
-    facts: Facts
-    created_at_s: float  #: since the epoch
-
-    @property
-    def location(self) -> ModelLocation:
-        return ModelLocation(self.where, self.directory)
-
-
-def check_name(name: str) -> str:
-    """Return a name that a model may have: in no path or address would it lead anywhere else.
-
-    Raises:
-        RequestError: it may not.
-    """
-    if len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None or ".." in name:
-        raise RequestError(
-            f"a name is 1 to {MAX_NAME_CHARS} letters, digits, `.`, `_` or `-`, in parts between `/` or `:` "
-            "that begin with a letter or digit, without two dots in a row or `hf:` at its beginning, given: "
-            f"{name!r:.80}"
-        )
-    return name
-
-
-def file_name(name: str) -> str:
-    """Return the name of a model as that of a file, which may stand for several models."""
-    return re.sub("[/:]", "--", check_name(name))
 
 
 class Registry:
@@ -108,6 +50,7 @@ class Registry:
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_SCHEMA)
             self._connection.execute(_RENAMED_SCHEMA)
+        self._add_base()
         self._seen_version = -1
 
     @staticmethod
@@ -141,26 +84,43 @@ class Registry:
                 self._execute("rollback")
             raise
 
-    def add(self, deployed: Deployed) -> None:
-        """Register a model. Raises NameTaken."""
+    def add(self, deployed: Deployed | DeployedAdapter) -> None:
+        """Register a model or an adapter. Raises NameTaken, and as `replace` does."""
         try:
             self._write("insert", deployed)
         except sqlite3.IntegrityError:
             raise name_taken(deployed.name) from None
 
-    def replace(self, deployed: Deployed) -> None:
-        """Register a model instead of whatever had its name before."""
+    def replace(self, deployed: Deployed | DeployedAdapter) -> None:
+        """Register a model or an adapter instead of whatever had its name before.
+
+        Raises:
+            UnknownModel: an adapter's base is not deployed.
+            HasAdapters: what had the name has adapters, which would not fit.
+        """
         self._write("insert or replace", deployed)
 
-    def remove(self, name: str) -> ModelLocation:
-        """Forget a model and return where its files lie. Raises UnknownModel."""
+    def remove(self, name: str, *, with_adapters: bool = False) -> list[ModelLocation]:
+        """Forget a model or an adapter, and return where all files lie that belonged to it.
+
+        Raises:
+            UnknownModel: there is none.
+            HasAdapters: it has adapters, and nobody said that they may go, too.
+        """
         with self.transaction():
             location = self.location(name)
             if location is None:
-                raise Names(self.all(), {}).unknown(name)
-            self._execute("delete from models where name = ?", name)
+                raise Names([*self.all(), *self.adapters()], {}).unknown(name)
+            rows = self._execute("select name, location, directory from models where base = ?", name)
+            adapters = {adapter: ModelLocation(*place) for adapter, *place in rows.fetchall()}
+            if adapters and not with_adapters:
+                raise HasAdapters(
+                    f"`{name}` has adapters, which are nothing without it: {listed(list(adapters))}; remove "
+                    "them first, or together with it: `hearth rm --with-adapters`, `?with_adapters=true`"
+                )
+            self._execute("delete from models where name = ? or base = ?", name, name)
             self._data_dir.forget_upgrade()
-        return location
+        return [location, *adapters.values()]
 
     def upgrade(self, changes: Iterable[tuple[Deployed, Deployed]]) -> None:
         """Write what an upgrade has made of models, each before and after, all at once.
@@ -197,13 +157,11 @@ class Registry:
 
     def all(self) -> list[Deployed]:
         """Return all models by name, without rows that cannot be read: they must not hide the others."""
-        found = []
-        for row in self._execute(f"select {_FIELDS} from models order by name").fetchall():
-            try:
-                found.append(self._deployed(row))
-            except DataDirError as error:
-                log.warning("row_skipped reason=%s", error)
-        return found
+        return [one for one in self._read("base is null") if isinstance(one, Deployed)]
+
+    def adapters(self) -> list[DeployedAdapter]:
+        """Return all adapters as `all` does, also those whose base an older Hearth has removed."""
+        return [one for one in self._read("base is not null") if isinstance(one, DeployedAdapter)]
 
     def has_changed(self) -> bool:
         """True if another connection has written since this was asked last. Takes microseconds."""
@@ -211,31 +169,76 @@ class Registry:
         before, self._seen_version = self._seen_version, version
         return bool(version != before)
 
-    def _write(self, verb: str, deployed: Deployed) -> None:
+    def _add_base(self) -> None:
+        """Give a file of an older Hearth the column of adapters."""
+        if self._has_base():
+            return
+        with self.transaction():
+            if not self._has_base():
+                self._execute("alter table models add column base text")
+
+    def _has_base(self) -> bool:
+        return any(column == "base" for _, column, *_ in self._execute("pragma table_info(models)"))
+
+    def _adapters_of(self, base: str) -> list[DeployedAdapter]:
+        return [one for one in self._read("base = ?", base) if isinstance(one, DeployedAdapter)]
+
+    def _read(self, condition: str, *values: str) -> Iterator[Deployed | DeployedAdapter]:
+        selected = f"select {_FIELDS} from models where {condition} order by name"
+        for row in self._execute(selected, *values).fetchall():
+            try:
+                yield self._deployed(row)
+            except DataDirError as error:
+                log.warning("row_skipped reason=%s", error)
+
+    def _write(self, verb: str, deployed: Deployed | DeployedAdapter) -> None:
+        self._check(deployed)
         self._put(verb, deployed)
         self._data_dir.forget_upgrade()  # not before: a name that is taken changes nothing
 
-    def _put(self, verb: str, deployed: Deployed) -> None:
+    def _check(self, deployed: Deployed | DeployedAdapter) -> None:
+        """Refuse an adapter without a base, and whatever would leave others so."""
+        mine = self._adapters_of(deployed.name)
+        if isinstance(deployed, DeployedAdapter):
+            is_base = "select 1 from models where name = ? and base is null"
+            if deployed.base == deployed.name or not self._execute(is_base, deployed.base).fetchall():
+                raise UnknownModel(
+                    f"the base of `{deployed.name}` is no model that is deployed: `{deployed.base}`; deploy "
+                    "that first, or name another with `--base`"
+                )
+        else:
+            mine = [adapter for adapter in mine if not adapter.fits(deployed.facts)]
+        if mine:
+            raise HasAdapters(
+                f"`{deployed.name}` has adapters that would not fit what is to replace it: "
+                f"{listed([adapter.name for adapter in mine])}; remove them first, or choose another name"
+            )
+
+    def _put(self, verb: str, deployed: Deployed | DeployedAdapter) -> None:
+        base = deployed.base if isinstance(deployed, DeployedAdapter) else None
         self._execute(
-            f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?)",
+            f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?, ?)",
             *(check_name(deployed.name), deployed.source, deployed.where, deployed.directory),
-            *(deployed.digest, msgspec.json.encode(deployed.facts).decode(), deployed.created_at_s),
+            *(deployed.digest, msgspec.json.encode(deployed.facts).decode(), deployed.created_at_s, base),
         )
 
-    def _execute(self, statement: str, *values: str | float) -> sqlite3.Cursor:
+    def _execute(self, statement: str, *values: str | float | None) -> sqlite3.Cursor:
         with self._translated():
             return self._connection.execute(statement, values)
 
-    def _deployed(self, row: tuple[str, str, str, str, str, str, float]) -> Deployed:
-        name, source, where, directory, digest, facts, created_at_s = row
+    def _deployed(self, row: _Row) -> Deployed | DeployedAdapter:
+        name, source, where, directory, digest, facts, created_at_s, base = row
         try:
-            known = msgspec.json.decode(facts, type=Facts)
+            if base is None:
+                known = msgspec.json.decode(facts, type=Facts)
+                return Deployed(name, source, where, directory, digest, known, created_at_s)
+            of_adapter = msgspec.json.decode(facts, type=AdapterFacts)
+            return DeployedAdapter(name, base, source, where, directory, digest, of_adapter, created_at_s)
         except msgspec.DecodeError as error:
             raise DataDirError(
                 f"`{self._path}` holds facts of `{name}` that cannot be read: {error}; deploy it again with "
                 "`--overwrite`, or remove it"
             ) from error
-        return Deployed(name, source, where, directory, digest, known, created_at_s)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -262,97 +265,3 @@ def name_taken(name: str) -> NameTaken:
     return NameTaken(
         f"a model is deployed as `{name}` already; choose another name, or replace it with `--overwrite`"
     )
-
-
-class Names:
-    """The names that requests may call models by: their own, and aliases of the configuration."""
-
-    def __init__(self, deployed: Iterable[Deployed], models: Mapping[str, ModelConfig]) -> None:
-        """Read the aliases; the settings of a model that is not deployed yet wait for it.
-
-        Raises:
-            ConfigError: an alias means two models, or no model can have the name of a table.
-        """
-        self._by_name = {model.name: model for model in deployed}
-        self._models = models
-        self._name_by_alias: dict[str, str] = {}
-        for name, config in models.items():
-            _check_table(name)
-            for alias in config.aliases:
-                is_own = alias in self._by_name or alias in models
-                other = alias if is_own else self._name_by_alias.get(alias, name)
-                if other != name:
-                    raise ConfigError(
-                        f"the alias `{alias}` of model `{name}` means model `{other}` too; give it to one"
-                    )
-                self._name_by_alias[alias] = name
-
-    def resolve(self, name: str, allowed: Collection[str] | None = None) -> Deployed:
-        """Return the model that a name or an alias means, one of those that are `allowed`; None: all.
-
-        Raises:
-            UnknownModel: there is none, or it is not allowed, which nobody can tell apart.
-        """
-        found = self._by_name.get(self._own_name(name))
-        if allowed is not None and (found is None or found.name not in self.allowed(allowed)):
-            raise self._unknown_among(name, self.allowed(allowed))
-        if found is None:
-            raise self.unknown(name)
-        return found
-
-    def allowed(self, allowed: Collection[str]) -> set[str]:
-        """Return the deployed models that names or aliases mean; what is not deployed means none."""
-        return {self._own_name(one) for one in allowed} & self._by_name.keys()
-
-    def waiting(self) -> dict[str, str]:
-        """Return the models whose settings wait until they are deployed, with hints at what was meant."""
-        return {name: self._hint(name) for name in self._models if name not in self._by_name}
-
-    def unknown(self, name: str) -> UnknownModel:
-        return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
-
-    def _own_name(self, name: str) -> str:
-        """Return the own name of the model that is meant; a tag `latest` may be there or left out."""
-        for spelt in (name, name.removesuffix(LATEST), name + LATEST):
-            if (own := self._name_by_alias.get(spelt, spelt)) in self._by_name:
-                return own
-        return name
-
-    def _unknown_among(self, name: str, allowed: Collection[str]) -> UnknownModel:
-        """Return the error for who may know of some models alone, and is told of no other."""
-        aliases = (alias for alias, one in self._name_by_alias.items() if one in allowed)
-        known = sorted({*allowed, *aliases})
-        return UnknownModel(
-            f"no model is deployed under `{name:.80}`; {_describe_known(name, known, NearestName(known))}"
-        )
-
-    def _hint(self, name: str) -> str:
-        return _describe_known(name, self._known, self._nearest)
-
-    # Made when the first unknown name is asked for, and kept: many may follow.
-
-    @cached_property
-    def _known(self) -> list[str]:
-        aliases = (alias for alias, name in self._name_by_alias.items() if name in self._by_name)
-        return sorted({*self._by_name, *aliases})
-
-    @cached_property
-    def _nearest(self) -> NearestName:
-        return NearestName(self._known)
-
-
-def _describe_known(name: str, known: Sequence[str], nearest: NearestName) -> str:
-    """Say which of the known names may have been meant, or what there is."""
-    if (meant := nearest.find(name)) is not None:
-        return f"did you mean `{meant}`?"
-    if not known:
-        return "none is; deploy one with `hearth deploy SOURCE`"
-    more = ", ..." if len(known) > _MAX_LISTED else ""
-    return f"deployed: {', '.join(known[:_MAX_LISTED])}{more}"
-
-
-def _check_table(name: str) -> None:
-    try:
-        check_name(name)
-    except RequestError as error:
-        raise ConfigError(f"no model can have the settings in [models.{name:.80}]: {error}") from error

@@ -34,7 +34,8 @@ from xxhash import xxh3_128_hexdigest
 
 from hearth.control.datadir import VERSION, DataDir, write_private
 from hearth.control.deploy import opened_lock
-from hearth.control.registry import Deployed, Registry
+from hearth.control.deployed import Deployed
+from hearth.control.registry import Registry
 from hearth.errors import DataDirError, HearthError, StoreError
 from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.local_hashes import write_hashes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hearth.control.registry import Deployed
+from hearth.control.deployed import Deployed
 from hearth.control.views import UpstreamView
 from hearth.store.upstream import Upstream, parse_address
 

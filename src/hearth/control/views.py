@@ -26,7 +26,7 @@ class UpstreamView:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """A deployed model."""
+    """A deployed model, or an adapter, whose context, template and keep-alive are its base's."""
 
     name: str
     aliases: tuple[str, ...]
@@ -43,6 +43,9 @@ class ModelView:
     keep_alive_s: float | None  #: None: for ever
     is_pinned: bool
     upstream: UpstreamView | None = None  #: None: it was deployed from a path, or is only listed
+    base: str | None = None  #: the model that it is an adapter of; None: it is a model itself
+    max_rank: int | None = None  #: this and the next of an adapter alone
+    targets: tuple[str, ...] = ()  #: the projections that it changes: qkv, o, up, down
 
     @property
     def names(self) -> tuple[str, ...]:

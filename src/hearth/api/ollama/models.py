@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from hearth.control.registry import LATEST
+from hearth.control.names import LATEST
 from hearth.control.views import ModelView, ResidentView
 from hearth.text.tool_calls import tool_format
 
