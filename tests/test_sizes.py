@@ -28,6 +28,7 @@ from hearth.sizes import (
     bytes_of,
     graph_bytes,
     input_buffers,
+    sampler_buffers,
     table_buffers,
     workspace_buffers,
     workspace_bytes,
@@ -80,8 +81,12 @@ def test_an_engine_allocates_exactly_what_is_told(name: str, dtype: str) -> None
     tables_bytes = bytes_of(table_buffers(dimensions, LIMITS, context))
     size = StepSize.of(LIMITS, "cpu")
     told_bytes = tables_bytes + workspace_bytes(dimensions, dimensions.layers, dtype, size)
-    # The host has two copies of a step's inputs, whatever the device is.
-    staged_bytes = 2 * input_buffers(LIMITS, context)["packed"].num_bytes
+    # The host has two copies of a step's inputs and of what it chose, whatever the device is.
+    staged = (
+        input_buffers(LIMITS, context)["packed"],
+        sampler_buffers(LIMITS.max_seqs, dimensions.vocab_size)["chosen"],
+    )
+    staged_bytes = 2 * sum(buffer.num_bytes for buffer in staged)
 
     assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes
     ask(engine, [[5, 6, 7], [8, 9]], greedy(3))

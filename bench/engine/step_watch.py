@@ -79,6 +79,7 @@ class _TimedWait:
 
     def __init__(self, watch: StepWatch, pending: PendingStep) -> None:
         self._watch, self._pending = watch, pending
+        self.end = pending.end
 
     @property
     def is_computed(self) -> bool:

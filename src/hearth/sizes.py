@@ -6,6 +6,7 @@ Whoever allocates a buffer takes its shape from here, and whoever promises memor
     tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
     graphs       captured steps, by the sizes that steps are padded to: on CUDA devices, beside the pool
     optional     the tables of penalties and of biases: in the pool, while a request needs one
+    adapters     lists of rows that have one: of engines that were ever given an adapter, beside the pool
     blocks       of KV, as many as a pool gives
 
 Workspace and blocks are those of a range of layers, for an engine need not run all of a model.
@@ -16,6 +17,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
@@ -25,10 +28,18 @@ WORKSPACE_ALIGNMENT_BYTES = 256
 _PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
 #: Logits that the sampler works on at a time where it needs several temporaries of each.
 _LOGITS_AT_ONCE = 1 << 25
+#: Logits of a row that one program looks at.
+LOGIT_CHUNK = 8192
 #: Rows of an optional table at least, where there are as many slots.
 _MIN_TABLE_ROWS = 8
 #: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
 MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
+#: Rows with adapters are cut into tiles of so many rows, in steps with prompts of more; numbers of each tile.
+ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_FIELDS = 16, 64, 3
+#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/lora.py`).
+TARGET_FIELDS = 16
+#: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256.
+MAX_SHRUNK_RANK = 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +195,7 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
     """All that an engine always has besides weights, workspace and KV, whichever layers it runs."""
     parts = {
         "inputs": input_buffers(limits, context),
-        "sampler": sampler_buffers(limits.max_seqs),
+        "sampler": sampler_buffers(limits.max_seqs, dimensions.vocab_size),
         "attention": {"counters": counter_buffer(dimensions, limits.max_seqs)},
         "rotary": {"cos_sin": rotary_buffer(dimensions.rope_dim, context)},
     }
@@ -200,54 +211,34 @@ def max_tiles(num_tokens: int, max_seqs: int) -> int:
 class PackedInputs:
     """Where the inputs of a step of so many rows lie in one int32 array. What a step does not need is behind.
 
-        | counts | logit rows | slots | positions | tokens | tiles |
+        | counts | logit rows | sample slots | sample positions | slots | positions | tokens | tiles |
 
-    Counts and logit rows lie at the same place whatever the number of rows. Each part begins at a multiple of
+    The first four lie at the same place whatever the number of rows. Each part begins at a multiple of
     16 bytes, for kernels are compiled once more for addresses that do not.
     """
 
-    num_rows: int
-    max_seqs: int
+    counts: slice  #: the number of decode rows and that of tiles
+    logit_rows: slice  #: the rows whose logits are wanted, of a step with prompts
+    sample_slots: slice  #: the slot that each of them samples for
+    sample_positions: slice  #: the positions of these rows
+    slots: slice
+    positions: slice
+    tokens: slice
+    tiles: slice
 
-    @property
-    def counts(self) -> slice:
-        """The number of decode rows and that of tiles."""
-        return slice(0, 2)
-
-    @property
-    def logit_rows(self) -> slice:
-        return slice(_COUNT_WORDS, _COUNT_WORDS + self.max_seqs)
-
-    @property
-    def slots(self) -> slice:
-        return self._rows(0)
-
-    @property
-    def positions(self) -> slice:
-        return self._rows(1)
-
-    @property
-    def tokens(self) -> slice:
-        return self._rows(2)
-
-    @property
-    def tiles(self) -> slice:
-        begin = self._begin(3)
-        return slice(begin, begin + TILE_FIELDS * max_tiles(self.num_rows, self.max_seqs))
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(num_rows: int, max_seqs: int) -> PackedInputs:
+        """Return the places of a step of so many rows; every step asks for them."""
+        num_tile_words = TILE_FIELDS * max_tiles(num_rows, max_seqs)
+        lengths = (2, *[max_seqs] * 3, *[num_rows] * 3, num_tile_words)
+        begins = accumulate(map(_aligned, lengths[:-1]), initial=0)
+        return PackedInputs(*(slice(at, at + length) for at, length in zip(begins, lengths, strict=True)))
 
     def num_words(self, num_tiles: int) -> int:
         """How much of the array a step with so many tiles needs."""
-        return self._begin(3) + TILE_FIELDS * num_tiles
-
-    def _rows(self, field: int) -> slice:
-        return slice(self._begin(field), self._begin(field) + self.num_rows)
-
-    def _begin(self, field: int) -> int:
-        return _COUNT_WORDS + _aligned(self.max_seqs) + field * _aligned(self.num_rows)
-
-
-#: Room for the two counts, so that what follows is aligned.
-_COUNT_WORDS = 4
+        begin: int = self.tiles.start
+        return begin + TILE_FIELDS * num_tiles
 
 
 def _aligned(num_words: int) -> int:
@@ -259,15 +250,21 @@ def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
     """The inputs of a step (`engine/inputs.py`)."""
     max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
     return {
-        "packed": Buffer((PackedInputs(max_tokens, max_seqs).tiles.stop,), "int32"),
+        "packed": Buffer((PackedInputs.of(max_tokens, max_seqs).tiles.stop,), "int32"),
         "tokens": Buffer((max_tokens,), "int32"),
         "block_table": Buffer((max_seqs + 1, limits.num_blocks(context)), "int32"),
     }
 
 
-def sampler_buffers(max_seqs: int) -> Mapping[str, Buffer]:
-    """The state that a sampler has of every slot (`engine/sampler.py`)."""
-    return {"tokens": Buffer((max_seqs + 1,), "int64"), "knobs": Buffer((max_seqs, 4), "float32")}
+def sampler_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
+    """The state that a sampler has of every slot, and its scratch (`engine/sampler.py`)."""
+    return {
+        "tokens": Buffer((max_seqs + 1,), "int64"),
+        "chosen": Buffer((max_seqs, 2), "int32"),
+        "parts": Buffer((max_seqs, -(-vocab_size // LOGIT_CHUNK), 2), "int32"),
+        "knobs": Buffer((max_seqs + 1, 4), "float32"),
+        "seeds": Buffer((max_seqs + 1,), "int64"),
+    }
 
 
 def sampled_pieces(num_rows: int, vocab_size: int) -> list[slice]:
@@ -350,6 +347,63 @@ def penalty_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
 def bias_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
     """The rows that are added to logits (`engine/logit_bias.py`)."""
     return {"bias": Buffer((num_rows, vocab_size), "float32")}
+
+
+# Adapters.
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapters:
+    """Where the lists of rows that have adapters lie in one int64 array, for a step of so many rows.
+
+        | counts | order of logits | tiles of logits | order of rows | tiles of rows |
+
+    The first two lists are of rows of logits, and lie at the same place whatever the number of rows. Without
+    prompts these are all rows, and the other two are not needed.
+    """
+
+    counts: slice  #: the tiles of logits, those of rows
+    logit_order: slice
+    logit_tiles: slice
+    order: slice
+    tiles: slice
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(num_rows: int, max_seqs: int) -> PackedAdapters:
+        """Return the places of a step of so many rows."""
+        num_tiles = max_adapter_tiles(num_rows, max_seqs)
+        lengths = (2, max_seqs, ADAPTER_TILE_FIELDS * max_seqs, num_rows, ADAPTER_TILE_FIELDS * num_tiles)
+        begins = accumulate(map(_aligned, lengths[:-1]), initial=0)
+        return PackedAdapters(*(slice(at, at + length) for at, length in zip(begins, lengths, strict=True)))
+
+
+def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
+    """The most tiles that the rows of a step with prompts are cut into, each of one adapter."""
+    return num_rows // ADAPTER_PROMPT_TILE_ROWS + min(max_seqs, num_rows)
+
+
+def adapter_buffers(dimensions: Dimensions, dtype: str, limits: StepLimits) -> Mapping[str, Buffer]:
+    """All that an engine has besides the adapters themselves, once it was given one.
+
+    What adapters make of a row lies in workspace that is not used just then, wherever rows are that wide.
+    """
+    max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
+    shrunk = 0 if lends_scratch(dimensions, dtype) else max_tokens
+    return {
+        "packed": Buffer((PackedAdapters.of(max_tokens, max_seqs).tiles.stop,), "int64"),
+        "shrunk": Buffer((shrunk, MAX_SHRUNK_RANK), "float32"),
+    }
+
+
+def lends_scratch(dimensions: Dimensions, dtype: str) -> bool:
+    """True if rows of the MLP's buffers hold all that adapters make of a row."""
+    return dimensions.intermediate_size * ITEM_BYTES[dtype] >= MAX_SHRUNK_RANK * ITEM_BYTES["float32"]
+
+
+def adapter_table_buffer(num_layers: int) -> Buffer:
+    """The table by which kernels find an adapter's factors (`engine/adapter_table.py`)."""
+    return Buffer((num_layers, 4, TARGET_FIELDS), "int64")
 
 
 # KV.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,8 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
-from hearth.engine.sampler import SampleRows
+from hearth.engine.runner import PendingStep, StepResult
+from hearth.engine.sampler import Sampler, SampleRows, Samples
 from hearth.errors import HearthError
 from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
@@ -134,10 +135,29 @@ def greedy(max_tokens: int = 12) -> SamplingParams:
 
 
 def sample_rows(
-    slots: Sequence[int], positions: int | Sequence[int], masks: Mapping[int, bytes] | None = None
+    slots: Sequence[int],
+    positions: int | Sequence[int],
+    masks: Mapping[int, bytes] | None = None,
+    device: torch.device | str = "cpu",
 ) -> SampleRows:
     """Rows of these slots, at one position or each at its own."""
-    return SampleRows(np.array(slots, np.int64), np.broadcast_to(positions, len(slots)), masks or {})
+    last = np.broadcast_to(np.array(positions, np.int32) - 1, len(slots))
+    own = np.array(slots, np.int32)
+    on_device = (torch.from_numpy(column.copy()).to(device) for column in (own, last))
+    return SampleRows(own, last, masks or {}, *on_device)
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, rows: SampleRows) -> Samples:
+    """Sample as a runner does, and keep what was chosen."""
+    sampler.take_best(logits, rows.device_slots)
+    samples = sampler.sample(logits, rows)
+    return replace(samples, chosen=samples.chosen.clone())
+
+
+def waited(samples: Samples) -> StepResult:
+    """Return the result of a step that has sampled these."""
+    host = torch.empty_like(samples.chosen, device="cpu")
+    return PendingStep(samples, len(samples.chosen), host).wait()
 
 
 @lru_cache(maxsize=512)
@@ -151,7 +171,12 @@ def reference_logits(name: str, tokens: tuple[int, ...]) -> torch.Tensor:
 
 def assert_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> int:
     """Every token is the best one, given those before it, by the reference. Returns, and counts, ties."""
-    logits = reference_logits(name, (*prompt, *tokens))[len(prompt) - 1 : -1]
+    return assert_best(reference_logits(name, (*prompt, *tokens)), prompt, tokens)
+
+
+def assert_best(logits: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """As `assert_greedy`, by the reference's logits of prompt and tokens."""
+    logits = logits[len(prompt) - 1 : -1]
     best = logits.max(-1)
     ties = 0
     for at, token in enumerate(tokens):

@@ -17,7 +17,6 @@ import torch
 from hearth import LLM
 from hearth.config import EngineConfig
 from hearth.engine.engine import Output
-from hearth.engine.runner import PendingStep
 from hearth.engine.sampler import Sampler
 from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.engine.upload import Uploads
@@ -37,7 +36,9 @@ from tests.engine.harness import (
     prompts_for,
     reference_logits,
     run,
+    sample,
     sample_rows,
+    waited,
 )
 from tests.engine.test_prompt_reader import check_all, hidden_states
 from tests.models.zoo import build
@@ -298,9 +299,9 @@ def test_guided_rows_are_masked_on_the_device() -> None:
     params = SamplingParams(temperature=1.0, seed=1)
     sampler.admit([Admission(RequestId(str(slot)), slot, (1,), 1, 0, params) for slot in range(4)])
     mask = sum(1 << token for token in (31, 32, 99)).to_bytes(16, "little")
-    rows = sample_rows(range(4), 1, {1: mask, 3: mask})
+    rows = sample_rows(range(4), 1, {1: mask, 3: mask}, "cuda")
 
-    tokens = sampler.sample(torch.randn(4, 100, device="cuda"), rows).tokens.tolist()
+    tokens = sample(sampler, torch.randn(4, 100, device="cuda"), rows).tokens.tolist()
 
     assert {tokens[1], tokens[3]} <= {31, 32, 99}
 
@@ -348,8 +349,8 @@ def test_a_row_that_is_not_finite_is_named_and_changes_no_other(broken: float, t
         given = logits.clone()
         if is_broken:
             given[1, 77] = broken
-        samples = sampler.sample(given, sample_rows(range(4), 1))
-        results.append(PendingStep(samples, samples.best_logits).wait())
+        samples = sample(sampler, given, sample_rows(range(4), 1, device="cuda"))
+        results.append(waited(samples))
 
     sound, disturbed = results
     assert (sound.broken_rows, disturbed.broken_rows) == ([], [1])
@@ -366,9 +367,10 @@ def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     sampler = Sampler(4, 1000, Uploads(torch.device("cuda")))
     params = [SamplingParams(temperature=0.0, logprobs=wish) for wish in wishes]
     sampler.admit([Admission(RequestId(str(at)), at, (1,), 1, 0, each) for at, each in enumerate(params)])
-    samples = sampler.sample(torch.randn(4, 1000, device="cuda"), sample_rows(range(4), 1))
+    rows = sample_rows(range(4), 1, device="cuda")
+    samples = sample(sampler, torch.randn(4, 1000, device="cuda"), rows)
 
-    told = PendingStep(samples, samples.best_logits).wait().logprobs
+    told = waited(samples).logprobs
 
     assert told is not None
     assert [None if one is None else len(one.top) for one in told] == list(wishes)

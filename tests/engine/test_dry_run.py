@@ -49,6 +49,11 @@ def test_random_traffic_asks_for_no_variant_that_a_dry_run_does_not(report: Repo
     assert report[model]["unforeseen"] == []
 
 
+@pytest.mark.parametrize("model", ["plain", "odd"])
+def test_what_is_captured_takes_no_memory_but_at_fixed_addresses(report: Report, model: str) -> None:
+    assert report[model]["allocating"] == []
+
+
 def test_a_variant_is_compiled_once_and_found_by_other_processes(report: Report) -> None:
     cache = report["cache"]
     assert cache["compiled"] == 1

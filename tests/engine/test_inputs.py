@@ -67,6 +67,25 @@ def test_decode_rows_take_what_their_slot_sampled_and_prefill_rows_what_the_plan
     ]
 
 
+def test_rows_that_sample_are_known_to_the_host_and_the_device_and_others_are_dummies() -> None:
+    inputs, shape = buffers(), PADDED.shape_of(MIXED)
+    rows = inputs.fill(MIXED, shape)
+
+    assert (rows.slots.tolist(), rows.positions.tolist()) == ([2, 0, 3], [9, 4, 7])
+    assert rows.device_slots[: shape.num_logits].tolist() == [2, 0, 3, DUMMY]
+    assert rows.device_positions[:3].tolist() == [9, 4, 7]
+    assert inputs.sample_slots(shape).tolist() == [2, 0, 3, DUMMY]
+
+
+def test_decode_rows_alone_sample_for_their_own_slots() -> None:
+    inputs, step = buffers(), plan(decode(1, 7), decode(0, 3), decode(2, 1))
+    rows = inputs.fill(step, PADDED.shape_of(step))
+
+    assert (rows.slots.tolist(), rows.positions.tolist()) == ([1, 0, 2], [7, 3, 1])
+    assert inputs.sample_slots(PADDED.shape_of(step)).tolist() == [1, 0, 2, DUMMY]
+    assert rows.device_positions[:3].tolist() == [7, 3, 1]
+
+
 def test_spans_say_the_same_on_the_host_and_on_the_device() -> None:
     view = view_of(buffers(), MIXED)
 

@@ -178,9 +178,9 @@ def test_what_is_sent_stays_on_the_host_until_a_slow_device_has_read_it(
     engine = padded("llama-gqa", replace(ROOMY, max_batch_tokens=8, max_seqs=2), FirstWork())
     unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the host, and what was to be read there
 
-    def sent(out: torch.Tensor, host: torch.Tensor) -> None:
-        unread.append((host, host.clone()))
-        read_host(out, host)
+    def sent(out: torch.Tensor, host: torch.Tensor, count: int) -> None:
+        unread.append((host[:count], host[:count].clone()))
+        read_host(out, host, count)
 
     monkeypatch.setattr(inputs, "read_host", sent)
     monkeypatch.setattr(engine.runner, "synchronize", unread.clear)

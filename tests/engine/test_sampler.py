@@ -12,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.engine.runner import PendingStep, StepResult
+from hearth.engine.runner import StepResult
 from hearth.engine.sampler import Sampler, Samples
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams, TokenLogprobs
-from tests.engine.harness import sample_rows
+from tests.engine.harness import sample, sample_rows, waited
 
 Floats = npt.NDArray[np.float64]
 CPU = torch.device("cpu")
+NUM_SLOTS = 20_000  #: a step has no more rows
 VOCAB = 20  #: no more than `logprobs` may ask for, so that a test can see the whole distribution
 
 
@@ -36,8 +37,8 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torc
 
 
 def sampler_with(*samplings: SamplingParams, vocab_size: int = VOCAB) -> Sampler:
-    """Request i sits in slot i, with the prompt 1, 2, 3."""
-    sampler = Sampler(len(samplings), vocab_size, Uploads(CPU))
+    """Request i sits in slot i, with the prompt 1, 2, 3; there are slots enough for many rows at once."""
+    sampler = Sampler(NUM_SLOTS, vocab_size, Uploads(CPU))
     sampler.admit([admission(slot, sampling) for slot, sampling in enumerate(samplings)])
     return sampler
 
@@ -45,7 +46,7 @@ def sampler_with(*samplings: SamplingParams, vocab_size: int = VOCAB) -> Sampler
 def draw(sampler: Sampler, logits: torch.Tensor, positions: Sequence[int], slot: int = 0) -> list[int]:
     """The same row of logits at every position, in one call."""
     rows = sample_rows([slot] * len(positions), positions)
-    tokens: list[int] = sampler.sample(logits.repeat(len(rows), 1), rows).tokens.tolist()
+    tokens: list[int] = sample(sampler, logits.repeat(len(rows), 1), rows).tokens.tolist()
     return tokens
 
 
@@ -126,8 +127,10 @@ def test_every_rule_in_its_order_matches_the_oracle(
     for step in range(3):
         logits = random_logits(len(params), seed=logits_seed + step)
         oracle = [logits[i].double().numpy() for i in range(len(params))]
-        samples = sampler.sample(
-            logits.clone(), sample_rows([r.slot for r in requests], [len(r.tokens) for r in requests])
+        samples = sample(
+            sampler,
+            logits.clone(),
+            sample_rows([r.slot for r in requests], [len(r.tokens) for r in requests]),
         )
         for i, request in enumerate(requests):
             _check_row(samples, i, request, expected_logits(oracle[i], request, len(request.tokens)))
@@ -214,7 +217,7 @@ def test_a_draw_does_not_depend_on_batch_slot_or_order(
     sampler = Sampler(10, VOCAB, Uploads(CPU))
     sampler.admit([admission(9 - i, params[i]) for i in order])
 
-    together = sampler.sample(logits[order], sample_rows([9 - i for i in order], 3)).tokens
+    together = sample(sampler, logits[order], sample_rows([9 - i for i in order], 3)).tokens
 
     assert together.tolist() == [alone[i] for i in order]
 
@@ -235,7 +238,7 @@ def test_greedy_rows_take_the_best_logit_whatever_shares_the_batch() -> None:
     logits = random_logits(4)
 
     for position in range(50):
-        samples = sampler.sample(logits.clone(), sample_rows(range(4), position))
+        samples = sample(sampler, logits.clone(), sample_rows(range(4), position))
         assert samples.tokens[[0, 2, 3]].tolist() == logits.argmax(-1)[[0, 2, 3]].tolist()
 
 
@@ -243,7 +246,7 @@ def test_greedy_ties_go_to_the_lowest_id_on_the_cpu() -> None:
     logits = torch.randint(0, 3, (64, 999), generator=torch.Generator().manual_seed(0)).float()
     sampler = sampler_with(SamplingParams(temperature=0.0), vocab_size=999)
 
-    tokens = sampler.sample(logits.clone(), sample_rows([0] * 64, 3)).tokens.tolist()
+    tokens = sample(sampler, logits.clone(), sample_rows([0] * 64, 3)).tokens.tolist()
 
     assert tokens == [row.index(max(row)) for row in logits.tolist()]
 
@@ -282,7 +285,7 @@ def test_logprobs_are_given_only_if_a_row_asks() -> None:
     rows = sample_rows([0, 1], 3)
     plain, chosen, best = (SamplingParams(seed=1, temperature=0.5, logprobs=n) for n in (None, 0, 3))
 
-    none, zero, three = (sampler_with(plain, p).sample(logits.clone(), rows) for p in (plain, chosen, best))
+    none, zero, three = (sample(sampler_with(plain, p), logits.clone(), rows) for p in (plain, chosen, best))
 
     reference = logits.log_softmax(-1)
     assert none.logprobs is None
@@ -299,19 +302,16 @@ def test_the_token_of_each_slot_is_kept_at_a_fixed_address() -> None:
     address = sampler.tokens.data_ptr()
     logits = torch.eye(VOCAB)[[9, 5]].clone()
 
-    sampler.sample(logits, sample_rows([2, 0], 3))
+    sample(sampler, logits, sample_rows([2, 0], 3))
 
-    assert sampler.tokens.tolist() == [5, 0, 9, 0]
+    assert sampler.tokens[:4].tolist() == [5, 0, 9, 0]
     assert sampler.tokens.data_ptr() == address
 
 
 def test_no_rows_give_no_samples() -> None:
-    assert (
-        sampler_with(SamplingParams(seed=1))
-        .sample(torch.empty(0, VOCAB), sample_rows([], []))
-        .tokens.tolist()
-        == []
-    )
+    sampler = sampler_with(SamplingParams(seed=1))
+
+    assert sampler.sample(torch.empty(0, VOCAB), sample_rows([], [])).tokens.tolist() == []
 
 
 @settings(max_examples=30, deadline=None)
@@ -326,7 +326,7 @@ def test_a_reused_slot_remembers_nothing_of_its_last_request(
 
     for position in range(3, 6):
         logits, rows = random_logits(1, seed=position), sample_rows([0], position)
-        after, clean = used.sample(logits.clone(), rows), fresh.sample(logits.clone(), rows)
+        after, clean = sample(used, logits.clone(), rows), sample(fresh, logits.clone(), rows)
         assert after.tokens.tolist() == clean.tokens.tolist()
         torch.testing.assert_close(after.top_logprobs, clean.top_logprobs, rtol=0, atol=0)
 
@@ -373,12 +373,12 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
     for device in (CPU, torch.device("cuda")):
         sampler = Sampler(16, 32_000, Uploads(device))
         steps = [random_logits(16, 32_000, seed=step).to(device) for step in range(6)]
+        rows = [sample_rows(range(16), 3 + step, device=device) for step in range(6)]
         try:
             torch.cuda.set_sync_debug_mode("error")
             sampler.admit(admissions)
             drawn[device.type] = [
-                sampler.sample(logits, sample_rows(range(16), 3 + step)).tokens
-                for step, logits in enumerate(steps)
+                sample(sampler, logits, own).tokens for logits, own in zip(steps, rows, strict=True)
             ]
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -402,7 +402,7 @@ def test_many_rows_are_sampled_some_at_a_time_and_draw_what_they_draw_at_once(
         sampler = sampler_with(*(kinds[slot % 4] for slot in range(11)))
         for position in range(3, 8):
             rows = sample_rows(range(11), position, dict.fromkeys(range(0, 11, 2), mask))
-            drawn.append(sampler.sample(logits.clone(), rows).tokens.tolist())
+            drawn.append(sample(sampler, logits.clone(), rows).tokens.tolist())
     assert drawn[:5] == drawn[5:]
 
 
@@ -415,7 +415,7 @@ def test_a_thousand_rows_of_a_large_vocabulary_are_sampled_within_four_gigabytes
     logits = torch.randn(num_rows, vocab_size, device=device)
     torch.cuda.reset_peak_memory_stats()
     before_bytes = torch.cuda.memory_allocated()
-    sampler.sample(logits, sample_rows(range(num_rows), 3))
+    sample(sampler, logits, sample_rows(range(num_rows), 3, device=device))
     assert torch.cuda.max_memory_allocated() - before_bytes < 4 << 30
 
 
@@ -423,8 +423,8 @@ def test_a_thousand_rows_of_a_large_vocabulary_are_sampled_within_four_gigabytes
 
 
 def result(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) -> StepResult:
-    samples = sampler.sample(logits.clone(), sample_rows(slots, 3))
-    return PendingStep(samples, samples.best_logits).wait()
+    samples = sample(sampler, logits.clone(), sample_rows(slots, 3))
+    return waited(samples)
 
 
 def logprobs_of(one: StepResult) -> list[TokenLogprobs | None]:

@@ -11,7 +11,7 @@ from hearth.engine.sampler import Sampler, apply_masks
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams
-from tests.engine.harness import sample_rows
+from tests.engine.harness import sample, sample_rows
 
 UPLOADS = Uploads(torch.device("cpu"))
 
@@ -46,7 +46,9 @@ def test_a_mask_hides_nothing_that_a_model_should_not_compute(temperature: float
     logits = torch.randn(2, 40)
     logits[0] = broken
 
-    samples = sampler.sample(logits, sample_rows(range(2), 1, dict.fromkeys(range(2), mask_of({17, 35}, 40))))
+    samples = sample(
+        sampler, logits, sample_rows(range(2), 1, dict.fromkeys(range(2), mask_of({17, 35}, 40)))
+    )
 
     assert samples.best_logits.isfinite().tolist() == [False, True]
     assert samples.tokens[1].item() in {17, 35}
@@ -56,6 +58,6 @@ def test_a_mask_that_allows_no_token_shows() -> None:
     sampler = Sampler(1, 40, UPLOADS)
     sampler.admit([Admission(RequestId("a"), 0, (1,), 1, 0, SamplingParams(temperature=0.0))])
 
-    samples = sampler.sample(torch.randn(1, 40), sample_rows([0], 1, {0: mask_of(set(), 40)}))
+    samples = sample(sampler, torch.randn(1, 40), sample_rows([0], 1, {0: mask_of(set(), 40)}))
 
     assert samples.best_logits.tolist() == [-math.inf]

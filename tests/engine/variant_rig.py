@@ -3,7 +3,8 @@
     python -m tests.engine.variant_rig DIRECTORY
 
 Prints as JSON, for several models, how many variants a dry run asks for, those that random traffic asks for
-besides, and keys of launches that stand for more than one; then what came of compiling and loading one
+besides, keys of launches that stand for more than one, and operations that a graph would capture with memory
+of their own; then what came of compiling and loading one
 variant in DIRECTORY, of launching it on a device that only takes notes, of a file of it that was cut short,
 and of a compiler that crashes.
 """
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hearth.engine.compile import compile_each, list_key
 from hearth.engine.dry_run import KernelNeeds, dry_run, dry_runner
@@ -86,6 +89,7 @@ def main(directory: Path) -> None:
             "keys": len(variants_by_key),
             "ambiguous": sum(len(variants) > 1 for variants in variants_by_key.values()),
             "unforeseen": sorted(f"{one.kernel} {one.specialization}" for one in asked - foreseen),
+            "allocating": allocating(needs),
         }
     report["cache"] = keep(directory, needs, found["plain"])
     report["launches"] = launches()
@@ -117,6 +121,43 @@ def launch_keys() -> Iterator[dict[object, set[str]]]:
         yield variants_by_key
     finally:
         jit.launch_key, runtime.jit_cache_hook = key_of, note
+
+
+class NotedAllocations(TorchDispatchMode):
+    """Notes the operations whose results lie in memory that none of their arguments has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._kept: list[object] = []  #: or memory of a result that is gone would be that of the next
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        result = operation(*args, **(kwargs or {}))
+        known = {one.untyped_storage()._cdata for one in tensors((args, kwargs))}
+        if any(one.untyped_storage()._cdata not in known for one in tensors(result)):
+            self.names.add(str(operation))
+        self._kept.append(result)
+        return result
+
+
+def tensors(values: object) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+def allocating(needs: KernelNeeds) -> list[str]:
+    """Return the operations of captured parts that would take memory of the graphs."""
+    runner = dry_runner(needs)
+    run_part, noted = runner._run_part, NotedAllocations()
+
+    def noted_part(*part: Any) -> None:
+        with noted:
+            run_part(*part)
+
+    runner._run_part = noted_part  # type: ignore[method-assign] # the point of noting
+    with recording():
+        for shape in runner.sizes.all_shapes():
+            runner.run_padding(shape)
+    return sorted(noted.names)
 
 
 class NotingDriver(TargetDriver):

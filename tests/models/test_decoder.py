@@ -151,9 +151,9 @@ def test_the_parts_of_a_layer_put_together_by_hand_are_the_layer(name: str) -> N
     hidden = decoder.embed(step)
     for layer, weights in enumerate(decoder.weights.layers):
         normed = hidden if arch.residual is Residual.POST else plain_norm(arch, weights.attn_norm, hidden)
-        qkv = decoder.project(weights, normed)
+        qkv = decoder.project(layer, normed)
         attended = decoder.attend(layer, weights, qkv, step, parts.kv[:, layer])
-        delta = decoder.absorb(weights, hidden, normed, attended)
+        delta = decoder.absorb(layer, hidden, normed, attended)
         hidden = hidden if delta is None else hidden + delta
 
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)

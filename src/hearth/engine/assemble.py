@@ -165,7 +165,8 @@ def assemble_runner(
     if is_captured and (obstacle := capture_obstacle(torch.__version__)) is not None:
         log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
         is_captured = False
-    return Runner(decoder, kv, inputs, sampler, uploads, sizes, StepGraphs() if is_captured else None)
+    graphs = StepGraphs() if is_captured else None
+    return Runner(decoder, kv, inputs, sampler, uploads, limits, sizes, graphs)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:

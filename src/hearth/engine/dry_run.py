@@ -50,10 +50,15 @@ class KernelNeeds:
 
 
 def dry_run(needs: KernelNeeds) -> None:
-    """Run a step of every shape that the model may have."""
+    """Run a step of every shape that the model may have, with the draws of one that samples."""
     runner = dry_runner(needs)
     for shape in runner.sizes.all_shapes():
         runner.run_padding(shape)
+        runner.draw_padding(shape)
+    # What adapters add is the same in all sizes, but for steps with prompts and without.
+    for has_prompts in (False, True):
+        shapes = runner.sizes.all_shapes(has_adapters=True)
+        runner.run_padding(next(shape for shape in shapes if shape.has_prompts is has_prompts))
 
 
 def dry_runner(needs: KernelNeeds) -> Runner:

@@ -16,12 +16,14 @@ from hearth.engine.runner import PendingStep, Runner, StepResult
 from hearth.engine.step_marks import NoMarks, StepMarks
 from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling
+from hearth.models.adapter import AdapterLayout
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
 from hearth.types import (
+    AdapterId,
     FinishReason,
     GuideSpec,
     Pooling,
@@ -131,6 +133,7 @@ class Intake:
         output: Sequence[int] = (),
         guide: GuideSpec | None = None,
         pooling: Pooling | None = None,
+        adapter: AdapterId | None = None,
     ) -> EngineRequest:
         """Check and resolve a request. Touches no state.
 
@@ -145,7 +148,9 @@ class Intake:
         stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         resolved = replace(params, stop_token_ids=tuple(sorted(stops)), seed=seed)
-        request = EngineRequest(request_id, tuple(prompt), resolved, salt, tuple(output), pooling=pooling)
+        request = EngineRequest(
+            request_id, tuple(prompt), resolved, salt, tuple(output), pooling=pooling, adapter=adapter
+        )
         self._batcher.check_fits(request)
         return request if guide is None else replace(request, guide=self._guide(guide, params, output))
 
@@ -186,6 +191,9 @@ class Engine:
         #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
         self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
         self.reading = ReadingPieces()
+        #: Live requests by the adapter that they have, of each that was added.
+        self._users_by_adapter: dict[AdapterId, set[RequestId]] = {}
+        self._adapter_by_user: dict[RequestId, AdapterId] = {}
 
     @property
     def has_work(self) -> bool:
@@ -227,8 +235,37 @@ class Engine:
         """
         self.runner.place_table(table, memory)
 
+    @property
+    def adapters(self) -> Collection[AdapterId]:
+        """The adapters that requests may have."""
+        return self._users_by_adapter.keys()
+
+    def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
+        """Let requests have an adapter, whose bytes are in place and stay there until it is removed.
+
+        `layers` (uint8) are the pieces of `layout.layers`, in the dtype that the model is computed in. The
+        first adapter takes a little more memory of the device, and graphs of steps that have some come with
+        such steps (`hearth/sizes.py`).
+        """
+        self.runner.add_adapter(adapter, layout, layers)
+        self._users_by_adapter[adapter] = set()
+
+    def remove_adapter(self, adapter: AdapterId) -> None:
+        """Forget an adapter that no request has any more. Steps in flight may still read its bytes."""
+        users = self._users_by_adapter[adapter]
+        assert not users, f"`{adapter}` is in use by {sorted(users)}"
+        del self._users_by_adapter[adapter]
+        self.runner.remove_adapter(adapter)
+
     def add(self, request: EngineRequest) -> None:
+        adapter = request.adapter
+        assert adapter is None or adapter in self.adapters, (
+            f"`{adapter}` of {request.request_id} is not there"
+        )
         self.batcher.add(request)
+        if adapter is not None:
+            self._users_by_adapter[adapter].add(request.request_id)
+            self._adapter_by_user[request.request_id] = adapter
         if is_penalised(request.sampling):
             self._users_by_table[SamplingTable.PENALTIES].add(request.request_id)
         if is_biased(request.sampling):
@@ -332,7 +369,7 @@ class Engine:
         if pending.is_computed:
             self._marks.done()
         if timer is not None:
-            timer.stop()
+            timer.stop(pending.end)
         return _LaunchedStep(plan, pending, timer)
 
     def _outputs(self, plan: StepPlan, committed: CommittedStep, result: StepResult) -> StepOutputs:
@@ -350,6 +387,8 @@ class Engine:
     def _forget(self, request_id: RequestId) -> None:
         """Let go of what only a request which has ended needed: no plan has a row of it any more."""
         self.reading.forget(request_id)
+        if (adapter := self._adapter_by_user.pop(request_id, None)) is not None:
+            self._users_by_adapter[adapter].remove(request_id)
         for table, users in self._users_by_table.items():
             if request_id in users:
                 users.remove(request_id)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from hearth.engine.adapter_inputs import AdapterInputs
+from hearth.engine.sampler import SampleRows
 from hearth.engine.step_shape import StepShape
 from hearth.engine.upload import Uploads
 from hearth.kernels.host_read import read_host
@@ -46,7 +49,9 @@ class InputBuffers:
         self._uploads = uploads
         self._packed = zeros(buffers["packed"], device)
         is_cuda = device.type == "cuda"
-        self._hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
+        hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
+        #: Each with the array that writes it: to ask for that takes longer than to write.
+        self._hosts = [(host, host.numpy()) for host in hosts]
         self._max_seqs, self._tile_tokens_of = max_seqs, tile_tokens_of
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
@@ -57,50 +62,92 @@ class InputBuffers:
         self.block_table = filled(buffers["block_table"], sink, device)
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
+        #: Which rows have adapters; None: there never were any.
+        self.adapters: AdapterInputs | None = None
 
-    def fill(self, plan: StepPlan, shape: StepShape) -> None:
+    def fill(self, plan: StepPlan, shape: StepShape) -> SampleRows:
         """Send a plan to the device, with padding behind its rows and behind its rows of logits.
 
-        The step before the last must be done: its inputs are overwritten on the host.
+        The step before the last must be done: its inputs are overwritten on the host. Returns the rows that
+        sample, in arrays that the step after the next overwrites.
         """
-        self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
-        self._fill(plan.decode, plan.prompts, shape)
+        if plan.admissions or plan.table_writes:
+            self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
+        return self._fill(plan.decode, plan.prompts, shape)
 
-    def park(self, shape: StepShape) -> None:
-        """Send a step that is all padding, so that running it touches nobody's KV."""
-        self._fill(DecodeRows(), (), shape)
+    def park(self, shape: StepShape) -> SampleRows:
+        """Send a step that is all padding, so that running it touches nobody's KV. No row samples."""
+        return self._fill(DecodeRows(), (), shape)
 
-    def _fill(self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape) -> None:
-        parts, host = PackedInputs(shape.num_rows, self._max_seqs), self._hosts[0]
+    def _fill(self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape) -> SampleRows:
+        parts, num_decode = PackedInputs.of(shape.num_rows, self._max_seqs), len(decode)
         self._hosts.reverse()
-        packed = host.numpy()
+        host, packed = self._hosts[0]
+        slots, positions = packed[parts.slots], packed[parts.positions]
+        slots[:num_decode], positions[:num_decode] = decode.slots, decode.positions
+        slots[num_decode:], positions[num_decode:], packed[parts.tokens] = self._dummy_slot, 0, 0
+        num_tiles = 0
+        rows = SampleRows(
+            slots[:num_decode],
+            positions[:num_decode],
+            decode.masks,
+            self._packed[parts.slots],
+            self._packed[parts.positions],
+        )
+        if shape.has_prompts:
+            rows, num_tiles = self._fill_prompts(packed, parts, rows, prompts, shape)
+        packed[parts.counts] = num_decode, num_tiles
+        read_host(self._packed, host, parts.num_words(num_tiles))
+        return rows
+
+    def _fill_prompts(
+        self,
+        packed: npt.NDArray[np.int32],
+        parts: PackedInputs,
+        decode: SampleRows,
+        prompts: Sequence[Row],
+        shape: StepShape,
+    ) -> tuple[SampleRows, int]:
+        """Write prompts behind the decode rows; return all rows that sample, and the number of tiles."""
         slots, positions, tokens = packed[parts.slots], packed[parts.positions], packed[parts.tokens]
         num_decode, num_rows = len(decode), len(decode) + len(prompts)
-        slots[:num_decode], positions[:num_decode] = decode.slots, decode.positions
         spans = _spans(num_decode, prompts)
         for span, row in zip(spans, prompts, strict=True):
             assert row.tokens is not None, f"decode row behind prefill rows: {row}"
             slots[span.rows] = row.slot
             positions[span.rows] = np.arange(row.start, row.start + row.num_tokens)
             tokens[span.rows] = row.tokens
-        end = spans[-1].rows.stop if spans else num_decode
-        slots[end:], positions[end:], tokens[end:] = self._dummy_slot, 0, 0
-        if shape.has_prompts:
-            # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
-            logit_rows = packed[parts.logit_rows]
-            logit_rows[:num_decode] = np.arange(num_decode)
-            logit_rows[num_decode:num_rows] = [span.rows.stop - 1 for span in spans]
-            logit_rows[num_rows : shape.num_logits] = 0
+        # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
+        logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
+        sample_positions = packed[parts.sample_positions]
+        logit_rows[:num_decode] = np.arange(num_decode)
+        logit_rows[num_decode:num_rows] = [span.rows.stop - 1 for span in spans]
+        logit_rows[num_rows : shape.num_logits] = 0
+        num_samples = num_rows - sum(not row.samples for row in prompts)
+        assert num_samples == num_rows or not prompts[-1].samples, f"not only the last samples not: {prompts}"
+        sample_slots[:num_samples] = slots[logit_rows[:num_samples]]
+        sample_slots[num_samples : shape.num_logits] = self._dummy_slot
+        sample_positions[:num_samples] = positions[logit_rows[:num_samples]]
         tiles = cut_tiles(spans, self._tile_tokens_of(shape.num_rows))
         packed[parts.tiles][: len(tiles)] = tiles
-        num_tiles = len(tiles) // TILE_FIELDS
-        packed[parts.counts] = num_decode, num_tiles
-        num_words = parts.num_words(num_tiles)
-        read_host(self._packed[:num_words], host[:num_words])
+        masks = {num_decode + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
+        rows = SampleRows(
+            sample_slots[:num_samples],
+            sample_positions[:num_samples],
+            {**decode.masks, **masks},
+            self._packed[parts.sample_slots],
+            self._packed[parts.sample_positions],
+        )
+        return rows, len(tiles) // TILE_FIELDS
+
+    def sample_slots(self, shape: StepShape) -> torch.Tensor:
+        """Return the slot that each row of logits samples for: int32, on the device; a dummy for others."""
+        parts = PackedInputs.of(shape.num_rows, self._max_seqs)
+        return self._packed[parts.sample_slots if shape.has_prompts else parts.slots][: shape.num_logits]
 
     def gather_tokens(self, shape: StepShape) -> None:
         """Gather on the device the last samples of decode rows and the sent tokens of the others."""
-        parts = PackedInputs(shape.num_rows, self._max_seqs)
+        parts = PackedInputs.of(shape.num_rows, self._max_seqs)
         gather_tokens(
             self._packed[parts.tokens],
             self._packed[parts.slots],
@@ -115,7 +162,7 @@ class InputBuffers:
         Where kernels read on the device which rows there are, all steps of a shape have the same inputs.
         """
         num_decode, prompts = (0, ()) if plan is None else (plan.num_decode_rows, plan.prompts)
-        parts = PackedInputs(shape.num_rows, self._max_seqs)
+        parts = PackedInputs.of(shape.num_rows, self._max_seqs)
         counts = self._packed[parts.counts]
         paged = PagedRows(self._packed[parts.positions], self._packed[parts.slots], self.block_table)
         reads_counts = runs_triton(self._packed)
@@ -123,6 +170,7 @@ class InputBuffers:
             self._packed[parts.tiles].view(-1, TILE_FIELDS), counts[1:], self._tile_tokens_of(shape.num_rows)
         )
         num_rows = min(shape.num_rows, self._max_seqs) if reads_counts else num_decode
+        adapters = self.adapters if shape.has_adapters else None
         return StepInputs(
             tokens=self._tokens[: shape.num_rows],
             rows=paged,
@@ -131,6 +179,8 @@ class InputBuffers:
             spans=_spans(num_decode, prompts),
             tiles=tiles if shape.has_prompts else None,
             logit_rows=self._packed[parts.logit_rows][: shape.num_logits] if shape.has_prompts else None,
+            adapters=None if adapters is None else adapters.rows(shape),
+            logit_adapters=None if adapters is None else adapters.logit_rows(shape),
         )
 
     def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:

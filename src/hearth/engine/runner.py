@@ -9,17 +9,23 @@ from functools import partial
 import numpy as np
 import torch
 
+from hearth.engine.adapter_inputs import AdapterInputs
+from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
-from hearth.engine.sampler import Sampler, SampleRows, Samples
+from hearth.engine.sampler import Sampler, Samples
 from hearth.engine.step_shape import PaddedSizes, StepPart, StepShape
 from hearth.engine.upload import Uploads
+from hearth.kernels.jit import runs_triton
+from hearth.models.adapter import AdapterLayout
+from hearth.models.buffers import name_of, zeros
 from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
-from hearth.types import RequestId, SamplingTable, TokenLogprob, TokenLogprobs
+from hearth.sizes import StepLimits, adapter_buffers
+from hearth.types import AdapterId, RequestId, SamplingTable, TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
@@ -38,33 +44,40 @@ class StepResult:
 class PendingStep:
     """A step that the device may still be computing."""
 
-    def __init__(self, samples: Samples, best_logits: torch.Tensor, reads: StepReads | None = None) -> None:
-        """Queue the copies to the host. `best_logits`: the highest behind each row of the plan."""
+    def __init__(
+        self, samples: Samples, num_samples: int, host: torch.Tensor, reads: StepReads | None = None
+    ) -> None:
+        """Queue the copies to the host, of what was chosen to `host`; nobody else writes there until `wait`.
+
+        The first `num_samples` rows have sampled, others were only computed.
+        """
+        self._chosen, self._num_samples = host.copy_(samples.chosen, non_blocking=True), num_samples
         parts = (samples.logprobs, samples.top_ids, samples.top_logprobs)
-        self._tokens, self._best_logits = _to_host(samples.tokens), _to_host(best_logits)
         self._logprobs, self._top_ids, self._top_logprobs = (
             None if part is None else _to_host(part) for part in parts
         )
         self._num_logprobs = samples.num_logprobs
         self._reads = None if reads is None else _reads_to_host(reads)
-        self._event: torch.cuda.Event | None = None
-        if samples.tokens.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
-            self._event.record()
+        #: Behind all of the step; None: on a CPU, where it is done.
+        self.end: torch.cuda.Event | None = None
+        if samples.chosen.is_cuda:
+            self.end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # untyped
+            self.end.record()
 
     @property
     def is_computed(self) -> bool:
         """True if the device computed the step while it was launched, as a CPU does."""
-        return self._event is None
+        return self.end is None
 
     def wait(self) -> StepResult:
-        if self._event is not None:
-            self._event.synchronize()
-        is_broken = ~np.isfinite(self._best_logits.numpy())
+        if self.end is not None:
+            self.end.synchronize()
+        tokens, best_bits = self._chosen.numpy().T
+        is_broken = ~np.isfinite(best_bits.view(np.float32))
         reads = {} if self._reads is None else dict(self._reads.rows())
         is_broken[[index for index, read in reads.items() if not read.is_finite]] = True
         broken_rows = np.flatnonzero(is_broken).tolist()
-        return StepResult(self._tokens.tolist(), self._asked_logprobs(), broken_rows, reads)
+        return StepResult(tokens[: self._num_samples].tolist(), self._asked_logprobs(), broken_rows, reads)
 
     def _asked_logprobs(self) -> list[TokenLogprobs | None] | None:
         """Return to each row what it asked for, whatever was computed because others asked for more."""
@@ -77,6 +90,13 @@ class PendingStep:
             None if num is None else TokenLogprobs(own, tuple(map(TokenLogprob, ids[:num], best[:num])))
             for num, own, ids, best in rows
         ]
+
+
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for copies of a tensor, or the tensor if it has none, as in a dry run."""
+    if tensor.is_meta:
+        return tensor
+    return torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,6 +132,7 @@ class Runner:
         inputs: InputBuffers,
         sampler: Sampler,
         uploads: Uploads,
+        limits: StepLimits,
         sizes: PaddedSizes,
         graphs: StepGraphs | None,
     ) -> None:
@@ -125,9 +146,13 @@ class Runner:
         self._inputs = inputs
         self._sampler = sampler
         self._uploads = uploads
+        self._limits = limits
         self.sizes = sizes
         self.graphs = graphs
         self._reader = PromptReader(decoder, uploads)
+        self._adapters = AdapterTable(decoder.arch.dimensions, kv.dtype, uploads)
+        #: Where what steps have chosen arrives. Two, for a step is launched before the last is waited for.
+        self._hosts = [_host_like(sampler.chosen) for _ in range(2)]
 
     @property
     def sink(self) -> int:
@@ -153,7 +178,10 @@ class Runner:
         self._drop_open_gate()
         if self.graphs is None or self._gate is not None:
             return
-        for shape in self.sizes.all_shapes():
+        shapes = self.sizes.all_shapes()
+        if self._inputs.adapters is not None:
+            shapes += self.sizes.all_shapes(has_adapters=True)
+        for shape in shapes:
             if any(key not in self.graphs for key in shape.keys):
                 self.synchronize()  # for what is sent is written where that of the step before the last lies
                 self.run_padding(shape)
@@ -163,7 +191,14 @@ class Runner:
     def run_padding(self, shape: StepShape) -> None:
         """Queue a step that is all padding, which touches nobody's KV."""
         self._inputs.park(shape)
+        if shape.has_adapters:
+            self.allow_adapters().park()
         self._run(shape, None)
+
+    @torch.inference_mode()
+    def draw_padding(self, shape: StepShape) -> None:
+        """Queue the draws of a step that is all padding, in which no token is drawn."""
+        self._sampler.draw(self.decoder.logits[: shape.num_logits], self._inputs.park(shape))
 
     def follow(self, gate: WeightGate | None) -> None:
         """Run steps layer by layer behind weights that are still arriving, until the gate is open.
@@ -200,6 +235,27 @@ class Runner:
             self.graphs.forget()
 
     @torch.inference_mode()
+    def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
+        """Have steps from now on find an adapter in its place (`AdapterTable.bind`)."""
+        self._adapters.bind(adapter, layout, layers)
+        self.allow_adapters().forget()
+
+    def remove_adapter(self, adapter: AdapterId) -> None:
+        """Forget an adapter, because no plan from now on has a row of it."""
+        self._adapters.unbind(adapter)
+        self.allow_adapters().forget()
+
+    def allow_adapters(self) -> AdapterInputs:
+        """Return what tells steps of adapters, which is there from the first call on."""
+        if self._inputs.adapters is None:
+            arch, device = self.decoder.arch, self.kv.device
+            buffers = adapter_buffers(arch.dimensions, name_of(self.kv.dtype), self._limits)
+            self._inputs.adapters = AdapterInputs(zeros(buffers["packed"], device), self._limits.max_seqs)
+            if runs_triton(self.kv):
+                self.decoder.take_scratch(zeros(buffers["shrunk"], device))
+        return self._inputs.adapters
+
+    @torch.inference_mode()
     def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
         """Queue copies of whole blocks behind all launched steps. No source is a target."""
         if not moves:
@@ -218,10 +274,14 @@ class Runner:
         self._sampler.admit(plan.admissions)
         self._drop_open_gate()
         shape = self.sizes.shape_of(plan)
-        self._inputs.fill(plan, shape)
+        rows = self._inputs.fill(plan, shape)
+        if shape.has_adapters:
+            self.allow_adapters().fill(plan, shape, self._adapters)
         self._run(shape, plan)
         reads = self._read(shape, plan) if plan.has_readings else None
-        return self._sample(plan, self.decoder.logits[: plan.num_rows], reads)
+        samples = self._sampler.sample(self.decoder.logits[: plan.num_rows], rows)
+        self._hosts.reverse()
+        return PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
 
     def _drop_open_gate(self) -> None:
         """Wait at a gate no longer once all weights are there."""
@@ -229,21 +289,14 @@ class Runner:
             self._gate = None
 
     def _read(self, shape: StepShape, plan: StepPlan) -> StepReads:
-        """Queue all behind the body of a step whose prompts are read; its logits are left as by the tail."""
+        """Queue all behind the body of a step whose prompts are read, and leave what the tail would leave."""
         step = self._inputs.view(plan, shape)
         hidden = self.decoder.finish(step, self._gate)
         reads = self._reader.read(plan, hidden, self.sizes.samples)
         assert step.logit_rows is not None, f"prompts are read in a step without any: {plan.step_id=}"
-        self.decoder.head(hidden.index_select(0, step.logit_rows))
+        logits = self.decoder.head(hidden.index_select(0, step.logit_rows))
+        self._sampler.take_best(logits, self._inputs.sample_slots(shape))
         return reads
-
-    def _sample(self, plan: StepPlan, logits: torch.Tensor, reads: StepReads | None) -> PendingStep:
-        rows = _sample_rows(plan)
-        samples = self._sampler.sample(logits[: len(rows)], rows)
-        best_logits = samples.best_logits
-        if len(rows) < len(logits):
-            best_logits = torch.cat((best_logits, logits[len(rows) :].amax(-1)))
-        return PendingStep(samples, best_logits, reads)
 
     def _run(self, shape: StepShape, plan: StepPlan | None) -> None:
         """Queue the step whose inputs are in place, which leaves its logits with the decoder.
@@ -268,18 +321,4 @@ class Runner:
                 self._gate.embed()
             self.decoder.body(self.decoder.embed(step), step, self.kv, self._gate)
         if part is not StepPart.MIXED:
-            self.decoder.tail(step, self._gate)
-
-
-def _sample_rows(plan: StepPlan) -> SampleRows:
-    """Each row samples the token behind its last, but for a chunk that does not end its prompt."""
-    decode, prompts = plan.decode, plan.prompts
-    if prompts and not prompts[-1].samples:
-        prompts = prompts[:-1]
-    assert all(row.samples for row in prompts), f"not only the last row samples nothing: {plan.prompts}"
-    masks = {len(decode) + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
-    return SampleRows(
-        slots=np.array([*decode.slots, *(row.slot for row in prompts)], np.int64),
-        positions=np.array([*decode.positions, *(row.end - 1 for row in prompts)], np.int64) + 1,
-        masks={**decode.masks, **masks},
-    )
+            self._sampler.take_best(self.decoder.tail(step, self._gate), self._inputs.sample_slots(shape))

@@ -27,6 +27,7 @@ class GraphKey:
 
     part: StepPart
     size: int
+    has_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,21 @@ class StepShape:
     has_prompts: bool
     num_rows: int  #: a token each
     num_logits: int  #: rows whose logits are computed; without prompts that is every row
+    has_adapters: bool = False  #: some row has one; which and how many is read on the device
 
     @staticmethod
-    def decode(num_rows: int) -> StepShape:
-        return StepShape(has_prompts=False, num_rows=num_rows, num_logits=num_rows)
+    def decode(num_rows: int, *, has_adapters: bool = False) -> StepShape:
+        return StepShape(False, num_rows, num_rows, has_adapters)
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
         """The parts of such a step, in the order in which they run."""
         if not self.has_prompts:
-            return (GraphKey(StepPart.DECODE, self.num_rows),)
-        return (GraphKey(StepPart.MIXED, self.num_rows), GraphKey(StepPart.TAIL, self.num_logits))
+            return (GraphKey(StepPart.DECODE, self.num_rows, self.has_adapters),)
+        return (
+            GraphKey(StepPart.MIXED, self.num_rows, self.has_adapters),
+            GraphKey(StepPart.TAIL, self.num_logits, self.has_adapters),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +66,22 @@ class PaddedSizes:
     def of(limits: StepLimits) -> PaddedSizes:
         return PaddedSizes(decode_sizes(limits), mixed_sizes(limits), sample_sizes(limits))
 
-    def all_shapes(self) -> list[StepShape]:
+    def all_shapes(self, *, has_adapters: bool = False) -> list[StepShape]:
         """Return shapes that have every key between them, the largest first."""
         decode, mixed, samples = (sizes[::-1] for sizes in (self.decode, self.mixed, self.samples))
         return [
-            *(StepShape.decode(size) for size in decode),
-            *(StepShape(has_prompts=True, num_rows=size, num_logits=samples[-1]) for size in mixed),
-            *(StepShape(has_prompts=True, num_rows=mixed[-1], num_logits=size) for size in samples[:-1]),
+            *(StepShape.decode(size, has_adapters=has_adapters) for size in decode),
+            *(StepShape(True, size, samples[-1], has_adapters) for size in mixed),
+            *(StepShape(True, mixed[-1], size, has_adapters) for size in samples[:-1]),
         ]
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """Return the smallest shape that holds the rows of a plan."""
         num_rows, num_logits, has_prompts = plan.num_tokens, plan.num_rows, bool(plan.prompts)
+        has_adapters = plan.has_adapters
         if not self.decode:
-            return StepShape(has_prompts, num_rows, num_logits)
+            return StepShape(has_prompts, num_rows, num_logits, has_adapters)
         if not has_prompts:
-            return StepShape.decode(padded_size(self.decode, num_rows))
-        return StepShape(
-            has_prompts, padded_size(self.mixed, num_rows), padded_size(self.samples, num_logits)
-        )
+            return StepShape.decode(padded_size(self.decode, num_rows), has_adapters=has_adapters)
+        num_rows, num_logits = padded_size(self.mixed, num_rows), padded_size(self.samples, num_logits)
+        return StepShape(has_prompts, num_rows, num_logits, has_adapters)

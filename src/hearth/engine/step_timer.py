@@ -17,25 +17,18 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         """Begin; the step is launched next, on the current stream."""
         self._began_s = self._ended_s = time.perf_counter()
-        self._began, self._ended = _event(device), _event(device)
-        if self._began is not None:
+        self._began: torch.cuda.Event | None = None
+        self._ended: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # untyped
             self._began.record()
 
-    def stop(self) -> None:
-        """End, once all of the step is launched."""
-        self._ended_s = time.perf_counter()
-        if self._ended is not None:
-            self._ended.record()
+    def stop(self, end: torch.cuda.Event | None) -> None:
+        """End, once all of the step is launched; `end` is the event behind it on a CUDA device."""
+        self._ended_s, self._ended = time.perf_counter(), end
 
     def seconds(self) -> float:
-        """Return how long the step took, which the device has done or is about to."""
+        """Return how long the step took, which the device has done."""
         if self._began is None or self._ended is None:
             return self._ended_s - self._began_s
-        self._ended.synchronize()
         return float(self._began.elapsed_time(self._ended)) / 1000
-
-
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch leaves it untyped

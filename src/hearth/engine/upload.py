@@ -12,7 +12,7 @@ import torch
 from hearth.kernels.host_read import read_host
 
 #: A column of numbers to be sent.
-Ints = Sequence[int] | npt.NDArray[np.int64]
+Ints = Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
 class Uploads:

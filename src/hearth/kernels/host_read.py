@@ -15,26 +15,28 @@ from hearth.kernels.overlap import wait_for_inputs
 READS_HOST = True
 
 
-def read_host(out: torch.Tensor, pinned: torch.Tensor) -> None:
+def read_host(out: torch.Tensor, pinned: torch.Tensor, count: int | None = None) -> None:
     """Set `out = pinned` in stream order, without waiting; both contiguous, of numbers of 4 or 8 bytes.
 
-    What lies in `pinned` must stay until the device has read it. Torch does not know of this read: it would
-    give the memory of a tensor that is let go to the next one at once.
+    `count`: only so many of the first numbers. What lies in `pinned` must stay until the device has read it.
+    Torch does not know of this read: it would give the memory of a tensor that is let go to the next one at
+    once.
     """
     impl = read_host_triton if READS_HOST and runs_triton(out) else read_host_reference
-    impl(out, pinned)
+    impl(out, pinned, count)
 
 
-def read_host_reference(out: torch.Tensor, pinned: torch.Tensor) -> None:
-    out.copy_(pinned, non_blocking=True)
+def read_host_reference(out: torch.Tensor, pinned: torch.Tensor, count: int | None = None) -> None:
+    out.view(-1)[:count].copy_(pinned.view(-1)[:count], non_blocking=True)
 
 
-def read_host_triton(out: torch.Tensor, pinned: torch.Tensor) -> None:
+def read_host_triton(out: torch.Tensor, pinned: torch.Tensor, count: int | None = None) -> None:
     assert out.dtype == pinned.dtype, f"{out.dtype=} {pinned.dtype=}"
     assert out.numel() == pinned.numel(), f"{out.shape=} {pinned.shape=}"
     # As words, so that one compiled kernel does for every dtype and length.
-    target, source = out.view(-1).view(torch.int32), pinned.view(-1).view(torch.int32)
-    num_words, block = target.numel(), 1024
+    num_words = (out.numel() if count is None else count) * (out.itemsize // 4)
+    target, source = (one if one.dtype == torch.int32 else one.view(torch.int32) for one in (out, pinned))
+    block = 1024
     if num_words:
         launch(
             _read_host_kernel,

@@ -27,16 +27,20 @@ MAX_RANK, MAX_SLICES = 256, 3
 
 
 class Projection(StrEnum):
-    """A linear layer of the decoder, in the order of the forward pass. Its number indexes tables."""
+    """A linear layer of the decoder, in the order of the forward pass."""
 
     QKV = "qkv"
     O = "o"  # noqa: E741
     UP = "up"
     DOWN = "down"
 
-    @property
-    def index(self) -> int:
-        return list(Projection).index(self)
+
+_NUMBER_OF = {projection: number for number, projection in enumerate(Projection)}
+
+
+def target_index(layer: int, projection: Projection) -> int:
+    """Return the place of a layer's projection in the table of an adapter."""
+    return layer * len(_NUMBER_OF) + _NUMBER_OF[projection]
 
 
 def projection_shape(dimensions: Dimensions, projection: Projection) -> tuple[int, int]:

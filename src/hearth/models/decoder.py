@@ -8,6 +8,9 @@ output enters the last, and what lies between may run elsewhere.
 
 A step is `body`, up to and with the last attention, and `tail`, which runs only for rows whose logits are
 wanted. Between the two everything lies in the workspace. No batching, no sampling.
+
+Rows may have adapters, which add to what four projections of a layer leave. Where no row has one, nothing of
+that is launched.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ import torch
 from hearth.kernels.activation import activate
 from hearth.kernels.decode_attention import decode_attention
 from hearth.kernels.linear import linear
+from hearth.kernels.lora import AdapterRows, add_adapters
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
 from hearth.kernels.quantized import quantized_linear
 from hearth.kernels.rotary import HeadNorms, rotate_and_store
+from hearth.models.adapter import Projection, target_index
 from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import LayerWeights, Linear, NormWeights, WeightGate, Weights
@@ -54,7 +59,12 @@ class Decoder:
         self._cos_sin = cos_sin
         self._on_layer = on_layer
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+        self._shrunk: torch.Tensor | None = None
         self.rebind(weights)
+
+    def take_scratch(self, shrunk: torch.Tensor) -> None:
+        """Have memory for adapters, float32 [tokens, MAX_SHRUNK_RANK]; no rows: the workspace lends it."""
+        self._shrunk = shrunk.view(-1) if len(shrunk) else None
 
     def rebind(self, weights: Weights) -> None:
         """Follow weights that were moved. Graphs captured before still read the old place."""
@@ -81,7 +91,7 @@ class Decoder:
         """Return the hidden states after the layers, given those before. Arguments are as in `body`."""
         self.body(hidden, step, kv, gate)
         ws = self._cut(hidden.shape[0])
-        delta = self.absorb(self.weights.layers[-1], ws.residual, ws.normed, ws.attended)
+        delta = self.absorb(self.layers[-1], ws.residual, ws.normed, ws.attended, step.adapters)
         return ws.residual if delta is None else ws.residual.add_(delta)
 
     def body(
@@ -98,16 +108,17 @@ class Decoder:
             if gate is not None:
                 gate.layer(layer)
             normed = self._enter(weights, residual, delta)
-            qkv = self.project(weights, normed)
+            qkv = self.project(layer, normed, step.adapters)
             attended = self.attend(layer, weights, qkv, step, layer_kv)
             if layer != self.layers[-1]:
-                delta = self.absorb(weights, residual, normed, attended)
+                delta = self.absorb(layer, residual, normed, attended, step.adapters)
             if self._on_layer is not None:
                 self._on_layer()
 
     def tail(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
         """Return float32 logits of `step.logit_rows`, in that order, behind the `body` of the last layers."""
-        return self.head(self._finish(*self._keep(step), gate))
+        adapters = step.adapters if step.logit_rows is None else step.logit_adapters
+        return self.head(self._finish(*self._keep(step), adapters, gate))
 
     def finish(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
         """Return what `head` reads of every row, not of those alone whose logits are wanted.
@@ -115,18 +126,19 @@ class Decoder:
         Behind the `body` of the last layers, in place of `tail`, which finds nothing any more.
         """
         ws = self._cut(step.tokens.shape[0])
-        return self._finish(ws.residual, ws.normed, ws.attended, gate)
+        return self._finish(ws.residual, ws.normed, ws.attended, step.adapters, gate)
 
     def _finish(
         self,
         residual: torch.Tensor,
         normed: torch.Tensor,
         attended: torch.Tensor,
+        adapters: AdapterRows | None,
         gate: WeightGate | None,
     ) -> torch.Tensor:
         """Return the hidden states behind the last layer and all that follows but the head."""
         weights = self.weights
-        delta = self.absorb(weights.layers[-1], residual, normed, attended)
+        delta = self.absorb(self.layers[-1], residual, normed, attended, adapters)
         if gate is not None:
             gate.head()
         if weights.final_norm is not None:
@@ -151,9 +163,10 @@ class Decoder:
         _linear(hidden, weights.head, out)
         return out if out is ws.logits else ws.logits.copy_(out)
 
-    def project(self, weights: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+    def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
         """Return fused q, k and v, as the projections leave them."""
-        return _linear(normed, weights.qkv, self._cut(normed.shape[0]).qkv)
+        qkv = self._cut(normed.shape[0]).qkv
+        return self._adapted(Projection.QKV, layer, normed, self._weights_of(layer).qkv, qkv, adapters)
 
     def attend(
         self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
@@ -181,20 +194,26 @@ class Decoder:
         return out
 
     def absorb(
-        self, weights: LayerWeights, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
+        self,
+        layer: int,
+        residual: torch.Tensor,
+        normed: torch.Tensor,
+        attended: torch.Tensor,
+        adapters: AdapterRows | None = None,
     ) -> torch.Tensor | None:
         """Run output projection and MLP; return the next delta, or None where it is in the residual."""
-        arch, ws = self.arch, self._cut(attended.shape[0])
-        delta = _linear(attended, weights.o, ws.delta)
+        arch, ws, weights = self.arch, self._cut(attended.shape[0]), self._weights_of(layer)
+        delta = self._adapted(Projection.O, layer, attended, weights.o, ws.delta, adapters)
         match arch.residual:
             case Residual.PRE:
-                return self._mlp(weights, self._norm(weights.mlp_norm, delta, residual), ws.delta)
+                mlp_in = self._norm(weights.mlp_norm, delta, residual)
+                return self._mlp(layer, mlp_in, ws.delta, adapters)
             case Residual.PARALLEL:
                 mlp_in = normed if arch.shares_norm else self._norm(weights.mlp_norm, None, residual)
-                return delta.add_(self._mlp(weights, mlp_in, ws.mlp_out))
+                return delta.add_(self._mlp(layer, mlp_in, ws.mlp_out, adapters))
             case Residual.POST:
                 self._norm(weights.attn_norm, delta, residual, out=residual)
-                delta = self._mlp(weights, residual, ws.delta)
+                delta = self._mlp(layer, residual, ws.delta, adapters)
                 self._norm(weights.mlp_norm, delta, residual, out=residual)
                 return None
 
@@ -219,11 +238,40 @@ class Decoder:
             torch.index_select(source.normed, 0, rows, out=kept.kept_normed)
         return kept.kept_residual, kept.kept_normed, kept.kept_attended
 
-    def _mlp(self, weights: LayerWeights, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        ws = self._cut(x.shape[0])
-        up = _linear(x, weights.up, ws.up)
+    def _mlp(
+        self, layer: int, x: torch.Tensor, out: torch.Tensor, adapters: AdapterRows | None
+    ) -> torch.Tensor:
+        ws, weights = self._cut(x.shape[0]), self._weights_of(layer)
+        up = self._adapted(Projection.UP, layer, x, weights.up, ws.up, adapters)
         activate(up, self.arch.activation, gated=self.arch.gated, out=ws.activated)
-        return _linear(ws.activated, weights.down, out)
+        return self._adapted(Projection.DOWN, layer, ws.activated, weights.down, out, adapters)
+
+    def _adapted(
+        self,
+        projection: Projection,
+        layer: int,
+        x: torch.Tensor,
+        weights: Linear,
+        out: torch.Tensor,
+        adapters: AdapterRows | None,
+    ) -> torch.Tensor:
+        """Run a projection, and add what the adapters of the rows say."""
+        _linear(x, weights, out)
+        if adapters is not None:
+            scratch = self._scratch(projection)
+            add_adapters(x, adapters, target_index(layer, projection), scratch=scratch, out=out)
+        return out
+
+    def _scratch(self, projection: Projection) -> torch.Tensor:
+        """Return memory for adapters of a projection: their own, or what is idle just then around the MLP."""
+        if self._shrunk is not None:
+            return self._shrunk
+        ws = self._workspace
+        idle = (ws.activated if projection is Projection.UP else ws.up).view(-1)
+        return idle if idle.dtype == torch.float32 else idle[: len(idle) // 2 * 2].view(torch.float32)
+
+    def _weights_of(self, layer: int) -> LayerWeights:
+        return self.weights.layers[layer - self.layers.start]
 
     def _norm(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hearth.kernels.lora import AdapterRows
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
@@ -27,3 +28,5 @@ class StepInputs:
     spans: tuple[PrefillSpan, ...]  #: for the torch references
     tiles: PromptTiles | None  #: the same on the device, for the kernels; None: no prompts
     logit_rows: torch.Tensor | None  #: the rows whose logits are wanted; None: all of them
+    adapters: AdapterRows | None = None  #: of the rows; None: no row has one, and the model runs bare
+    logit_adapters: AdapterRows | None = None  #: the same of `logit_rows`, by their index there

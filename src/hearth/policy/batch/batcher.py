@@ -32,6 +32,10 @@ A request of no tokens (`max_tokens` of 0) is one whose prompt alone is wanted, 
 logprobs of its tokens. It ends like all others, by a token, of which nobody is told. Where something is
 wanted of every token of a prompt, no known prefix is skipped.
 
+Requests may have adapters, which are with the model before they are added (whoever adds them holds back the
+others). Here they are like all others: an adapter has no share and no queue, so the line decides between two
+adapters as it does between two requests of one. Only no two of them share a prefix.
+
 Who only simulates steps may `skip` those in which nothing happens but that every sequence gets a token.
 
 KV may grow and shrink between steps. `wanted_blocks` says what the next plan could use; `clear` takes blocks
@@ -56,8 +60,8 @@ from hearth.policy.batch.plan import (
     RequestFailed,
     StepPlan,
 )
-from hearth.policy.batch.plan_draft import DecodedSequences, PlanDraft, PlannedStep
-from hearth.policy.batch.prefix import KnownPrefix, extend_digests
+from hearth.policy.batch.plan_draft import DecodedSequences, PlanDraft, PlannedStep, adapters_of
+from hearth.policy.batch.prefix import KnownPrefix
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.types import FinishReason, RequestId
 
@@ -378,7 +382,8 @@ class Batcher:
         if not num_flights:
             return None
         slots = [s.slot for s in running if s.slot is not None]
-        decode = DecodeRows(list(run.request_ids), slots, [s.num_planned - 1 for s in running])
+        positions = [s.num_planned - 1 for s in running]
+        decode = DecodeRows(list(run.request_ids), slots, positions, adapters=adapters_of(running))
         plan = StepPlan(self._num_steps - 1, (), (), decode, ())
         self._flights[0] = PlannedStep(plan, running)
         return plan
@@ -525,7 +530,7 @@ class Batcher:
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""
         block_tokens = self.blocks.block_tokens
-        extend_digests(sequence.digests, sequence.tokens, sequence.request.salt, block_tokens)
+        sequence.extend_digests(block_tokens)
         # At least one token is computed, for there must be something to sample from.
         num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // block_tokens
         sequence.prefix.follow(self.blocks.prefixes, sequence.digests, num_most)
@@ -539,7 +544,7 @@ class Batcher:
         num_full = num_computed // self.blocks.block_tokens
         if sequence.slot is None or num_full <= sequence.num_published:
             return  # preempted, and its blocks with it, or nothing is new
-        extend_digests(sequence.digests, sequence.tokens, sequence.request.salt, self.blocks.block_tokens)
+        sequence.extend_digests(self.blocks.block_tokens)
         for index in range(sequence.num_published, num_full):
             self.blocks.publish(sequence.blocks[index], sequence.digests[index])
         sequence.published(num_full, self.blocks.block_tokens)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hearth.errors import HearthError
-from hearth.types import FinishReason, Pace, Pooling, RequestId, SamplingParams
+from hearth.types import AdapterId, FinishReason, Pace, Pooling, RequestId, SamplingParams
 
 
 class Guide(Protocol):
@@ -36,12 +36,13 @@ class EngineRequest:
     request_id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    #: Keeps prefixes of different adapters or tenants apart. A secret one also keeps tenants from computing
-    #: digests of their own, so it is shown nowhere.
+    #: Keeps prefixes of different tenants apart. A secret one also keeps tenants from computing digests of
+    #: their own, so it is shown nowhere.
     salt: bytes = field(default=b"", repr=False)
     output: tuple[int, ...] = ()  #: what it had sampled before it came here; all limits count it
     guide: Guide | None = field(default=None, compare=False, repr=False)  #: has taken `output`
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
+    adapter: AdapterId | None = None  #: adds to the model, and keeps prefixes apart; None: the bare model
     is_batch: bool = False  #: nobody reads along, so that its first token is no more urgent than the others
     line_s: float = 0.0  #: since when it stands in line, by any clock; of equals the first that came is first
 
@@ -97,6 +98,7 @@ class Row:
     samples: bool  #: a token is sampled after the last one
     mask: bytes | None = None  #: the tokens that may be sampled, as in `Guide`; None: all
     reading: RowReading | None = None
+    adapter: AdapterId | None = None
 
     @property
     def end(self) -> int:
@@ -115,6 +117,9 @@ class DecodeRows:
     slots: Sequence[int] = ()
     positions: Sequence[int] = ()  #: of the token in its sequence
     masks: Mapping[int, bytes] = field(default_factory=dict)  #: of guided rows, by index, as in `Guide`
+    #: One for each row, or none at all where no row has one. While the same requests decode step after step,
+    #: it is the same object.
+    adapters: Sequence[AdapterId | None] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -133,10 +138,13 @@ class StepPlan:
     @property
     def rows(self) -> tuple[Row, ...]:
         """All rows one by one. Made anew by every call, so not for a step in a hurry."""
-        columns = zip(self.decode.request_ids, self.decode.slots, self.decode.positions, strict=True)
+        adapters = self.decode.adapters or [None] * len(self.decode)
+        columns = zip(
+            self.decode.request_ids, self.decode.slots, self.decode.positions, adapters, strict=True
+        )
         decode = [
-            Row(request_id, slot, position, 1, None, samples=True, mask=self.decode.masks.get(index))
-            for index, (request_id, slot, position) in enumerate(columns)
+            Row(request_id, slot, position, 1, None, True, self.decode.masks.get(index), adapter=adapter)
+            for index, (request_id, slot, position, adapter) in enumerate(columns)
         ]
         return (*decode, *self.prompts)
 
@@ -175,6 +183,11 @@ class StepPlan:
     def has_readings(self) -> bool:
         """True if more than samples is wanted of a row."""
         return any(row.reading is not None for row in self.prompts)
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if a row has an adapter."""
+        return bool(self.decode.adapters) or any(row.adapter is not None for row in self.prompts)
 
     @property
     def context_tokens(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
 from hearth.policy.batch.sequence import LiveSequence
+from hearth.types import AdapterId
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,13 @@ class PlanDraft:
         for sequence, position in zip(sequences, positions, strict=True):
             sequence.num_planned = position + 1
         if sequences == before.sequences:
-            request_ids, slots = before.rows.request_ids, before.rows.slots
+            request_ids, slots, adapters = before.rows.request_ids, before.rows.slots, before.rows.adapters
         else:
             request_ids = [one.request_id for one in sequences]
             slots = [one.slot for one in sequences if one.slot is not None]
+            adapters = adapters_of(sequences)
         masks = {at: one.guide.mask for at, one in enumerate(sequences) if one.guide is not None}
-        self.decode = DecodeRows(request_ids, slots, positions, masks)
+        self.decode = DecodeRows(request_ids, slots, positions, masks, adapters)
         self.sequences += sequences
 
     def drop_preempted(self) -> None:
@@ -114,6 +116,7 @@ class PlanDraft:
             [rows.slots[at] for at in kept],
             [rows.positions[at] for at in kept],
             {new: rows.masks[at] for new, at in enumerate(kept) if at in rows.masks},
+            adapters_of(self.sequences),
         )
 
     def add_prompt(self, sequence: LiveSequence, num_tokens: int) -> None:
@@ -124,7 +127,8 @@ class PlanDraft:
         samples = end == sequence.num_prefill
         mask = sequence.guide.mask if samples and sequence.guide is not None else None
         tokens, reading = tuple(sequence.tokens[start:end]), sequence.reading(start, end)
-        row = Row(sequence.request_id, sequence.slot, start, num_tokens, tokens, samples, mask, reading)
+        request_id, adapter = sequence.request_id, sequence.request.adapter
+        row = Row(request_id, sequence.slot, start, num_tokens, tokens, samples, mask, reading, adapter)
         self.prompts.append(row)
         self.sequences.append(sequence)
         self.tokens_left = self.tokens_left - num_tokens if samples else 0
@@ -139,3 +143,9 @@ class PlanDraft:
             self.decode,
             tuple(self.prompts),
         )
+
+
+def adapters_of(sequences: Sequence[LiveSequence]) -> Sequence[AdapterId | None]:
+    """Return the adapter of each, as decode rows have it."""
+    adapters = [one.request.adapter for one in sequences]
+    return adapters if any(adapters) else ()

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 
+from hearth.types import AdapterId
+
 #: So many that nobody finds two prefixes with one digest: who did could have the KV of another text served.
 DIGEST_BYTES = 32
 
@@ -18,19 +20,29 @@ DIGEST_BYTES = 32
 KEPT_FORGOTTEN = 1024
 
 
-def block_digests(tokens: Sequence[int], salt: bytes, block_tokens: int) -> list[bytes]:
+def block_digests(
+    tokens: Sequence[int], salt: bytes, block_tokens: int, adapter: AdapterId | None = None
+) -> list[bytes]:
     """Return one digest for each full block, standing for all tokens up to that block's end."""
     digests: list[bytes] = []
-    extend_digests(digests, tokens, salt, block_tokens)
+    extend_digests(digests, tokens, salt, block_tokens, adapter)
     return digests
 
 
-def extend_digests(digests: list[bytes], tokens: Sequence[int], salt: bytes, block_tokens: int) -> None:
-    """Append the digests of the full blocks of `tokens` that `digests` does not cover yet."""
+def extend_digests(
+    digests: list[bytes],
+    tokens: Sequence[int],
+    salt: bytes,
+    block_tokens: int,
+    adapter: AdapterId | None = None,
+) -> None:
+    """Append the digests of the full blocks of `tokens` that `digests` does not cover yet.
+
+    Prefixes of different salts or adapters have no digest in common.
+    """
     if len(tokens) < (len(digests) + 1) * block_tokens:
         return
-    # The root is set apart by `person`, so that no salt can pass for the digest of another chain.
-    parent = digests[-1] if digests else blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
+    parent = digests[-1] if digests else _root(salt, adapter)
     first, last = len(digests) * block_tokens, len(tokens) // block_tokens * block_tokens
     content = array("I", tokens[first:last])
     stride = block_tokens * content.itemsize
@@ -38,6 +50,14 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], salt: bytes, blo
     for at in range(0, len(content_bytes), stride):
         parent = blake2b(parent + content_bytes[at : at + stride], digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
+
+
+def _root(salt: bytes, adapter: AdapterId | None) -> bytes:
+    # Set apart by `person`, so that no salt can pass for the digest of another chain.
+    root = blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
+    if adapter is None:
+        return root
+    return blake2b(root + adapter.encode(), digest_size=DIGEST_BYTES, person=b"adapter").digest()
 
 
 class PrefixIndex:

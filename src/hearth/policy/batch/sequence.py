@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrite
-from hearth.policy.batch.prefix import KnownPrefix
+from hearth.policy.batch.prefix import KnownPrefix, extend_digests
 from hearth.types import Pooling, RequestId
 
 
@@ -95,6 +95,10 @@ class LiveSequence:
         if self.num_output or (pooling is None and num_logprobs is None):
             return None
         return RowReading(pooling, num_logprobs, () if num_logprobs is None else prompt[start + 1 : end + 1])
+
+    def extend_digests(self, block_tokens: int) -> None:
+        """Have the digests of all full blocks of the tokens."""
+        extend_digests(self.digests, self.tokens, self.request.salt, block_tokens, self.request.adapter)
 
     def allow_next(self) -> None:
         """Set how far steps may be planned, now that all of `tokens` is known.

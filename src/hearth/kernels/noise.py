@@ -6,22 +6,28 @@ request draws the same noise in any batch, in any slot, on any device and after 
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
 
 
 def noise_key(seed: int, position: int) -> int:
     """Return a signed 64-bit key for the token at `position`; neighbouring keys share nothing."""
-    return int(noise_keys(np.array([seed & _MASK64], np.uint64), np.array([position]))[0])
+    return int(noise_keys(torch.tensor([signed64(seed)]), torch.tensor([position]))[0])
 
 
-def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the key of each pair of a seed, modulo 2^64, and a position."""
-    return _mix64(_mix64(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN).view(np.int64)
+def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the key of each pair of a seed, as by `signed64`, and a position: int64."""
+    return _mix64(_mix64(seeds + _GOLDEN) + positions.long() * _GOLDEN)
+
+
+def signed64(number: int) -> int:
+    """Return the number modulo 2^64 that an int64 can hold."""
+    return (number + (1 << 63) & _MASK64) - (1 << 63)
+
+
+_GOLDEN = signed64(0x9E3779B97F4A7C15)
+_MIX64 = signed64(0xBF58476D1CE4E5B9), signed64(0x94D049BB133111EB)
 
 
 def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -37,11 +43,11 @@ def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return minus_v.log1p_().neg_().log_().neg_()
 
 
-def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the finaliser of splitmix64. Products wrap."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix64(x: torch.Tensor) -> torch.Tensor:
+    """Return the finaliser of splitmix64. int64 products wrap; shifts copy the sign, hence the masks."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _MIX64[0]
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _MIX64[1]
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def _mix32_(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hearth.engine.top_k_top_p import rank_cutoff
+from hearth.kernels.top_k_top_p import rank_cutoff
 
 
 def cutoff(rows: list[list[float]], top_ks: list[int], top_ps: list[float]) -> list[float]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.engine.noise import gumbel, noise_key
+from hearth.kernels.noise import gumbel, noise_key
 
 KEYS = torch.tensor([noise_key(seed=7, position=position) for position in range(512)])
 

@@ -1,0 +1,76 @@
+"""What do adapters cost a step? A random Llama-2-7B, one adapter of all projections per request, on one GPU.
+
+python -m bench.lora [--save] [--parts PART ...] [--layers N] [--quick]
+
+    kernels     shrinking and expanding by projection, beside the bytes of the factors, with other blocks too
+    steps       decode steps of 32 and 64 requests among 128 adapters, of mixed ranks and of one, over the
+                bare model; its own steps while adapters are there; steps in which no row has one, which is
+                the floor of the launches
+    prompts     steps with two prompts of 1024 tokens beside these requests, likewise
+
+Each answer is printed as a line of JSON as soon as it is there, and one that fails costs no other. `--quick`
+has eight layers and few cases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from itertools import product
+
+from bench.lora import kernels, steps
+from bench.lora.random_adapters import RANKS
+from bench.report import arguments, keep, step
+
+PARTS = ("kernels", "steps", "prompts")
+
+Answer = dict[str, object]
+
+
+def answers(given: Namespace) -> Iterator[Answer]:
+    if "kernels" in given.parts:
+        cases = [("mixed", 32)] if given.quick else list(product(RANKS, (32, 64)))
+        choices = kernels.BLOCKS if given.quick else kernels.BLOCKS[:1]
+        for name, num_rows in cases:
+            yield from _surviving(lambda name=name, rows=num_rows: kernels.measure(name, rows, choices))
+    if "steps" in given.parts or "prompts" in given.parts:
+        with step("engine"):
+            engine = steps.new_engine(given.layers)
+        names = ["mixed", "8"] if given.quick else list(RANKS)
+        if "steps" in given.parts:
+            yield from _surviving(lambda: steps.measure(engine, names))
+        if "prompts" in given.parts:
+            yield from _surviving(lambda: steps.measure(engine, names[:1], num_prompts=2))
+
+
+def _surviving(part: Callable[[], Iterator[Answer]]) -> Iterator[Answer]:
+    try:
+        yield from part()
+    except Exception as error:
+        traceback.print_exc()
+        yield {"error": repr(error)}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--layers", type=int, default=None, help="of the model; 32, or 8 of a quick run")
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    given.layers = given.layers or (8 if given.quick else 32)
+    found = []
+    for answer in answers(given):
+        found.append({name: round(x, 3) if isinstance(x, float) else x for name, x in answer.items()})
+        print(json.dumps(found[-1]), flush=True)
+    if given.save:
+        keep("lora", {"layers": given.layers, "answers": found})
+    if any("error" in answer for answer in found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Random LoRA adapters of all seven projections, on the device. Their answers mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hearth.engine.engine import Engine
+from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection, projection_shape
+from hearth.sizes import Dimensions
+from hearth.types import AdapterId
+
+CUDA = torch.device("cuda")
+#: The ranks of the adapters of a set, in turn.
+RANKS: Mapping[str, Sequence[int]] = {"mixed": (8, 16, 32, 64), "8": (8,), "16": (16,), "64": (64,)}
+
+
+def slice_sizes(dimensions: Dimensions) -> Mapping[Projection, Sequence[int]]:
+    """Return the outputs of each of the projections that are one in the model."""
+    return {
+        Projection.QKV: (dimensions.q_size, dimensions.kv_size, dimensions.kv_size),
+        Projection.O: (dimensions.hidden_size,),
+        Projection.UP: (dimensions.intermediate_size,) * 2,
+        Projection.DOWN: (dimensions.hidden_size,),
+    }
+
+
+def layout_of_rank(dimensions: Dimensions, rank: int) -> AdapterLayout:
+    targets = []
+    for layer in dimensions.layers:
+        for projection, sizes in slice_sizes(dimensions).items():
+            slices = tuple(AdapterSlice(sum(sizes[:at]), size, rank) for at, size in enumerate(sizes))
+            inputs = projection_shape(dimensions, projection)[1]
+            targets.append(AdapterTarget(layer, projection, inputs, slices))
+    return AdapterLayout.of(targets, "bfloat16")
+
+
+def random_pieces(layout: AdapterLayout) -> list[torch.Tensor]:
+    memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=CUDA)
+    memory.view(torch.bfloat16).normal_(std=0.01)
+    return [memory[stored.begin : stored.end] for _, stored in layout.layers]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSet:
+    """Adapters that an engine has."""
+
+    ids: Sequence[AdapterId]
+    num_bytes: Sequence[int]  #: of each
+
+    @staticmethod
+    def add_to(engine: Engine, ranks: Sequence[int], count: int) -> AdapterSet:
+        dimensions = engine.runner.decoder.arch.dimensions
+        layouts = {rank: layout_of_rank(dimensions, rank) for rank in set(ranks)}
+        ids, num_bytes = [], []
+        for number in range(count):
+            layout = layouts[ranks[number % len(ranks)]]
+            ids.append(AdapterId(f"{number} of {ranks}"))
+            num_bytes.append(layout.num_bytes)
+            engine.add_adapter(ids[-1], layout, random_pieces(layout))
+        return AdapterSet(ids, num_bytes)
+
+    def remove_from(self, engine: Engine) -> None:
+        for one in self.ids:
+            engine.remove_adapter(one)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

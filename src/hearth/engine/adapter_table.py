@@ -1,0 +1,83 @@
+"""The adapters that an engine may use just now, each with the table by which kernels find its factors.
+
+The bytes of an adapter are somebody else's, piece by piece where there was room. Loads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from hearth.engine.upload import Uploads
+from hearth.kernels.lora import SliceFactor, TargetFactors
+from hearth.models.adapter import AdapterLayout, FactorPlaces, target_index
+from hearth.models.buffers import name_of
+from hearth.models.dtypes import DTYPES
+from hearth.sizes import TARGET_FIELDS, Dimensions, adapter_table_buffer
+from hearth.types import AdapterId
+
+
+@dataclass(frozen=True, slots=True)
+class BoundAdapter:
+    """An adapter in its place."""
+
+    factors: Mapping[int, TargetFactors]  #: by `target_index`
+    table: torch.Tensor  #: int64 [layers, projections, TARGET_FIELDS]: the same for kernels
+
+
+class AdapterTable:
+    """Adapters by id. Mutable; written only by the runner, between steps."""
+
+    def __init__(self, dimensions: Dimensions, dtype: torch.dtype, uploads: Uploads) -> None:
+        self._shape = adapter_table_buffer(dimensions.num_layers).shape
+        self._dtype, self._uploads = dtype, uploads
+        self._bound: dict[AdapterId, BoundAdapter] = {}
+
+    def __getitem__(self, adapter: AdapterId) -> BoundAdapter:
+        return self._bound[adapter]
+
+    @property
+    def ids(self) -> Collection[AdapterId]:
+        return self._bound.keys()
+
+    def bind(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
+        """Have steps from now on find an adapter, whose bytes (uint8) lie as `layout.layers` says."""
+        assert adapter not in self._bound, f"adapter added twice: {adapter}"
+        # The CUDA path multiplies what it finds; a CPU computes in float32, whatever is stored.
+        is_computed = layout.dtype == name_of(self._dtype)
+        assert is_computed or self._uploads.device.type == "cpu", f"{layout.dtype=} {self._dtype=}"
+        pieces: dict[int, tuple[int, torch.Tensor]] = {}
+        for piece, (layer, stored) in zip(layers, layout.layers, strict=True):
+            assert len(piece) >= stored.end - stored.begin, f"{layer=} {stored=} in {len(piece)} bytes"
+            pieces[layer] = (stored.begin, piece)
+        factors, fields = {}, [0] * prod(self._shape)
+        for place in layout.places:
+            target = place.target
+            index = target_index(target.layer, target.projection)
+            factors[index] = _factors(place, DTYPES[layout.dtype], *pieces[target.layer])
+            fields[index * TARGET_FIELDS : (index + 1) * TARGET_FIELDS] = factors[index].fields
+        (table,) = self._uploads.ints(fields)
+        self._bound[adapter] = BoundAdapter(factors, table.view(self._shape))
+
+    def unbind(self, adapter: AdapterId) -> None:
+        """Forget an adapter, because no plan from now on has a row of it."""
+        del self._bound[adapter]
+
+
+def _factors(place: FactorPlaces, dtype: torch.dtype, begin: int, piece: torch.Tensor) -> TargetFactors:
+    """Return the factors of a target, which lie in its layer's piece of the bytes, from `begin` on."""
+
+    def matrix(offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
+        first = offset - begin
+        stored = piece[first : first + num_rows * num_columns * dtype.itemsize]
+        return stored.view(dtype).view(num_rows, num_columns)
+
+    target = place.target
+    slices = [
+        SliceFactor(part.begin, matrix(offset, part.size, part.rank))
+        for part, offset in zip(target.slices, place.b, strict=True)
+    ]
+    return TargetFactors(matrix(place.a, target.rank, target.num_inputs), tuple(slices))

@@ -1,0 +1,187 @@
+"""Requests with adapters and without in one engine, against transformers whose weights were changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hearth.engine.engine import Engine
+from hearth.policy.batch.plan import EngineRequest
+from hearth.types import Pooling
+from tests.engine.harness import (
+    ROOMY,
+    Answer,
+    admissions_of,
+    assert_best,
+    assert_greedy,
+    engine_for,
+    engine_over,
+    greedy,
+    kv_bytes,
+    new_id,
+    prompts_for,
+    run,
+)
+from tests.models.adapters import KINDS, RandomAdapter, random_adapter
+from tests.models.zoo import VARIANTS, build
+
+#: The adapter of each request in turn; None: the bare model.
+Turns = Sequence[RandomAdapter | None]
+
+
+def turns_of(name: str) -> Turns:
+    return [*(random_adapter(name, kind) for kind in KINDS), None]
+
+
+def add(engine: Engine, *adapters: RandomAdapter | None, dtype: torch.dtype = torch.float32) -> None:
+    device = engine.runner.kv.device
+    for one in adapters:
+        if one is not None:
+            engine.add_adapter(one.adapter, one.layout(dtype), one.pieces(device, dtype))
+
+
+def request(
+    engine: Engine, prompt: Sequence[int], adapter: RandomAdapter | None, max_tokens: int = 6
+) -> EngineRequest:
+    own = None if adapter is None else adapter.adapter
+    return engine.request(new_id(), prompt, greedy(max_tokens), adapter=own)
+
+
+def prompts(name: str, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    return prompts_for(build(name).model.config.vocab_size, lengths, seed)
+
+
+def check(name: str, asked: Sequence[Sequence[int]], turns: Turns, answers: Sequence[Answer]) -> None:
+    for prompt, adapter, answer in zip(asked, turns, answers, strict=True):
+        assert answer.tokens, answer
+        if adapter is None:
+            assert_greedy(name, prompt, answer.tokens)
+        else:
+            assert_best(adapter.logits([*prompt, *answer.tokens]), prompt, answer.tokens)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_mixed_batches_of_adapters_and_the_bare_model_give_the_best_tokens(name: str) -> None:
+    """In chunks, on prefixes of an earlier round, and with too little KV for all: some are preempted."""
+    turns = [*turns_of(name), *turns_of(name)]
+    asked = prompts(name, [1, 3, 4, 5, 17, 17, 9, 26])
+    tight = replace(ROOMY, max_batch_tokens=16, max_seqs=6, kv_bytes=kv_bytes(engine_for(name), 14))
+    engine = engine_for(name, tight)
+    add(engine, *turns_of(name))
+
+    for _ in ("first", "again, on the prefixes that the first has left"):
+        answers = run(engine, [request(engine, *each) for each in zip(asked, turns, strict=True)])
+        check(name, asked, turns, answers)
+
+
+def test_an_adapter_changes_what_is_said() -> None:
+    (asked,) = prompts("llama-gqa", [9])
+    engine = engine_for("llama-gqa")
+    turns = turns_of("llama-gqa")
+    add(engine, *turns)
+
+    answers = run(engine, [request(engine, asked, one, 12) for one in turns])
+
+    assert len({tuple(answer.tokens) for answer in answers}) == len(turns)
+
+
+def test_a_prefix_is_shared_by_requests_of_one_adapter_alone() -> None:
+    (asked,) = prompts("llama-gqa", [21])
+    engine = engine_for("llama-gqa")
+    turns = turns_of("llama-gqa")
+    add(engine, *turns)
+    admissions = admissions_of(engine)
+
+    for one in (*turns, *turns):
+        check("llama-gqa", [asked], [one], run(engine, [request(engine, asked, one)]))
+
+    assert [one.num_cached_tokens for one in admissions] == [0, 0, 0, 0, 20, 20, 20, 20]
+
+
+def test_another_adapter_under_the_same_bytes_address_is_not_taken_for_the_one_before() -> None:
+    """Removed and added, between steps of requests that go on: what was sent to the device is sent anew."""
+    name, asked = "llama-gqa", prompts("llama-gqa", [5, 7])
+    first, second = random_adapter(name, "all"), random_adapter(name, "all", seed=1)
+    engine = engine_for(name)
+    for one in (first, second, first):
+        add(engine, one)
+        answers = run(engine, [request(engine, prompt, one) for prompt in asked])
+        check(name, asked, [one, one], answers)
+        engine.remove_adapter(one.adapter)
+    assert not engine.adapters
+
+
+def test_adapters_come_and_go_while_others_decode() -> None:
+    name, asked = "qwen3", prompts("qwen3", [5, 7, 6])
+    stays, goes = random_adapter(name, "all"), random_adapter(name, "mlp")
+    engine = engine_for(name)
+    add(engine, stays, goes)
+    tokens: dict[str, list[int]] = {}
+    requests = [request(engine, asked[0], stays, 20), request(engine, asked[1], goes, 4)]
+    for one in requests:
+        engine.add(one)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens.setdefault(output.request_id, []).append(output.token)
+            if output.finish_reason is not None and output.request_id == requests[1].request_id:
+                engine.remove_adapter(goes.adapter)
+                add(engine, random_adapter(name, "attention"))
+                requests.append(request(engine, asked[2], random_adapter(name, "attention"), 5))
+                engine.add(requests[-1])
+    turns = [stays, goes, random_adapter(name, "attention")]
+    check(name, asked, turns, [Answer(tokens[one.request_id]) for one in requests])
+    assert [len(tokens[one.request_id]) for one in requests] == [20, 4, 5]
+
+
+def test_a_request_whose_adapter_is_not_there_and_an_adapter_in_use_are_faults_of_the_caller() -> None:
+    engine, adapter = engine_for("llama-gqa"), random_adapter("llama-gqa", "mlp")
+    asked = request(engine, [5, 6], adapter)
+    with pytest.raises(AssertionError, match="is not there"):
+        engine.add(asked)
+    assert not engine.has_work
+    add(engine, adapter)
+    engine.add(asked)
+    with pytest.raises(AssertionError, match="in use"):
+        engine.remove_adapter(adapter.adapter)
+    engine.cancel(asked.request_id)
+    engine.remove_adapter(adapter.adapter)
+
+
+def test_embeddings_and_scores_are_those_with_the_adapter() -> None:
+    name, adapter = "llama-gqa", random_adapter("llama-gqa", "all")
+    (asked,) = prompts(name, [19])
+    engine = engine_for(name, replace(ROOMY, max_batch_tokens=8))
+    add(engine, adapter)
+    scored = engine.request(new_id(), asked, replace(greedy(1), prompt_logprobs=0), adapter=adapter.adapter)
+    pooled = engine.request(new_id(), asked, greedy(0), pooling=Pooling.LAST, adapter=adapter.adapter)
+
+    score, vector = run(engine, [scored, pooled])
+
+    expected = adapter.logits(asked)[:-1].log_softmax(-1)
+    own = [float(row[token]) for row, token in zip(expected, asked[1:], strict=True)]
+    assert score.reading is not None
+    assert score.reading.logprobs is not None
+    assert [one.logprob for one in score.reading.logprobs] == pytest.approx(own, abs=1e-3)
+    with torch.inference_mode():
+        states = adapter.model(torch.tensor([asked]), output_hidden_states=True).hidden_states[-1][0, -1]
+    assert vector.reading is not None
+    assert vector.reading.embedding is not None
+    told = torch.frombuffer(bytearray(vector.reading.embedding), dtype=torch.float32)
+    torch.testing.assert_close(told, states / states.norm(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_an_adapter_adds_to_a_quantised_model(quant: str) -> None:
+    """Among steps of others it says what it says alone, which is close to what it says unquantised."""
+    name, adapter = "llama-gqa", random_adapter("llama-gqa", "all")
+    asked = prompts(name, [9, 5])
+    engine = engine_over(build(name).directory, quant=quant)
+    add(engine, adapter)
+    alone = run(engine, [request(engine, asked[0], adapter, 1)])
+    mixed = run(engine, [request(engine, asked[0], adapter, 1), request(engine, asked[1], None, 1)])
+    assert mixed[0].tokens == alone[0].tokens
+    logits = adapter.logits(asked[0])[-1]
+    assert float(logits.max() - logits[alone[0].tokens[0]]) < 0.15 * float(logits.std())
