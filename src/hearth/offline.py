@@ -35,7 +35,7 @@ from hearth.models.pack import checkpoint_dtype, pack
 from hearth.models.weights import bind, contiguous_places
 from hearth.store.convert import open_source
 from hearth.store.loader import Load, Loader, LoadGate, whole
-from hearth.store.manifest import MANIFEST, Manifest
+from hearth.store.manifest import MANIFEST, Manifest, of_model
 from hearth.store.record import LoadRecord
 from hearth.store.source import ModelSource
 from hearth.store.tiers import Tiers
@@ -132,7 +132,7 @@ class _ConvertedModel:
         self._load: Load | None = None
         try:
             self._model = self._tiers.open(path)
-            manifest = self._model.manifest
+            manifest = self._manifest = of_model(self._model.manifest, str(path))
             self.tokenizer = None if options.skip_tokenizer else Tokenizer.load(self._model.directory)
             self._dtype = _stored_dtype(options.dtype, manifest, device)
             self._spec = _spec_of(manifest.arch, self._dtype, options, device, self.tokenizer)
@@ -141,7 +141,7 @@ class _ConvertedModel:
             raise
 
     def build(self) -> Engine:
-        manifest, spec = self._model.manifest, self._spec
+        manifest, spec = self._manifest, self._spec
         layout = served_layout(manifest, self._dtype)
         wait_for_kernels = _start_kernels(spec, manifest.quant, self._kernels, self._device)
         base = _allocate_weights(layout, self._device)

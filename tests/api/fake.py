@@ -97,6 +97,7 @@ class FakeGateway:
     deploy_failure: HearthError | None = None
     done: list[str] = field(default_factory=list)
     now_s: float = 0.0  #: by the clock of limits
+    adapters: list[ModelView] = field(default_factory=list)
     ended: list[ExchangeRecord] = field(default_factory=list)  #: HTTP exchanges
 
     def __post_init__(self) -> None:
@@ -168,9 +169,12 @@ class FakeGateway:
 
     def models(self, caller: Caller) -> list[ModelView]:
         self.callers.append(caller)
-        return [MODEL]
+        return [MODEL, *self.adapters]
 
     def model(self, name: str, caller: Caller = OPERATOR) -> ModelView:
+        adapter = next((one for one in self.adapters if one.name == name), None)
+        if adapter is not None:
+            return adapter
         if name not in ("tiny", "small"):
             raise UnknownModel(f"no model is deployed under `{name}`, there are: `tiny`; deploy it")
         return MODEL
@@ -189,18 +193,27 @@ class FakeGateway:
         return self.tokenizer_
 
     async def deploy(
-        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
+        self,
+        source: str,
+        name: str | None,
+        dtype: str,
+        quant: str,
+        overwrite: bool,
+        base: str | None = None,
+        *,
+        is_adapter: bool = False,
     ) -> AsyncIterator[dict[str, object]]:
         if name == "tiny" and not overwrite:
             raise NameTaken("`tiny` is taken; use another name")
         yield {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2}
         if self.deploy_failure is not None:
             raise self.deploy_failure
-        self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}")
+        of = ("" if base is None else f" of {base}") + (" as adapter" if is_adapter else "")
+        self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}{of}")
         yield {"event": "done", "model": MODEL}
 
-    async def remove(self, name: str) -> None:
-        self.done.append(f"remove {self.model(name).name}")
+    async def remove(self, name: str, *, with_adapters: bool = False) -> None:
+        self.done.append(f"remove {self.model(name).name}{' with adapters' if with_adapters else ''}")
 
     async def unload(self, name: str, free: bool) -> UnloadView:
         self.done.append(f"unload {self.model(name).name} {free}")

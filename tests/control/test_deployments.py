@@ -17,7 +17,7 @@ from hearth.control import deployments as deployments_module
 from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, remove_files
-from hearth.control.deployed import Deployed, ModelLocation
+from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.deployer import carry_out
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
@@ -28,11 +28,12 @@ from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import Registry
 from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.views import UpstreamView
-from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel
+from hearth.errors import ConfigError, HasAdapters, NameTaken, StoreError, UnknownModel
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.convert import convert
 from hearth.store.keeper_client import KeeperClient
+from tests.store.peft_files import write_peft
 from tests.store.stored import files_of, serving
 
 
@@ -392,3 +393,44 @@ def test_a_row_that_cannot_be_read_can_be_removed(data_dir: DataDir, checkpoint:
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
+
+
+def test_a_base_goes_with_its_adapters_and_their_files(
+    data_dir: DataDir, checkpoint: Path, tmp_path: Path
+) -> None:
+    base = made(data_dir, checkpoint, "tiny")
+    lora = write_peft(tmp_path / "lora", targets=["q_proj"])
+
+    async def scene(rig: DeploymentsRig) -> None:
+        order = DeployOrder(str(lora), "shop", base="tiny")
+        adapter = carry_out(order, data_dir, lambda *_: None)
+        assert isinstance(adapter, DeployedAdapter)
+        with Registry.open(data_dir) as other:
+            other.add(adapter)
+        (entry,) = rig.deployments.adapters()
+        assert entry == rig.deployments.find("clerk")
+        assert (entry.name, entry.adapter, entry.deployed) == ("shop", adapter, base)
+        with pytest.raises(HasAdapters, match="shop"):
+            await rig.deployments.remove("tiny")
+        assert len(list(data_dir.models_path.iterdir())) == 2
+        await rig.deployments.remove("tiny", with_adapters=True)
+        assert rig.keeper.forgotten == [base.where, adapter.where]
+        assert list(data_dir.models_path.iterdir()) == []
+        assert rig.deployments.entries() == rig.deployments.adapters() == []
+
+    with_shop(data_dir, scene, {"shop": ModelConfig(aliases=("clerk",))})
+
+
+def test_an_adapter_goes_alone_by_its_alias(data_dir: DataDir, checkpoint: Path, tmp_path: Path) -> None:
+    base = made(data_dir, checkpoint, "tiny")
+    lora = write_peft(tmp_path / "lora", targets=["q_proj"])
+    with Registry.open(data_dir) as registry:
+        registry.add(carry_out(DeployOrder(str(lora), "shop", base="tiny"), data_dir, lambda *_: None))
+
+    async def scene(rig: DeploymentsRig) -> None:
+        await rig.deployments.remove("clerk")
+        assert [entry.deployed for entry in rig.deployments.entries()] == [base]
+        assert list(data_dir.models_path.iterdir()) == [Path(base.directory)]
+        assert rig.brain_knows() == {"tiny"}
+
+    with_shop(data_dir, scene, {"shop": ModelConfig(aliases=("clerk",))})

@@ -89,6 +89,7 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
         "GET /v1/models",
         "POST /v1/completions",
         "POST /v1/chat/completions",
+        *("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"),
         "POST /v1/responses",
         "GET /v1/responses/{response_id}",
         "DELETE /v1/responses/{response_id}",
@@ -132,7 +133,8 @@ def _assert_never_fails(service: Service, operation: APIOperation, mode: Generat
     """Statuses that were answered."""
     statuses: set[int] = set()
     key = {"Authorization": f"Bearer {service.admin_token}"}
-    num_examples = NUM_DEPLOYMENTS if operation.label == "POST /hearth/models" else NUM_EXAMPLES
+    is_deploying = operation.label in ("POST /hearth/models", "POST /v1/load_lora_adapter")
+    num_examples = NUM_DEPLOYMENTS if is_deploying else NUM_EXAMPLES
     if not operation.body and not list(operation.iter_parameters()):
         num_examples = 1  # there is nothing to vary
 

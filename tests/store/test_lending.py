@@ -478,7 +478,7 @@ def test_a_model_that_is_replaced_while_it_is_opened_is_not_borrowed(
     model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = replace(read_manifest(model), files=())
-    monkeypatch.setattr("hearth.store.borrower.read_manifest", lambda _: other)
+    monkeypatch.setattr("hearth.store.borrower.read_description", lambda _: other)
     with lending(tmp_path, path):
         borrower = Borrower(path)
 

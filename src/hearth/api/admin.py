@@ -47,6 +47,9 @@ class DeployBody(OwnBody):
     dtype: Text = Field("auto", max_length=32)
     quant: Text = Field("none", max_length=32)
     overwrite: bool = Field(False, description="Replace a model of that name.")
+    base: Text | None = Field(
+        None, max_length=128, description="The deployed model that the source is a LoRA adapter of."
+    )
 
 
 class UnloadBody(OwnBody):
@@ -68,16 +71,18 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         """
         return as_json(await gateway.show(name, caller_of(request), look=look))
 
-    @routes.post("", summary="Deploy a model", responses=_EVENTS)
+    @routes.post("", summary="Deploy a model or a LoRA adapter", responses=_EVENTS)
     async def deploy(body: DeployBody, request: Request) -> Response:
         """Answers with progress as events; with `Accept: application/json` it waits and shows the model."""
-        events = gateway.deploy(body.source, body.name, body.dtype, body.quant, body.overwrite)
+        order = (body.source, body.name, body.dtype, body.quant, body.overwrite, body.base)
+        events = gateway.deploy(*order)
         is_whole = request.headers.get("accept", "").startswith("application/json")
         return DeploymentResponse(events, is_whole, heartbeat_s)
 
-    @routes.delete("/{name:path}", summary="Remove a model")
-    async def remove(name: str) -> Response:
-        await gateway.remove(name)
+    @routes.delete("/{name:path}", summary="Remove a model or an adapter")
+    async def remove(name: str, with_adapters: bool = False) -> Response:
+        """A model that has adapters is removed only `with_adapters`; else the answer, 409, names them."""
+        await gateway.remove(name, with_adapters=with_adapters)
         return as_json({"removed": name})
 
     @routes.post("/{name:path}/unload", summary="Let a model go from device memory")

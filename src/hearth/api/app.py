@@ -17,6 +17,7 @@ from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_inva
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
 from hearth.api.ollama.routes import ollama_routes
+from hearth.api.openai.adapters import adapter_routes
 from hearth.api.openai.routes import openai_routes
 from hearth.api.responses.routes import response_routes
 from hearth.api.responses.store import ResponseStore
@@ -62,6 +63,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     routes = [*app.routes]
     for router in (
         openai_routes(gateway, answers),
+        adapter_routes(gateway),
         response_routes(gateway, answers, ResponseStore(limits.response_store_bytes)),
         anthropic_routes(gateway, answers),
         ollama_routes(gateway, answers),

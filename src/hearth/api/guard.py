@@ -38,6 +38,8 @@ OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
 #: Paths that show the whole service, other callers' requests included: each counts, and is timed, in them.
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps"])
 MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
+#: Where adapters are deployed and removed in vLLM's words.
+LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 #: In the scope of a request over a real connection: to be called when its caller is let in; False: no room.
 LET_IN = "hearth.let_in"
 _CALLER = "hearth.caller"  #: in the scope of a request that was let in
@@ -208,6 +210,8 @@ def _note_caller(scope: Scope, caller: Caller) -> None:
 
 def _needed_role(scope: Scope) -> Role:
     if scope["path"].startswith(MODELS_PATH) and scope["method"] not in ("GET", "HEAD"):
+        return "admin"
+    if scope["path"] in (LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH):
         return "admin"
     return "monitor" if scope["path"] in MONITOR_PATHS else "user"
 

@@ -144,8 +144,9 @@ class Client:
     def explain(self, request_id: str) -> Explanation:
         return self._get(f"/hearth/requests/{_segment(request_id)}", Explanation)
 
-    def remove(self, name: str) -> None:
-        with self._answered("DELETE", f"/hearth/models/{_segment(name)}"):
+    def remove(self, name: str, *, with_adapters: bool = False) -> None:
+        query = "?with_adapters=true" if with_adapters else ""
+        with self._answered("DELETE", f"/hearth/models/{_segment(name)}{query}"):
             pass
 
     def unload(self, name: str, free: bool) -> UnloadView:
@@ -154,12 +155,13 @@ class Client:
             return self._decoded(response.read(), UnloadView)
 
     def deploy(
-        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
+        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool, base: str | None = None
     ) -> Iterator[DeployProgress | ModelView]:
         """Yield progress, and last the model. Leaving early calls the deployment off."""
         from hearth.control.deploy import DeployProgress
 
         body = {"source": source, "name": name, "dtype": dtype, "quant": quant, "overwrite": overwrite}
+        body |= {} if base is None else {"base": base}  # an older service does not know it
         with self._answered("POST", "/hearth/models", body, is_stream=True) as response:
             for data in _server_sent(response.iter_bytes()):
                 event = self._streamed(data, _DeployEvent)

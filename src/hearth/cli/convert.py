@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +41,9 @@ from hearth.errors import ConfigError
 if TYPE_CHECKING:
     from hearth.control.views import ModelView, UpstreamView
     from hearth.models.layout import Layout
-    from hearth.store.manifest import Manifest
+    from hearth.store.adapter_manifest import AdapterManifest
+    from hearth.store.manifest import StoredManifest
+    from hearth.store.writer import OnProgress, Progress
 
 
 class Quant(StrEnum):
@@ -89,10 +91,14 @@ def convert(
         ),
     ] = Dtype.AUTO,
     quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="The model that SOURCE is a LoRA adapter of, converted or not."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model that is there already.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a model to the form that loads by copying.
+    """Convert a model, or a LoRA adapter of one, to the form that loads by copying.
 
     It appears when it is complete: interrupted or killed, the command leaves no half model behind.
 
@@ -103,20 +109,25 @@ def convert(
       hearth convert ./Qwen2.5-7B-Instruct ./models/qwen-7b-int8 --quant int8
 
       hearth convert ./smollm2.Q8_0.gguf ./models/smollm2 --dtype bfloat16
+
+      hearth convert ./my-lora ./models/my-lora --base ./models/qwen-7b
     """
     before = _version(dest)
     try:
         with bar(f"converting {source.name}") as advance:
             from hearth.store.convert import convert as convert_model
 
+            def tell(progress: Progress) -> None:
+                advance(progress.done_bytes, progress.total_bytes)
+
             started_s = time.perf_counter()
-            manifest = convert_model(
-                *(source, dest),
-                dtype=dtype.value,
-                quant=quant.value,
-                overwrite=force,
-                on_progress=lambda progress: advance(progress.done_bytes, progress.total_bytes),
-            )
+            manifest: StoredManifest
+            if base is not None:
+                manifest = _convert_adapter(source, dest, existing(base), dtype, quant, force, tell)
+            else:
+                manifest = convert_model(
+                    *(source, dest), dtype=dtype.value, quant=quant.value, overwrite=force, on_progress=tell
+                )
     except KeyboardInterrupt:
         outcome = "nothing was written to" if _version(dest) == before else "but the model was written to"
         err.print(Text(f"hearth: interrupted, {outcome} `{dest}`", style="red"))
@@ -126,6 +137,20 @@ def convert(
         typer.echo(json.dumps({"path": str(dest), "total_s": total_s, **_stored_facts(manifest)}))
     else:
         typer.echo(f"wrote {dest}: {_throughput(manifest, total_s)}")
+
+
+def _convert_adapter(
+    source: Path, dest: Path, base: Path, dtype: Dtype, quant: Quant, force: bool, on_progress: OnProgress
+) -> AdapterManifest:
+    from hearth.store.convert_adapter import convert_adapter, read_base
+    from hearth.store.peft import open_peft
+
+    if quant is not Quant.NONE:
+        raise ConfigError(f"an adapter is not quantised, also where its base is; given: --quant {quant}")
+    known = read_base(base)
+    if dtype is not Dtype.AUTO:
+        known = replace(known, dtype=dtype.value)
+    return convert_adapter(open_peft(source), dest, known, overwrite=force, on_progress=on_progress)
 
 
 @app.command(rich_help_panel="Models")
@@ -139,12 +164,12 @@ def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
       hearth verify ./models/qwen-7b
     """
     with bar(f"verifying {path.name}") as advance:
-        from hearth.store.manifest import read_manifest
+        from hearth.store.description import read_description
         from hearth.store.verify import BadChunk
         from hearth.store.verify import verify as verify_model
 
         started_s = time.perf_counter()
-        manifest = read_manifest(path)
+        manifest = read_description(path)
         bad = verify_model(
             path, lambda progress: advance(progress.done_bytes, progress.total_bytes), manifest
         )
@@ -209,6 +234,10 @@ def _print_view(view: ModelView) -> None:
     facts: dict[str, object] = asdict(view)
     del facts["created_at_s"], facts["keep_alive_s"], facts["upstream"]
     facts["aliases"] = list(view.aliases)
+    if view.base is None:
+        del facts["base"], facts["max_rank"], facts["targets"]
+    else:
+        facts["targets"] = list(view.targets)
     facts["created"] = f"{duration(time.time() - view.created_at_s)} ago"
     facts["keep_alive"] = "for ever" if view.keep_alive_s is None else duration(view.keep_alive_s)
     if view.upstream is not None:
@@ -232,11 +261,19 @@ def _show_place(path: Path, as_json: bool) -> None:
     from hearth.models.families import read_arch
     from hearth.models.layout import layout_of
     from hearth.store.convert import open_source
-    from hearth.store.manifest import MANIFEST, read_manifest
+    from hearth.store.description import read_description
+    from hearth.store.manifest import MANIFEST, Manifest
 
     if (path / MANIFEST).is_file():
-        manifest = read_manifest(path)
-        arch, facts = manifest.arch, _stored_facts(manifest)
+        manifest = read_description(path)
+        facts = _stored_facts(manifest)
+        if not isinstance(manifest, Manifest):
+            if as_json:
+                typer.echo(json.dumps(facts))
+            else:
+                print_table(path.name or str(path), facts)
+            return
+        arch = manifest.arch
     else:
         if path.is_dir():
             arch = read_arch(path)
@@ -260,13 +297,21 @@ def _version(directory: Path) -> int | None:
         return None
 
 
-def _stored_facts(manifest: Manifest) -> dict[str, object]:
-    return {
-        "dtype": manifest.dtype,
-        "quant": manifest.quant,
-        "num_parameters": _num_parameters(manifest.layout),
+def _stored_facts(manifest: StoredManifest) -> dict[str, object]:
+    from hearth.store.adapter_manifest import AdapterManifest
+    from hearth.store.manifest import Manifest
+
+    facts: dict[str, object] = {"dtype": manifest.dtype}
+    if isinstance(manifest, Manifest):
+        facts |= {"quant": manifest.quant, "num_parameters": _num_parameters(manifest.layout)}
+        layers = list(manifest.layers)
+    elif isinstance(manifest, AdapterManifest):
+        facts |= {"adapts": manifest.family, "num_targets": len(manifest.targets)}
+        facts |= {"max_rank": max(part.rank for one in manifest.targets for part in one.slices)}
+        layers = [layer for _, layer in manifest.layout.layers]
+    return facts | {
         "num_bytes": manifest.num_bytes,
-        "layer_bytes": [layer.end - layer.begin for layer in manifest.layers],
+        "layer_bytes": [layer.end - layer.begin for layer in layers],
         "num_chunks": len(manifest.chunks),
         "chunk_bytes": manifest.chunk_bytes,
         "files": [file.name for file in manifest.files],
@@ -278,7 +323,7 @@ def _num_parameters(layout: Layout) -> int:
     return sum(math.prod(spec.shape) for spec in layout.tensors if not spec.name.endswith(".scale"))
 
 
-def _throughput(manifest: Manifest, total_s: float) -> str:
+def _throughput(manifest: StoredManifest, total_s: float) -> str:
     return (
         f"{manifest.num_bytes:,} bytes in {len(manifest.chunks)} chunks, {total_s:.1f} s, "
         f"{manifest.num_bytes / total_s / 1e9:.2f} GB/s"

@@ -29,7 +29,7 @@ from hearth.cli.convert import Quant
 from hearth.cli.endpoint import running
 from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
-from hearth.cli.tab_completion import ModelName
+from hearth.cli.tab_completion import ModelName, complete_base
 from hearth.control.views import ModelView
 from hearth.errors import ConfigError, Unreached
 
@@ -44,7 +44,7 @@ def deploy(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Hugging Face directory, GGUF file, converted model, hf:ORG/NAME, s3:// or https:// URL.",
+            help="Directory of Hugging Face or PEFT, GGUF file, converted model, hf:ORG/NAME, or URL.",
         ),
     ],
     name: Annotated[str | None, typer.Option(help="To ask for it by; by default that of SOURCE.")] = None,
@@ -53,16 +53,25 @@ def deploy(
         typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: float32 on a CPU, else the source's."),
     ] = Dtype.AUTO,
     quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The deployed model that SOURCE is a LoRA adapter of.",
+            autocompletion=complete_base,
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model of that name.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Make a model available under a name.
+    """Make a model, or a LoRA adapter of one, available under a name.
 
     It is downloaded if need be, converted to the form that loads by copying, and registered. A model that is
-    converted already, or lies in object storage, is registered where it is.
+    converted already, or lies in object storage, is registered where it is. An adapter is served beside its
+    base, which it may name itself.
 
     [bold]Examples[/bold]
 
@@ -73,21 +82,24 @@ def deploy(
       hearth deploy ./llama-3-8b.gguf --quant int8
 
       hearth deploy s3://models/qwen-7b
+
+      hearth deploy ./my-lora --base qwen-7b --name my-qwen
     """
     client = running(context, url, api_key, data_dir)
     absolute = _absolute(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
     if client is None:
-        events = local_models.deploy(absolute, name, dtype.value, quant.value, overwrite, data_dir)
+        events = local_models.deploy(absolute, name, dtype.value, quant.value, overwrite, data_dir, base)
         model = follow(source, events)
     else:
         with client:
-            model = follow(source, client.deploy(absolute, name, dtype.value, quant.value, overwrite))
+            model = follow(source, client.deploy(absolute, name, dtype.value, quant.value, overwrite, base))
     if as_json:
         typer.echo(msgspec.json.encode(model))
     else:
         took_s = time.perf_counter() - started_s
-        typer.echo(f"deployed {model.name}: {size(model.num_bytes)}, {model.dtype}, in {took_s:.1f} s")
+        of = "" if model.base is None else f"adapter of {model.base}, rank {model.max_rank}, "
+        typer.echo(f"deployed {model.name}: {of}{size(model.num_bytes)}, {model.dtype}, in {took_s:.1f} s")
 
 
 @app.command("list", rich_help_panel="Models")
@@ -98,9 +110,10 @@ def list_models(
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """List the deployed models.
+    """List the deployed models and adapters.
 
-    All that can be asked for, loaded or not; `hearth ps` shows what is in memory.
+    All that can be asked for, loaded or not; `hearth ps` shows what is in memory. An adapter stands below its
+    base.
 
     [bold]Examples[/bold]
 
@@ -116,6 +129,7 @@ def list_models(
     rows = [
         [
             view.name,
+            view.base or "-",
             ",".join(view.aliases) or "-",
             size(view.num_bytes),
             count(view.num_parameters),
@@ -123,9 +137,12 @@ def list_models(
             f"{duration(time.time() - view.created_at_s)} ago",
             view.source,
         ]
-        for view in views
+        for view in sorted(views, key=lambda view: (view.base or view.name, view.base or "", view.name))
     ]
-    print_columns(["NAME", "ALIASES", "SIZE", "PARAMETERS", "DTYPE", "DEPLOYED", "SOURCE"], rows)
+    titles = ["NAME", "BASE", "ALIASES", "SIZE", "PARAMETERS", "DTYPE", "DEPLOYED", "SOURCE"]
+    has_adapters = any(view.base is not None for view in views)
+    shown = [at for at, title in enumerate(titles) if has_adapters or title != "BASE"]
+    print_columns([titles[at] for at in shown], [[row[at] for at in shown] for row in rows])
 
 
 @app.command(rich_help_panel="Models")
@@ -133,28 +150,34 @@ def rm(
     context: typer.Context,
     name: ModelName,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    with_adapters: Annotated[
+        bool, typer.Option("--with-adapters", help="Remove the adapters of the model, too.")
+    ] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Remove a deployed model.
+    """Remove a deployed model or adapter.
 
-    Files that `hearth deploy` made of it are deleted; what it was deployed from stays.
+    Files that `hearth deploy` made of it are deleted; what it was deployed from stays. A model that has
+    adapters stays, unless they are to go with it.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       hearth rm qwen-7b --yes
+
+      hearth rm qwen-7b --with-adapters
     """
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError(f"nobody can be asked whether to remove `{name}`; add `--yes`")
-        typer.confirm(f"Remove {name}?", abort=True)
+        typer.confirm(f"Remove {name}{' and its adapters' if with_adapters else ''}?", abort=True)
     client = running(context, url, api_key, data_dir)
     if client is None:
-        local_models.remove(data_dir, name)
+        local_models.remove(data_dir, name, with_adapters=with_adapters)
     else:
         with client:
-            client.remove(name)
+            client.remove(name, with_adapters=with_adapters)
     typer.echo(f"removed {name}")
 
 

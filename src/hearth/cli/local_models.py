@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hearth.config import HearthConfig, ModelConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import Deployed
+from hearth.control.deployed import Deployed, DeployedAdapter
 from hearth.control.names import Names
 from hearth.control.registry import Registry
 from hearth.control.views import ModelView, UpstreamView
@@ -31,7 +31,7 @@ def views(data_dir: Path) -> list[ModelView]:
         return []
     with Registry.open(DataDir.open(data_dir)) as registry:
         catalog = _catalog(registry)
-        return [catalog.view(entry) for entry in catalog.entries()]
+        return [catalog.view(entry) for entry in (*catalog.entries(), *catalog.adapters())]
 
 
 def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
@@ -45,10 +45,10 @@ def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
         catalog = _catalog(registry)
         entry = catalog.find(name)
         view = catalog.view(entry)
-    return replace(view, upstream=_looked(entry.deployed)) if look else view
+    return replace(view, upstream=_looked(entry.adapter or entry.deployed)) if look else view
 
 
-def _looked(deployed: Deployed) -> UpstreamView | None:
+def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
     from hearth.control.upstream_view import upstream_view
     from hearth.store.upstream import note_version, read_upstream, version_now
 
@@ -65,10 +65,10 @@ def _looked(deployed: Deployed) -> UpstreamView | None:
 
 def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[str]:
     """Return a note on each table of the configuration whose model is not deployed. Raises ConfigError."""
-    deployed: list[Deployed] = []
+    deployed: list[Deployed | DeployedAdapter] = []
     if DataDir(data_dir).registry_path.exists():
         with Registry.open(DataDir.open(data_dir)) as registry:
-            deployed = registry.all()
+            deployed = [*registry.all(), *registry.adapters()]
     return [
         f"the settings in [models.{name}] are not used, for no model of that name is deployed: {hint}"
         for name, hint in Names(deployed, configs).waiting().items()
@@ -88,14 +88,20 @@ def remove(data_dir: Path, name: str, *, with_adapters: bool = False) -> None:
 
 
 def deploy(
-    source: str, name: str | None, dtype: str, quant: str, overwrite: bool, data_dir: Path
+    source: str,
+    name: str | None,
+    dtype: str,
+    quant: str,
+    overwrite: bool,
+    data_dir: Path,
+    base: str | None = None,
 ) -> Iterator[DeployProgress | ModelView]:
     """Yield progress, and last the model. Leaving early calls the deployment off."""
     from hearth.control.deploy import DeployDone, DeployOrder, deploying_here, register
     from hearth.control.devices import resolve
 
     opened = DataDir.open(data_dir)
-    order = DeployOrder(source, name, dtype, quant, resolve(ServiceConfig()).kind, overwrite)
+    order = DeployOrder(source, name, dtype, quant, resolve(ServiceConfig()).kind, overwrite, base)
     with Registry.open(opened) as registry, closing(deploying_here(order, opened)) as events:
         for event in events:
             if isinstance(event, DeployDone):
@@ -108,4 +114,4 @@ def deploy(
 
 def _catalog(registry: Registry) -> Catalog:
     defaults = HearthConfig()
-    return Catalog(registry, {}, defaults.engine, defaults.service.keep_alive)
+    return Catalog(registry, {}, defaults.engine, defaults.service.keep_alive, is_served=False)

@@ -13,25 +13,36 @@ import typer
 
 from hearth.cli.client import Client
 from hearth.cli.console import DEFAULT_DATA_DIR
-from hearth.cli.local_models import names
+from hearth.cli.local_models import views
 from hearth.control.datadir import DataDir
 from hearth.control.keys import KeyInfo, list_keys
+from hearth.control.views import ModelView
 from hearth.errors import ConfigError, HearthError
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     try:
-        return [name for name in _known(context) if name.startswith(incomplete)]
+        return [view.name for view in _known(context) if view.name.startswith(incomplete)]
     except (HearthError, OSError):
         return []
 
 
-def _known(context: typer.Context) -> list[str]:
+def complete_base(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of models that begin so, which an adapter may have as its base."""
+    try:
+        return [
+            view.name for view in _known(context) if view.base is None and view.name.startswith(incomplete)
+        ]
+    except (HearthError, OSError):
+        return []
+
+
+def _known(context: typer.Context) -> list[ModelView]:
     url, data_dir = context.params.get("url"), context.params.get("data_dir") or DEFAULT_DATA_DIR
     if url is None:
-        return names(Path(data_dir).expanduser())
+        return views(Path(data_dir).expanduser())
     with Client(url, context.params.get("api_key")) as client:
-        return [view.name for view in client.models()]
+        return client.models()
 
 
 def complete_key(context: typer.Context, incomplete: str) -> list[str]:

@@ -77,11 +77,12 @@ class Catalog:
         pace: Pace | None = None,
         *,
         takes_turns: bool = False,
+        is_served: bool = True,
     ) -> None:
         """Read the registry. `kind`: of the devices; `budget_bytes`: of each, None: not known yet.
 
         `pace`: of models that have none of their own; None: the usual one. `takes_turns`: models that do not
-        fit together do.
+        fit together do. `is_served`: on devices of that kind; else adapters for all kinds are there.
 
         Raises:
             ConfigError: the configuration of a model contradicts the model.
@@ -89,7 +90,7 @@ class Catalog:
         self._registry, self._configs = registry, configs
         self._wanted_limits = engine.wanted_limits
         self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
-        self._pace, self._takes_turns = pace or Pace(), takes_turns
+        self._pace, self._takes_turns, self._is_served = pace or Pace(), takes_turns, is_served
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
         #: Adapters that do not fit their base, with the reason, as they have been logged.
@@ -190,6 +191,11 @@ class Catalog:
             raise UnsupportedModel(f"the adapter `{found.name}` cannot be served: {reason}")
         return self._with_adapter(found)
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The names of models, by the other names that they answer to."""
+        return {alias: name for name, config in self._configs.items() for alias in config.aliases}
+
     def host_order(self, order: LoadModel, hosting: int) -> HostModel:
         """Return the order to host a model as the brain wants it, for a stay of that number."""
         entry = self._entries[order.model]
@@ -254,9 +260,9 @@ class Catalog:
             return f"its base `{adapter.base}` is not deployed; deploy that, or the adapter with another"
         facts = base.deployed.facts
         computed = computed_dtype(facts.dtype, self._kind)
-        if adapter.facts.dimensions != facts.dimensions:
-            return f"it was made for other dimensions than `{adapter.base}` has; deploy it again"
-        if adapter.facts.dtype != computed:
+        if not adapter.fits(facts):
+            return f"`{adapter.base}` has other dimensions or another dtype by now; deploy it again"
+        if self._is_served and adapter.facts.dtype != computed:
             return (
                 f"it was made for {adapter.facts.dtype}, but `{adapter.base}` is computed in {computed}; "
                 "deploy it again with `--overwrite`"

@@ -5,7 +5,8 @@ passes between the two is lines of JSON:
 
     to the process    Task, one line; then its standard input stays open as long as the result is wanted
     from it           {"event": "progress", "phase": ..., "done_bytes": ..., "total_bytes": ...}, some
-                      {"event": "done", "deployed": {...}} or {"event": "error", "label": ..., "reason": ...}
+                      {"event": "done", "deployed": {...}}, or "adapter" instead of "deployed", or
+                      {"event": "error", "label": ..., "reason": ...}
 
 Each deployment has a directory of its own, models/NAME-<8 hex digits>, and the old one goes when the registry
 names the new one, so that whatever fails leaves the old model as it is. What a deployment has left that was
@@ -22,15 +23,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from hearth.control.datadir import DataDir, is_locked
-from hearth.control.deployed import Deployed, ModelLocation
+from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.registry import Registry
 from hearth.errors import DataDirError, ServiceError, StoreError, error_of
 from hearth.store.writer import LOCK
@@ -48,12 +49,15 @@ log = logging.getLogger(__name__)
 class DeployOrder:
     """The wish to deploy a source in a certain form."""
 
-    source: str  #: a directory, a GGUF file, hf:ORG/NAME[@REVISION], or a URL of a converted model
+    source: str  #: a directory, a GGUF file, hf:ORG/NAME[@REVISION], or a URL of what was converted
     name: str | None = None  #: None: derived from the source
     dtype: str = "auto"  #: float32 for a CPU, else the source's own
     quant: str = "none"
     kind: str = "cpu"  #: of the devices that the model will run on
     overwrite: bool = False  #: replace a model of that name
+    base: str | None = None  #: the model that the source is an adapter of; None: its config names it
+    is_adapter: bool = False  #: the source must be an adapter, as it must where there is a base
+    aliases: Mapping[str, str] = field(default_factory=dict)  #: names of models, by their other names
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,9 @@ class DeployProgress:
 
 @dataclass(frozen=True, slots=True)
 class DeployDone:
-    """A model whose files are in place. To register it is for whoever gave the order."""
+    """A model or an adapter whose files are in place. To register it is for whoever gave the order."""
 
-    deployed: Deployed
+    deployed: Deployed | DeployedAdapter
 
 
 DeployEvent = DeployProgress | DeployDone
@@ -169,11 +173,14 @@ def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEve
                 _clear_refused(done.deployed, data_dir)
 
 
-def register(deployed: Deployed, overwrite: bool, registry: Registry, data_dir: DataDir) -> None:
-    """Register a model instead of what had its name, whose files go.
+def register(
+    deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry, data_dir: DataDir
+) -> None:
+    """Register a model or an adapter instead of what had its name, whose files go.
 
     Raises:
         NameTaken: another deployment was faster.
+        HasAdapters, UnknownModel: as `Registry.replace`.
         StoreError: files cannot be deleted.
     """
     with registry.transaction():
@@ -182,8 +189,11 @@ def register(deployed: Deployed, overwrite: bool, registry: Registry, data_dir: 
         remove_files(before, data_dir)
 
 
-def switch(deployed: Deployed, overwrite: bool, registry: Registry) -> ModelLocation | None:
-    """Register a model, within a transaction, and return where what had its name lies. Raises NameTaken."""
+def switch(deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry) -> ModelLocation | None:
+    """Register a model or an adapter, within a transaction, and return where what had its name lies.
+
+    Raises as `register` does.
+    """
     before = registry.location(deployed.name)
     if overwrite:
         registry.replace(deployed)
@@ -237,7 +247,7 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _clear_refused(deployed: Deployed, data_dir: DataDir) -> None:
+def _clear_refused(deployed: Deployed | DeployedAdapter, data_dir: DataDir) -> None:
     """Delete a model that nobody has registered, unless it was converted elsewhere and is not ours."""
     if deployed.source != deployed.directory:
         remove_files(deployed.location, data_dir)
@@ -289,6 +299,8 @@ def _event_of(line: bytes) -> DeployEvent:
             return DeployProgress(phase, done, total)
         case {"event": "done", "deployed": deployed}:
             return DeployDone(msgspec.convert(deployed, Deployed))
+        case {"event": "done", "adapter": adapter}:
+            return DeployDone(msgspec.convert(adapter, DeployedAdapter))
         case {"event": "error", "label": str(label), "reason": str(reason)}:
             raise error_of(label, reason)
     raise ServiceError(f"the process that deploys says what nobody understands: {line[:200]!r}")

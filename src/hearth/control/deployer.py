@@ -1,4 +1,4 @@
-"""The process that deploys one model: source to converted model, and the facts of it. Registers nothing.
+"""The process that deploys one model or adapter: from source to converted, with its facts. Registers nothing.
 
 It ends when its standard input does, for then nobody wants the result, and clears away what it has begun. A
 model is put in place whole (`store/writer.py`), so that killing it leaves no half one either.
@@ -25,15 +25,27 @@ from pathlib import Path
 import msgspec
 
 from hearth.config import StoreConfig
+from hearth.control.adapter_base import adapter_facts_of, check_fit, find_base
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, Task
-from hearth.control.deployed import Deployed
+from hearth.control.deployed import Deployed, DeployedAdapter
 from hearth.control.names import check_name, file_name
 from hearth.control.registry import Registry, name_taken
-from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
-from hearth.errors import BadCheckpoint, HearthError
+from hearth.control.sources import (
+    ADAPTER_CONFIG,
+    HubSource,
+    PathSource,
+    UrlSource,
+    default_name,
+    downloaded,
+    parse_source,
+)
+from hearth.errors import BadCheckpoint, HearthError, RequestError
 from hearth.policy.fleet.footprint import Facts
-from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
+from hearth.sizes import computed_dtype
+from hearth.store.adapter_manifest import AdapterManifest
+from hearth.store.description import read_description
+from hearth.store.manifest import WEIGHTS, Manifest, StoredManifest, of_model
 from hearth.store.tiers import Tiers
 from hearth.store.upstream import Upstream, write_upstream
 from hearth.store.verify import BadFile, verify
@@ -55,17 +67,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A converted model where it will be loaded from."""
+    """A converted model or adapter where it will be loaded from."""
 
     where: str
     directory: Path
-    manifest: Manifest
+    manifest: StoredManifest
     is_new: bool = False  #: made for this order
+    base: Deployed | None = None  #: that it was converted for, if it is an adapter
     commit: str | None = None  #: of the repository that it was downloaded from
 
 
-def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed:
-    """Put the model in place and return what it is.
+def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed | DeployedAdapter:
+    """Put the model or adapter in place and return what it is.
 
     Raises:
         HearthError: it cannot be done; nothing has changed then.
@@ -73,6 +86,9 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
     source = parse_source(order.source)
     name = check_name(default_name(source) if order.name is None else order.name)
     _refuse_taken(name, order.overwrite, data_dir)
+    if order.base is not None:
+        order = replace(order, is_adapter=True)
+        find_base(order, None, data_dir)  # before the work, too
     match source:
         case UrlSource(url):
             placed = _fetch(url, data_dir, on_progress)
@@ -82,21 +98,39 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
             placed = _convert(path, name, order, data_dir, on_progress)
         case HubSource():
             with downloaded(
-                source, data_dir.downloads_path, lambda done, total: on_progress("downloading", done, total)
+                *(source, data_dir.downloads_path),
+                lambda done, total: on_progress("downloading", done, total),
+                is_adapter=order.is_adapter,
             ) as download:
                 placed = _convert(download.directory, name, order, data_dir, on_progress)
                 placed = replace(placed, commit=download.commit)
     with ExitStack() as undo:
         if placed.is_new:
             undo.callback(shutil.rmtree, placed.directory, ignore_errors=True)
-        tokenizer = Tokenizer.load(placed.directory)
-        tokenizer.try_out()
-        facts = facts_of(placed.manifest, tokenizer)
+        deployed = _described(name, source.text, placed, order, data_dir)
         if placed.commit is not None:
             write_upstream(placed.directory, Upstream(placed.commit))
         undo.pop_all()
-    digest, directory = placed.manifest.digest, str(placed.directory)
-    return Deployed(name, source.text, placed.where, directory, digest, facts, created_at_s=time.time())
+    return deployed
+
+
+def _described(
+    name: str, source: str, placed: _Placed, order: DeployOrder, data_dir: DataDir
+) -> Deployed | DeployedAdapter:
+    """Find the facts of what is in place, and whether it can be served."""
+    manifest = placed.manifest
+    where, directory, now_s = placed.where, str(placed.directory), time.time()
+    if isinstance(manifest, AdapterManifest):
+        base = find_base(order, None, data_dir) if placed.base is None else placed.base
+        check_fit(manifest, base, order.kind, where)
+        facts = adapter_facts_of(manifest)
+        return DeployedAdapter(name, base.name, source, where, directory, manifest.digest, facts, now_s)
+    if order.is_adapter:
+        raise RequestError(f"`{source}` is a model and no adapter; deploy it without a base")
+    tokenizer = Tokenizer.load(placed.directory)
+    tokenizer.try_out()
+    facts_of_model = facts_of(of_model(manifest, where), tokenizer)
+    return Deployed(name, source, where, directory, manifest.digest, facts_of_model, now_s)
 
 
 def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
@@ -137,8 +171,8 @@ def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
 
 
 def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
-    """Check all bytes of a converted model: it came from somewhere, and its manifest came along."""
-    manifest = read_manifest(directory)
+    """Check all bytes of what was converted: it came from somewhere, and its manifest came along."""
+    manifest = read_description(directory)
     weights = directory / WEIGHTS
     num_bytes = weights.stat().st_size if weights.is_file() else 0
     if num_bytes != manifest.num_bytes:
@@ -165,6 +199,13 @@ def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _P
 def _convert(
     path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
 ) -> _Placed:
+    is_adapter = (path / ADAPTER_CONFIG).is_file()
+    if order.is_adapter and not is_adapter:
+        raise BadCheckpoint(
+            f"no {ADAPTER_CONFIG} in `{path}`; an adapter is a directory that PEFT's `save_pretrained` wrote"
+        )
+    if order.is_adapter or (is_adapter and not (path / "config.json").is_file()):
+        return _convert_adapter(path, name, order, data_dir, on_progress)
     from hearth.store.convert import convert  # loads torch, which takes seconds and not every order needs
 
     _check_tokenizer(path)
@@ -178,6 +219,24 @@ def _convert(
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
     )
     return _Placed(str(place), place, manifest, is_new=True)
+
+
+def _convert_adapter(
+    path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
+) -> _Placed:
+    from hearth.store.convert_adapter import convert_adapter, read_base  # loads torch, as above
+    from hearth.store.peft import open_peft
+
+    adapter = open_peft(path)
+    base = find_base(order, adapter.base_name, data_dir)
+    place = data_dir.models_path / f"{file_name(name)}-{secrets.token_hex(4)}"
+    manifest = convert_adapter(
+        *(adapter, place),
+        replace(read_base(Path(base.directory)), dtype=computed_dtype(base.facts.dtype, order.kind)),
+        store=data_dir.path,
+        on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
+    )
+    return _Placed(str(place), place, manifest, is_new=True, base=base)
 
 
 def _check_tokenizer(path: Path) -> None:
@@ -256,7 +315,10 @@ def _work(task: Task, reporter: _Reporter) -> int:
         reason = f"deploying `{task.order.source}` failed: {error!r:.{_MAX_REASON}}; see the log"
         reporter.write(event="error", label=HearthError.label, reason=_printable(reason))
         return 1
-    reporter.write(event="done", deployed=deployed)
+    if isinstance(deployed, Deployed):
+        reporter.write(event="done", deployed=deployed)
+    else:
+        reporter.write(event="done", adapter=deployed)
     return 0
 
 

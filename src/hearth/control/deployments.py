@@ -9,12 +9,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployDone, DeployOrder, DeployProgress, deploying, remove_files, switch
-from hearth.control.deployed import Deployed, ModelLocation
+from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.driver import Driver
 from hearth.control.registry import Registry
 from hearth.control.upstream_looks import UpstreamLooks
@@ -73,11 +74,12 @@ class Deployments:
         return self._catalog.find(name, allowed)
 
     async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | CatalogEntry, None]:
-        """Yield progress as it is made, and last the model, which is offered then. Leaving calls it off.
+        """Yield progress as it is made, and last what is offered then. Leaving calls it off.
 
         Raises:
             HearthError: it cannot be done; whatever had the name before is offered as before.
         """
+        order = replace(order, aliases=self._catalog.aliases)
         async with aclosing(deploying(order, self._data_dir, self._errors)) as progress:
             async for event in progress:
                 if not isinstance(event, DeployDone):
@@ -109,9 +111,9 @@ class Deployments:
             await self._clear(location)
 
     async def upstream(
-        self, deployed: Deployed, *, look: bool, max_age_s: float = 0.0
+        self, deployed: Deployed | DeployedAdapter, *, look: bool, max_age_s: float = 0.0
     ) -> UpstreamView | None:
-        """Return what is known of where a model was deployed from; None where that is a path.
+        """Return what is known of where something was deployed from; None where that is a path.
 
         `look`: ask upstream first, by way of the keeper, which takes seconds at most; what it answered within
         the last `max_age_s` will do.
@@ -129,11 +131,12 @@ class Deployments:
         seen = await asyncio.to_thread(note_version, directory, version) or known
         return upstream_view(deployed, seen, has_looked=True, failure=None)
 
-    def _register(self, deployed: Deployed, overwrite: bool) -> ModelLocation | None:
-        """Register a model and return where what had its name lies.
+    def _register(self, deployed: Deployed | DeployedAdapter, overwrite: bool) -> ModelLocation | None:
+        """Register a model or an adapter, and return where what had its name lies.
 
         Raises:
             NameTaken: another model has the name.
+            HasAdapters, UnknownModel: as `Registry.replace`.
             ConfigError: the configuration forbids it.
         """
         if not Path(deployed.directory).is_dir():

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -252,7 +252,10 @@ class Gateway:
     # Models. For a caller those are there that the caller's key may use.
 
     def models(self, caller: Caller) -> list[ModelView]:
-        return [self._catalog.view(entry) for entry in self._deployments.entries(caller.terms.models)]
+        """Return the models, then the adapters."""
+        allowed = caller.terms.models
+        entries = [*self._deployments.entries(allowed), *self._deployments.adapters(allowed)]
+        return [self._catalog.view(entry) for entry in entries]
 
     def model(self, name: str, caller: Caller) -> ModelView:
         return self._catalog.view(self._find(name, caller))
@@ -269,14 +272,26 @@ class Gateway:
         """
         entry = self._find(name, caller)
         max_age_s = 0.0 if caller.has_role("admin") else KEPT_S
-        upstream = await self._deployments.upstream(entry.deployed, look=look, max_age_s=max_age_s)
+        deployed = entry.adapter or entry.deployed
+        upstream = await self._deployments.upstream(deployed, look=look, max_age_s=max_age_s)
         return replace(self._catalog.view(entry), upstream=upstream)
 
     async def deploy(
-        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
-    ) -> AsyncIterator[dict[str, object]]:
-        """Yield progress as it is made; the last event holds the model. Leaving early calls it off."""
-        order = DeployOrder(source, name, dtype, quant, self._kind, overwrite)
+        self,
+        source: str,
+        name: str | None,
+        dtype: str,
+        quant: str,
+        overwrite: bool,
+        base: str | None = None,
+        *,
+        is_adapter: bool = False,
+    ) -> AsyncGenerator[dict[str, object], None]:
+        """Yield progress as it is made; the last event holds the model. Leaving early calls it off.
+
+        `base`: of what is an adapter, where its config does not say it. `is_adapter`: a model is refused.
+        """
+        order = DeployOrder(source, name, dtype, quant, self._kind, overwrite, base, is_adapter)
         async with aclosing(self._deployments.deploy(order)) as progress:
             async for event in progress:
                 if isinstance(event, DeployProgress):
@@ -284,8 +299,8 @@ class Gateway:
                 else:
                     yield {"event": "done", "model": self._catalog.view(event)}
 
-    async def remove(self, name: str) -> None:
-        await self._deployments.remove(name)
+    async def remove(self, name: str, *, with_adapters: bool = False) -> None:
+        await self._deployments.remove(name, with_adapters=with_adapters)
 
     async def unload(self, name: str, free: bool) -> UnloadView:
         """Have a model stay only until its room is needed, or, with `free`, leave when it is idle."""

@@ -1,8 +1,8 @@
 """The sources that a model can be deployed from, as users write them, and downloads. Converts nothing.
 
-hf:ORG/NAME, hf:ORG/NAME@REVISION      a repository on the Hub, downloaded
-s3://BUCKET/PREFIX, https://HOST/PATH  a converted model in object storage, read from there; behind it
-                                       @DIGEST may name the version that must be there
+hf:ORG/NAME, hf:ORG/NAME@REVISION      a repository on the Hub, downloaded: a model, or a LoRA adapter
+s3://BUCKET/PREFIX, https://HOST/PATH  a converted model or adapter in object storage, read from there; behind
+                                       it @DIGEST may name the version that must be there
 anything else                          a path on this machine
 """
 
@@ -27,6 +27,8 @@ OnBytes = Callable[[int, int], None]
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.ASCII | re.IGNORECASE)
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+#: What makes a directory or a repository an adapter, unless it is a model, too.
+ADAPTER_CONFIG = "adapter_config.json"
 #: The files that a model consists of besides its weights.
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
@@ -123,8 +125,12 @@ class Download:
 
 
 @contextmanager
-def downloaded(source: HubSource, root: Path, on_bytes: OnBytes) -> Iterator[Download]:
+def downloaded(
+    source: HubSource, root: Path, on_bytes: OnBytes, *, is_adapter: bool = False
+) -> Iterator[Download]:
     """Yield a repository's model, downloaded to below `root` for as long as the context lasts.
+
+    `is_adapter`: its adapter is wanted, also where there is a model beside it.
 
     If the context fails, the download stays, and the next one of the same source goes on from there. Whoever
     wants the same source meanwhile waits.
@@ -136,7 +142,7 @@ def downloaded(source: HubSource, root: Path, on_bytes: OnBytes) -> Iterator[Dow
     """
     where = root / source.text.removeprefix("hf:").replace("/", "--")
     with _locked(where.with_name(f".{where.name}.lock")):
-        yield Download(where, _download(source, where, on_bytes))
+        yield Download(where, _download(source, where, on_bytes, is_adapter))
         shutil.rmtree(where, ignore_errors=True)
 
 
@@ -165,7 +171,7 @@ def _is_open_as(path: Path, file: int) -> bool:
         return False
 
 
-def _download(source: HubSource, where: Path, on_bytes: OnBytes) -> str:
+def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: bool) -> str:
     """Bring a directory to the state of a repository's model and return the commit that it is."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -173,7 +179,7 @@ def _download(source: HubSource, where: Path, on_bytes: OnBytes) -> str:
     try:
         found = snapshot_download(source.repo_id, revision=source.revision, local_dir=where, dry_run=True)
         sizes = {file.filename: file.file_size or 0 for file in found}
-        wanted = _wanted(source, sizes)
+        wanted = _wanted(source, sizes, is_adapter)
         missing_bytes = sum(sizes[file.filename] for file in found if file.will_download)
         total_bytes = sum(sizes[name] for name in wanted)
         _check_room(where.parent, min(missing_bytes, total_bytes), source)
@@ -198,9 +204,11 @@ def _remove_others(where: Path, wanted: Collection[str]) -> None:
             path.unlink()
 
 
-def _wanted(source: HubSource, names: Iterable[str]) -> list[str]:
+def _wanted(source: HubSource, names: Iterable[str], is_adapter: bool) -> list[str]:
     """Return the files to download, of the top alone: what lies deeper is the same for other programs."""
     top = [name for name in names if "/" not in name]
+    if ADAPTER_CONFIG in top and (is_adapter or "config.json" not in top):
+        return [ADAPTER_CONFIG, *(name for name in top if name.startswith("adapter_model."))]
     weights = [name for name in top if name.endswith(".safetensors")]
     weights = weights or [name for name in top if name.endswith(".bin")]
     if "config.json" not in top or not weights:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from hearth.control.deployed import Deployed
+from hearth.control.deployed import Deployed, DeployedAdapter
 from hearth.control.views import UpstreamView
 from hearth.store.upstream import Upstream, parse_address
 
 
-def upstream_view(deployed: Deployed, known: Upstream, has_looked: bool, failure: str | None) -> UpstreamView:
+def upstream_view(
+    deployed: Deployed | DeployedAdapter, known: Upstream, has_looked: bool, failure: str | None
+) -> UpstreamView:
     """Return the view of a model's upstream.
 
     Args:
-        deployed: the model.
+        deployed: the model or adapter.
         known: what is noted of its upstream, the look included.
         has_looked: upstream was asked just now, and has answered.
         failure: why it has not answered; None also where nobody has asked.
@@ -29,10 +31,13 @@ def upstream_view(deployed: Deployed, known: Upstream, has_looked: bool, failure
     )
 
 
-def _deploy_command(deployed: Deployed) -> str:
-    """Return the command that deploys the newest version in the place of this model."""
-    source, quant = deployed.source, deployed.facts.quant
+def _deploy_command(deployed: Deployed | DeployedAdapter) -> str:
+    """Return the command that deploys the newest version in the place of this one."""
+    source, kept = deployed.source, ""
+    if isinstance(deployed, DeployedAdapter):
+        kept = f" --base {deployed.base}"
+    elif source.startswith("hf:") and deployed.facts.quant != "none":
+        kept = f" --quant {deployed.facts.quant}"  # a URL has converted models, quantised or not
     if not source.startswith("hf:"):
-        return f"hearth deploy {parse_address(source).url} --name {deployed.name} --overwrite"
-    kept = "" if quant == "none" else f" --quant {quant}"  # a URL has converted models, quantised or not
+        source = parse_address(source).url
     return f"hearth deploy {source} --name {deployed.name}{kept} --overwrite"

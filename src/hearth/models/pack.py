@@ -103,12 +103,18 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> str:
 def _pieces(arch: Arch, source: TensorSource, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
     """Yield the tensors that are stacked by rows to a canonical one; each is read when it is asked for."""
     for part in source.parts:
-        piece = _read(part.name, checkpoint)
+        piece = read_tensor(part.name, checkpoint)
         if source.is_interleaved:
-            groups = piece.reshape(arch.num_kv_heads, -1, arch.head_dim, *piece.shape[1:])
-            yield from (groups[:, begin:end].flatten(0, 2) for begin, end in ((0, -2), (-2, -1), (-1, None)))
+            yield from sorted_qkv(arch, piece)
         else:
             yield piece
+
+
+def sorted_qkv(arch: Arch, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the rows of q, of k and of v out of a projection that has them interleaved by groups of heads."""
+    groups = rows.reshape(arch.num_kv_heads, -1, arch.head_dim, *rows.shape[1:])
+    for begin, end in ((0, -2), (-2, -1), (-1, None)):
+        yield groups[:, begin:end].flatten(0, 2)
 
 
 def _stack(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -147,7 +153,8 @@ def _slabs(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
     return (slab for piece in pieces for slab in torch.split(piece, SLAB_ROWS))
 
 
-def _read(name: str, checkpoint: Checkpoint) -> torch.Tensor:
+def read_tensor(name: str, checkpoint: Checkpoint) -> torch.Tensor:
+    """Return a tensor of a checkpoint. Raises BadCheckpoint: it is stored as what cannot be read."""
     stored = checkpoint[name]
     if stored.dtype not in DTYPES:
         raise BadCheckpoint(f"`{name}` is stored as {stored.dtype}; supported: {', '.join(DTYPES)}")
@@ -155,7 +162,9 @@ def _read(name: str, checkpoint: Checkpoint) -> torch.Tensor:
 
 
 def _check_head_copy(checkpoint: Checkpoint, head: str | None, embed: Part) -> None:
-    if head is not None and not torch.equal(_read(head, checkpoint), _read(embed.name, checkpoint)):
+    if head is not None and not torch.equal(
+        read_tensor(head, checkpoint), read_tensor(embed.name, checkpoint)
+    ):
         raise BadCheckpoint(
             f"`{head}` differs from `{embed.name}`, but config.json ties them; "
             "set `tie_word_embeddings` to false in config.json"

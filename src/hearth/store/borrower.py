@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
 
 from hearth.errors import HearthError, LenderGone, LoadCancelled, ModelNotOpen, StoreError
+from hearth.store.adapter_manifest import AdapterManifest, of_adapter
+from hearth.store.description import read_description
 from hearth.store.fetch import HostChunk
 from hearth.store.lender_line import LenderLine
 from hearth.store.lending import (
@@ -31,7 +34,7 @@ from hearth.store.lending import (
     received,
     send,
 )
-from hearth.store.manifest import Manifest, read_manifest
+from hearth.store.manifest import Manifest, StoredManifest, of_model
 from hearth.store.segment import Segment
 from hearth.types import Digest
 
@@ -42,12 +45,16 @@ MAX_MANIFESTS = 256
 MAX_STANDING = 4
 
 
+#: The kind of description: a model's or an adapter's.
+M = TypeVar("M", bound=StoredManifest, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class BorrowedModel:
-    """A model as the lender has opened it, with its description read here."""
+class Borrowed(Generic[M]):
+    """A model or an adapter as the lender has opened it, with its description read here."""
 
     opened: ModelOpened
-    manifest: Manifest
+    manifest: M
     where: str  #: as it was opened
     weight: float
 
@@ -60,6 +67,10 @@ class BorrowedModel:
     def distinct_bytes(self) -> int:
         """Bytes of the model's chunks, those once that it has several times."""
         return sum({chunk.id: chunk.num_bytes for chunk in self.manifest.chunks}.values())
+
+
+BorrowedModel: TypeAlias = Borrowed[Manifest]
+BorrowedAdapter: TypeAlias = Borrowed[AdapterManifest]
 
 
 class Borrower:
@@ -81,7 +92,7 @@ class Borrower:
         connection.close()
         self.segment = self._pinned(segment)
         #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
-        self._manifests: dict[Digest, Manifest] = {}
+        self._manifests: dict[Digest, StoredManifest] = {}
         #: Segments of lenders that are gone, mapped while a loan of theirs may still be copied from.
         self._old: list[Segment] = []
         self._loans: list[Loan] = []  #: loans that are not over, and some that are
@@ -93,7 +104,20 @@ class Borrower:
         """Have the lender open a converted model; its description is read here.
 
         A relative path is one of this process, whatever the lender's directory is.
+
+        Raises:
+            LenderGone: nobody lends.
+            HearthError: there is none, or it cannot be opened.
         """
+        found = self._open(where, weight)
+        return Borrowed(found.opened, of_model(found.manifest, found.where), found.where, weight)
+
+    def open_adapter(self, where: str | Path, weight: float = 1.0) -> BorrowedAdapter:
+        """Have the lender open a converted adapter, as `open` does a model."""
+        found = self._open(where, weight)
+        return Borrowed(found.opened, of_adapter(found.manifest, found.where), found.where, weight)
+
+    def _open(self, where: str | Path, weight: float) -> Borrowed[StoredManifest]:
         where = str(where) if "://" in str(where) else str(Path(where).absolute())
         match self._ask(OpenModel(where, weight)):
             case ModelOpened() as opened:
@@ -104,13 +128,13 @@ class Borrower:
                 raise self._gone()
             case other:
                 raise self._nonsense(other)
-        return BorrowedModel(opened, self._description(opened), where, weight)
+        return Borrowed(opened, self._description(opened), where, weight)
 
-    def _description(self, opened: ModelOpened) -> Manifest:
+    def _description(self, opened: ModelOpened) -> StoredManifest:
         """Return the manifest, read once: that takes milliseconds, which a switch of models does not have."""
         known = self._manifests.get(opened.digest)
         if known is None:
-            known = read_manifest(Path(opened.directory))
+            known = read_description(Path(opened.directory))
             if known.digest != opened.digest:
                 raise StoreError(f"`{opened.directory}` was replaced while it was opened; open it again")
             if len(self._manifests) >= MAX_MANIFESTS:
@@ -118,13 +142,13 @@ class Borrower:
             self._manifests[opened.digest] = known
         return known
 
-    def prefetch(self, model: BorrowedModel) -> Prefetch:
+    def prefetch(self, model: Borrowed[StoredManifest]) -> Prefetch:
         """Have the lender bring a model into host memory, as far as no load that is waited for is held up."""
         connection, _ = self._connect()
         self._begin(connection, PrefetchModel(model.opened.digest, model.opened.directory))
         return Prefetch(connection, model)
 
-    def fetch(self, model: BorrowedModel, chunks: Sequence[int]) -> Loan:
+    def fetch(self, model: Borrowed[StoredManifest], chunks: Sequence[int]) -> Loan:
         """Begin a load of a model that may have been opened long ago.
 
         Raises:
@@ -135,12 +159,12 @@ class Borrower:
         try:
             return self._fetch(model, question)
         except ModelNotOpen:  # a lender that was started anew, or has forgotten the model
-            again = self.open(model.where, model.weight)
+            again = self._open(model.where, model.weight)
         if again.opened.digest != model.opened.digest:
             raise StoreError(f"`{model.opened.name}` is another model by now; open it again")
         return self._fetch(again, replace(question, directory=again.opened.directory))
 
-    def _fetch(self, model: BorrowedModel, question: FetchChunks) -> Loan:
+    def _fetch(self, model: Borrowed[StoredManifest], question: FetchChunks) -> Loan:
         line, answer = self._asked(question)
         match answer:
             case LoadBegan(is_in_host):
@@ -243,7 +267,7 @@ class Borrower:
 class Prefetch:
     """A model on its way to host memory. One thread waits, any cancels."""
 
-    def __init__(self, connection: socket.socket, model: BorrowedModel) -> None:
+    def __init__(self, connection: socket.socket, model: Borrowed[StoredManifest]) -> None:
         self._connection, self._model = connection, model
         self._is_cancelled = False
 

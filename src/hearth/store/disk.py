@@ -24,9 +24,10 @@ from threading import Lock
 
 from hearth.errors import HearthError, StoreError, StoreFull
 from hearth.policy.memory.eviction import EvictionOrder, Price
+from hearth.store.description import read_description
 from hearth.store.file_stamp import FileStamp, is_private, stamp_of
 from hearth.store.local_hashes import collect_hashes, forget_hashes, read_hashes, write_hashes
-from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, read_manifest
+from hearth.store.manifest import MANIFEST, WEIGHTS, StoredManifest
 from hearth.store.verified_read import LocalHash
 from hearth.store.writer import NO_ROOM
 from hearth.types import ChunkId
@@ -75,7 +76,7 @@ class _ChunkFile:
 class _Registered:
     """A model that the disk tier knows. Mutable; written only by the tier, under its lock."""
 
-    manifest: Manifest
+    manifest: StoredManifest
     weights_bytes: int  #: what its weights.bin takes of the quota
     stamp: FileStamp | None  #: of its weights.bin; None: it has none
     #: The xxh3 of chunks in its weights.bin, as far as known. A chunk that stands there twice is read once.
@@ -114,7 +115,7 @@ class DiskTier:
         with self._lock:
             return self._used_bytes()
 
-    def register(self, directory: Path, manifest: Manifest) -> None:
+    def register(self, directory: Path, manifest: StoredManifest) -> None:
         """Know the model in a directory, under the root or not, so that its chunks are no garbage.
 
         They can be located in its weights.bin if it has one. No byte of the weights is looked at.
@@ -266,11 +267,11 @@ class DiskTier:
                     if path == self._path(chunk_id, file):
                         self._files[chunk_id] = file
 
-    def _read_models(self) -> Iterator[tuple[Path, Manifest | None]]:
+    def _read_models(self) -> Iterator[tuple[Path, StoredManifest | None]]:
         """Yield the models under the root; None stands for a description that cannot be read."""
         for path in sorted(self.root.glob(f"models/[!.]*/{MANIFEST}")):
             try:
-                yield path.parent, read_manifest(path.parent)
+                yield path.parent, read_description(path.parent)
             except HearthError as error:
                 log.warning("model_skipped directory=%s reason=%s", path.parent, error)
                 yield path.parent, None

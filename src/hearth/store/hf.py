@@ -55,9 +55,9 @@ def open_directory(directory: Path) -> Iterator[ModelSource]:
     yield ModelSource(read_arch(directory), read_checkpoint(directory), lambda: _text_files(directory))
 
 
-def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read the headers of safetensors files or, where there are none, of PyTorch's."""
-    for whole, read_headers in ((SAFETENSORS, _safetensors), (PICKLE, _pickled)):
+def read_checkpoint(directory: Path, safetensors: str = SAFETENSORS, pickle: str = PICKLE) -> Checkpoint:
+    """Read the headers of safetensors files or, where there are none, of PyTorch's. Both have such names."""
+    for whole, read_headers in ((safetensors, _safetensors), (pickle, _pickled)):
         index = directory / f"{whole}.index.json"
         if _is_file(directory / whole):
             return read_headers(directory / whole)
@@ -66,7 +66,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     with _naming(directory):
         present = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     raise BadCheckpoint(
-        f"neither {SAFETENSORS} nor {PICKLE}, nor an index of their parts, in `{directory}`, "
+        f"neither {safetensors} nor {pickle}, nor an index of their parts, in `{directory}`, "
         f"which holds: {', '.join(present) or 'nothing'}; fetch the weights or save the model as safetensors"
     )
 

@@ -27,7 +27,7 @@ from hearth.errors import LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
 from hearth.store.copy_stream import CopyStream
 from hearth.store.fetch import HostChunk
-from hearth.store.manifest import Manifest
+from hearth.store.manifest import Manifest, StoredManifest
 from hearth.store.record import LoadRecord, Tally
 from hearth.store.standing_threads import StandingThreads
 
@@ -59,12 +59,12 @@ class LoadPiece:
     destination: torch.Tensor
 
 
-def whole(manifest: Manifest, base: torch.Tensor) -> list[LoadPiece]:
+def whole(manifest: StoredManifest, base: torch.Tensor) -> list[LoadPiece]:
     """Return the one piece of a model that goes to a buffer as it lies in its file."""
     return [LoadPiece(ByteRange(0, manifest.num_bytes), base)]
 
 
-def chunks_of(manifest: Manifest, parts: Iterable[ByteRange]) -> list[int]:
+def chunks_of(manifest: StoredManifest, parts: Iterable[ByteRange]) -> list[int]:
     """Return the chunks that hold bytes of these parts, in forward order."""
     return sorted({index for part in parts for index in manifest.chunks_of(part)})
 
@@ -93,7 +93,7 @@ class Loader:
     def load(
         self,
         name: str,
-        manifest: Manifest,
+        manifest: StoredManifest,
         pieces: Sequence[LoadPiece],
         fetch: Callable[[Sequence[int]], ChunkStream],
         on_end: Callable[[LoadRecord | StoreError], None] | None = None,
@@ -138,7 +138,7 @@ class Load:
     def __init__(
         self,
         name: str,
-        manifest: Manifest,
+        manifest: StoredManifest,
         pieces: Sequence[LoadPiece],
         fetch: Callable[[Sequence[int]], ChunkStream],
         copies: CopyStream | None,
@@ -325,6 +325,6 @@ class Load:
     def _note_first_layer(self, chunk: HostChunk) -> None:
         if (
             self._tally.first_layer_s is None
-            and chunk.index >= self._manifest.chunks_of(self._manifest.layers[0])[-1]
+            and chunk.index >= self._manifest.chunks_of(self._manifest.first_layer)[-1]
         ):
             self._tally.first_layer_s = time.perf_counter() - self._tally.began_s

@@ -22,7 +22,7 @@ from pathlib import Path
 from hearth.errors import BadCheckpoint
 from hearth.store.dataclass_json import decode
 from hearth.store.file_stamp import FileStamp, is_private
-from hearth.store.manifest import WEIGHTS, Manifest, digest_of
+from hearth.store.manifest import WEIGHTS, StoredManifest, digest_of
 from hearth.types import Digest
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,9 @@ class LocalHashes:
     xxh3: tuple[str, ...]
 
 
-def read_hashes(root: Path, directory: Path, manifest: Manifest, stamp: FileStamp) -> LocalHashes | None:
+def read_hashes(
+    root: Path, directory: Path, manifest: StoredManifest, stamp: FileStamp
+) -> LocalHashes | None:
     """Return what is known of the weights in a directory, if it is of this model and this state."""
     if not (is_private(root) and is_private(root / "hashes")):
         return None
@@ -49,7 +51,7 @@ def read_hashes(root: Path, directory: Path, manifest: Manifest, stamp: FileStam
 
 
 def write_hashes(
-    root: Path, directory: Path, manifest: Manifest, stamp: FileStamp, xxh3: Sequence[str]
+    root: Path, directory: Path, manifest: StoredManifest, stamp: FileStamp, xxh3: Sequence[str]
 ) -> None:
     """Keep what was found, unless others may write the file: they could change it and leave no trace.
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
@@ -100,20 +101,56 @@ class TextFile:
 
 
 @dataclass(frozen=True)  # no slots: what is derived is kept
-class Manifest:
-    """The description of a stored model, as manifest.json holds it."""
+class StoredManifest(ABC):
+    """The description of a model or an adapter as far as those need it who move chunks."""
 
     format: str
     version: int
-    arch: Arch
     dtype: str  #: of weights that are not quantised, and of activations
-    quant: str  #: one of models.layout.QUANTS
     num_bytes: int
     chunk_bytes: int
-    tensors: tuple[TensorSpec, ...]
     chunks: tuple[Chunk, ...]
-    layers: tuple[ByteRange, ...]
     files: tuple[TextFile, ...]  #: of the tokenizer
+
+    @property
+    @abstractmethod
+    def first_layer(self) -> ByteRange:
+        """The bytes of the first layer that there is."""
+
+    @abstractmethod
+    def tensors_in(self, chunk: int) -> list[str]:
+        """Return the names of the tensors that have bytes in a chunk."""
+
+    @cached_property
+    def digest(self) -> Digest:
+        """The identity of what is stored: a hash of all that its description says, chunk hashes included."""
+        return _digest_of_fields(_fields(self))
+
+    @cached_property
+    def chunk_ids(self) -> tuple[ChunkId, ...]:
+        """The identities of the chunks, in their order."""
+        return tuple(chunk.id for chunk in self.chunks)
+
+    def to_json(self) -> str:
+        return json.dumps({**_fields(self), "digest": self.digest}, default=_fields, indent=1)
+
+    def chunk_range(self, index: int) -> ByteRange:
+        begin = index * self.chunk_bytes
+        return ByteRange(begin, begin + self.chunks[index].num_bytes)
+
+    def chunks_of(self, wanted: ByteRange) -> range:
+        """Return the indices of the chunks that hold these bytes."""
+        return range(wanted.begin // self.chunk_bytes, -(-wanted.end // self.chunk_bytes))
+
+
+@dataclass(frozen=True)
+class Manifest(StoredManifest):
+    """The description of a stored model, as manifest.json holds it."""
+
+    arch: Arch
+    quant: str  #: one of models.layout.QUANTS
+    tensors: tuple[TensorSpec, ...]
+    layers: tuple[ByteRange, ...]
 
     @staticmethod
     def of(
@@ -143,29 +180,11 @@ class Manifest:
     def layout(self) -> Layout:
         return Layout(self.tensors, self.num_bytes)
 
-    @cached_property
-    def digest(self) -> Digest:
-        """The identity of the model: a hash of all that this description says, chunk hashes included."""
-        return _digest_of_fields(_fields(self))
-
-    @cached_property
-    def chunk_ids(self) -> tuple[ChunkId, ...]:
-        """The identities of the chunks, in their order."""
-        return tuple(chunk.id for chunk in self.chunks)
-
-    def to_json(self) -> str:
-        return json.dumps({**_fields(self), "digest": self.digest}, default=_fields, indent=1)
-
-    def chunk_range(self, index: int) -> ByteRange:
-        begin = index * self.chunk_bytes
-        return ByteRange(begin, begin + self.chunks[index].num_bytes)
-
-    def chunks_of(self, wanted: ByteRange) -> range:
-        """Return the indices of the chunks that hold these bytes."""
-        return range(wanted.begin // self.chunk_bytes, -(-wanted.end // self.chunk_bytes))
+    @property
+    def first_layer(self) -> ByteRange:
+        return self.layers[0]
 
     def tensors_in(self, chunk: int) -> list[str]:
-        """Return the names of the tensors that have bytes in a chunk."""
         part = self.chunk_range(chunk)
         return [s.name for s in self.tensors if s.offset < part.end and s.offset + s.nbytes > part.begin]
 
@@ -182,18 +201,32 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse and check a manifest.
+    """Parse and check a manifest. Raises BadCheckpoint also for JSON that is broken."""
+    return manifest_of(parse_json(text, f"`{where}`", BadCheckpoint), where)
 
-    Raises BadCheckpoint for JSON that is broken, changed, of another version, or contradicts itself.
+
+def manifest_of(raw: object, where: str) -> Manifest:
+    """Return the manifest that JSON holds.
+
+    Raises BadCheckpoint for one that is changed, of another version, or contradicts itself.
     """
-    raw = parse_json(text, f"`{where}`", BadCheckpoint)
-    digest = _take_digest(raw, where)
+    digest = take_digest(raw, FORMAT, VERSION, where)
     manifest = decode(Manifest, raw, where)
     _check_arch(manifest.arch, where)
     _check_layout(manifest, where)
-    _check_names(manifest, where)
+    check_chunks(manifest, where)
     vars(manifest)["digest"] = digest  # where the cached property would put it, milliseconds later
     return manifest
+
+
+def of_model(stored: StoredManifest, where: str) -> Manifest:
+    """Return the description of what must be a model. Raises BadCheckpoint: it is an adapter."""
+    if not isinstance(stored, Manifest):
+        raise BadCheckpoint(
+            f"`{where}` is an adapter and no model; serve it beside its base: "
+            f"`hearth deploy {where} --base NAME`"
+        )
+    return stored
 
 
 def damage_of(file: TextFile, directory: Path) -> str | None:
@@ -207,7 +240,7 @@ def damage_of(file: TextFile, directory: Path) -> str | None:
     return mismatch(data, file.digest)
 
 
-def check_texts(manifest: Manifest, directory: Path) -> None:
+def check_texts(manifest: StoredManifest, directory: Path) -> None:
     """Check all files in a directory that a tokenizer would be made of.
 
     Raises:
@@ -247,15 +280,16 @@ def _layer_ranges(layout: Layout) -> tuple[ByteRange, ...]:
     return tuple(ByteRange(specs[0].offset, specs[-1].end) for specs in groups)
 
 
-def _take_digest(raw: object, where: str) -> Digest:
-    """Take `digest` out of the fields and compare it with them."""
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise BadCheckpoint(f"`{where}` does not describe a Hearth model: `format` is not {FORMAT!r}")
-    if raw.get("version") != VERSION:
-        is_old = raw.get("version") in range(1, VERSION)
+def take_digest(raw: object, wanted: str, version: int, where: str) -> Digest:
+    """Take `digest` out of the fields of a description of the wanted format, and compare it with them."""
+    if not isinstance(raw, dict) or raw.get("format") != wanted:
+        kind = wanted.replace("hearth-", "Hearth ")
+        raise BadCheckpoint(f"`{where}` does not describe a {kind}: `format` is not {wanted!r}")
+    if raw.get("version") != version:
+        is_old = raw.get("version") in range(1, version)
         remedy = "bring it up to date with `hearth upgrade`" if is_old else "use the Hearth that wrote it"
         raise BadCheckpoint(
-            f"`{where}` has version {brief(raw.get('version'))}, this Hearth reads version {VERSION}; "
+            f"`{where}` has version {brief(raw.get('version'))}, this Hearth reads version {version}; "
             f"convert the model again, or {remedy}"
         )
     stated, found = raw.pop("digest", None), _digest_of_fields(raw)
@@ -316,6 +350,10 @@ def _check_layout(manifest: Manifest, where: str) -> None:
         raise BadCheckpoint(f"{where}: `tensors` are not those of its `arch`; convert the model again")
     if manifest.layers != _layer_ranges(wanted):
         raise BadCheckpoint(f"{where}: `layers` do not fit its `tensors`; convert the model again")
+
+
+def check_chunks(manifest: StoredManifest, where: str) -> None:
+    """Refuse chunks that do not add up, and names of files or digests that lead elsewhere."""
     if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES or manifest.chunk_bytes % ALIGNMENT_BYTES:
         raise BadCheckpoint(
             f"{where}: `chunk_bytes` must be a multiple of {ALIGNMENT_BYTES}, given: {manifest.chunk_bytes}, "
@@ -325,9 +363,6 @@ def _check_layout(manifest: Manifest, where: str) -> None:
     is_cut_evenly = all(num_bytes == manifest.chunk_bytes for num_bytes in full)
     if not is_cut_evenly or not 0 < last <= manifest.chunk_bytes or sum(full) + last != manifest.num_bytes:
         raise BadCheckpoint(f"{where}: `chunks` do not add up to {manifest.num_bytes} bytes")
-
-
-def _check_names(manifest: Manifest, where: str) -> None:
     for digest in [*(chunk.digest for chunk in manifest.chunks), *(file.digest for file in manifest.files)]:
         if not is_digest(digest):
             raise BadCheckpoint(f"{where}: a digest is 64 hexadecimal digits, given: {digest!r:.80}")

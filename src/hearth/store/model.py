@@ -1,20 +1,20 @@
-"""A model and the places that may deliver it. Opens nothing and reads nothing but its description."""
+"""A model or an adapter, and the places that may deliver it. Opens nothing but its description."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.store.manifest import Manifest
+from hearth.store.manifest import StoredManifest
 from hearth.store.remote import RemoteModel
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A converted model that a tier has opened."""
+    """A converted model or adapter that a tier has opened."""
 
     name: str
-    manifest: Manifest
+    manifest: StoredManifest
     directory: Path  #: holds its files, and weights.bin unless it is remote
     remote: RemoteModel | None = None
     weight: float = 1.0  #: how much a second of its start matters against other models'

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from hearth.errors import LenderGone, LoadCancelled
-from hearth.store.borrower import BorrowedModel, Borrower, Loan
+from hearth.store.borrower import Borrowed, Borrower, Loan
 from hearth.store.fetch import HostChunk
+from hearth.store.manifest import StoredManifest
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class PatientLoan:
     def __init__(
         self,
         borrower: Borrower,
-        model: BorrowedModel,
+        model: Borrowed[StoredManifest],
         chunks: Sequence[int],
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> None:

@@ -17,6 +17,7 @@ from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable, UpstreamChanged
 from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
+from hearth.store.description import parse_description, read_description
 from hearth.store.disk import DiskTier
 from hearth.store.fetch import Fetch, Fetcher
 from hearth.store.file_stamp import FileStamp, stamp_of
@@ -24,12 +25,10 @@ from hearth.store.manifest import (
     CHUNK_BYTES,
     MANIFEST,
     WEIGHTS,
-    Manifest,
+    StoredManifest,
     check_texts,
     damage_of,
     digest_of,
-    parse_manifest,
-    read_manifest,
 )
 from hearth.store.model import StoredModel
 from hearth.store.record import LoadRecord
@@ -111,7 +110,7 @@ class Tiers:
         self._keeps_chunks = keeps_chunks
 
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
-        """Open a converted model: its directory, its URL in object storage, or a version there, `URL@DIGEST`.
+        """Open a converted model or adapter: its directory, its URL, or a version at that, `URL@DIGEST`.
 
         All but the weights of a remote model is kept on disk. A URL is asked for its manifest each time, for
         it may hold another version; a version is opened from disk, and its URL asked only where that lacks
@@ -147,7 +146,7 @@ class Tiers:
         if known is not None and known.is_current and known.model.weight == weight:
             return known.model
         stamps = {name: stamp_of(directory / name) for name in (MANIFEST, WEIGHTS)}
-        manifest = read_manifest(directory)
+        manifest = read_description(directory)
         stamps |= {file.name: stamp_of(directory / file.name) for file in manifest.files}
         check_texts(manifest, directory)
         model = self._admit(StoredModel(directory.name, manifest, directory, remote, weight))
@@ -272,7 +271,7 @@ class Tiers:
             if not (directory / MANIFEST).is_file():
                 raise
             log.warning("fallback description=disk model=%s reason=%s", directory.name, error)
-            manifest = read_manifest(directory)
+            manifest = read_description(directory)
         return StoredModel(directory.name, manifest, directory, remote, weight)
 
     def _open_version(self, address: RemoteAddress, weight: float = 1.0) -> StoredModel:
@@ -332,7 +331,7 @@ class _Description:
     """The manifest that a URL holds now."""
 
     text: bytes
-    manifest: Manifest
+    manifest: StoredManifest
 
     def is_in(self, directory: Path) -> bool:
         """True if the directory holds this manifest, and whole all files that it names."""
@@ -343,4 +342,4 @@ class _Description:
 
 def _read_description(remote: RemoteModel) -> _Description:
     text = remote.read_file(MANIFEST)
-    return _Description(text, parse_manifest(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}"))
+    return _Description(text, parse_description(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}"))

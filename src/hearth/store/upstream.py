@@ -140,10 +140,11 @@ def version_at(remote: RemoteModel) -> str:
     Raises:
         HearthError: nobody answers, or what lies there is no model.
     """
-    from hearth.store.manifest import MANIFEST, parse_manifest
+    from hearth.store.description import parse_description
+    from hearth.store.manifest import MANIFEST
 
     text = remote.read_file(MANIFEST).decode(errors="replace")
-    return parse_manifest(text, f"{remote.url}/{MANIFEST}").digest
+    return parse_description(text, f"{remote.url}/{MANIFEST}").digest
 
 
 def _commit_of(source: str) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import xxhash
 
+from hearth.store.description import read_description
 from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.local_hashes import write_hashes
-from hearth.store.manifest import WEIGHTS, Manifest, damage_of, mismatch, read_manifest
+from hearth.store.manifest import WEIGHTS, StoredManifest, damage_of, mismatch
 from hearth.store.writer import OnProgress, Progress
 
 #: Reading and hashing release the GIL: so many threads keep up with the fastest disks.
@@ -47,7 +48,7 @@ class _Checked:
 def verify(
     directory: Path,
     on_progress: OnProgress | None = None,
-    manifest: Manifest | None = None,
+    manifest: StoredManifest | None = None,
     store: Path | None = None,
 ) -> list[BadChunk | BadFile]:
     """Hash every chunk and every file. The model is whole if the list is empty.
@@ -55,7 +56,7 @@ def verify(
     `manifest` is that of the directory, where it has been read. Raises BadCheckpoint for a broken one.
     `store` is the root of a disk tier, which then need not check these chunks by BLAKE3 again.
     """
-    manifest = manifest or read_manifest(directory)
+    manifest = manifest or read_description(directory)
     texts = [
         BadFile(file.name, reason)
         for file in manifest.files
@@ -71,7 +72,7 @@ def verify(
 
 
 def _keep_hashes(
-    store: Path, directory: Path, manifest: Manifest, before: FileStamp | None, xxh3: Sequence[str]
+    store: Path, directory: Path, manifest: StoredManifest, before: FileStamp | None, xxh3: Sequence[str]
 ) -> None:
     """Keep the xxh3 of the chunks, unless the file was written to while it was read."""
     if before is not None and stamp_of(directory / WEIGHTS) == before:
@@ -79,7 +80,7 @@ def _keep_hashes(
 
 
 def _check_weights(
-    path: Path, manifest: Manifest, on_progress: OnProgress | None, xxh3: list[str]
+    path: Path, manifest: StoredManifest, on_progress: OnProgress | None, xxh3: list[str]
 ) -> list[BadChunk | BadFile]:
     """Return what is wrong with the chunks, and append the xxh3 of each."""
     try:
@@ -108,7 +109,7 @@ def _check_weights(
     return [*bad, BadFile(WEIGHTS, f"{num_extra_bytes} bytes too many")] if num_extra_bytes > 0 else bad
 
 
-def _check_chunk(file: int, manifest: Manifest, index: int) -> _Checked:
+def _check_chunk(file: int, manifest: StoredManifest, index: int) -> _Checked:
     part, wanted = manifest.chunk_range(index), manifest.chunks[index]
     data, done = bytearray(wanted.num_bytes), 0
     try:

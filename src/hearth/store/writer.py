@@ -23,7 +23,7 @@ import xxhash
 
 from hearth.errors import StoreError, StoreFull
 from hearth.models.layout import ALIGNMENT_BYTES
-from hearth.store.manifest import FORMAT, MANIFEST, TEXT_FILES, WEIGHTS, Chunk, chunk_of
+from hearth.store.manifest import MANIFEST, TEXT_FILES, WEIGHTS, Chunk, chunk_of
 from hearth.store.upstream import UPSTREAM
 
 if TYPE_CHECKING:  # torch is for those who convert, not for all who write a model
@@ -38,7 +38,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 KNOWN_FILES = TEXT_FILES | {MANIFEST, WEIGHTS, LOCK, UPSTREAM}
 
 #: Found in every description that Hearth has written, whatever its version and however damaged.
-_FORMAT_FIELD = re.compile(rb'"format"\s*:\s*"' + FORMAT.encode() + rb'"')
+_FORMAT_FIELD = re.compile(rb'"format"\s*:\s*"hearth-(model|adapter)"')
 
 #: Flags of Linux' renameat2: relative to the working directory; swap the two.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -79,6 +79,16 @@ class Staging:
         on_progress: OnProgress | None = None,
     ) -> WrittenWeights:
         """Write the tensors, given in the order of their layout, to their offsets."""
+        return self.write_pieces(_padded(tensors), num_bytes, chunk_bytes, on_progress)
+
+    def write_pieces(
+        self,
+        pieces: Iterable[memoryview],
+        num_bytes: int,
+        chunk_bytes: int,
+        on_progress: OnProgress | None = None,
+    ) -> WrittenWeights:
+        """Write bytes, given piece by piece without gaps."""
         assert chunk_bytes >= ALIGNMENT_BYTES, f"{chunk_bytes=}"
         assert chunk_bytes % ALIGNMENT_BYTES == 0, f"{chunk_bytes=}"
         chunks: list[Chunk] = []
@@ -87,7 +97,7 @@ class Staging:
         if on_progress is not None:
             on_progress(Progress(0, num_bytes))
         with self._create(WEIGHTS) as file:
-            for data in _cut(_padded(tensors), chunk_bytes):
+            for data in _cut(pieces, chunk_bytes):
                 self._write(file, data)
                 chunks.append(chunk_of(data, on_all_cores=True))
                 xxh3.append(xxhash.xxh3_128_hexdigest(data))

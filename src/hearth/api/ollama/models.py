@@ -69,7 +69,7 @@ def show_object(view: ModelView, template: str | None) -> dict[str, object]:
 def details(view: ModelView) -> dict[str, object]:
     level = _LEVEL_BY_DTYPE.get(view.dtype, view.dtype) if view.quant == "none" else view.quant.upper()
     return {
-        "parent_model": "",
+        "parent_model": "" if view.base is None else tagged(view.base),
         "format": "hearth",
         "family": "decoder",
         "families": ["decoder"],

@@ -70,7 +70,8 @@ def _model(name: str, view: ModelView) -> dict[str, object]:
         "object": "model",
         "created": int(view.created_at_s),
         "owned_by": "hearth",
-        "root": view.name,
+        "root": view.name if view.base is None else view.source,
+        "parent": view.base,
         "aliases": view.aliases,
         "max_model_len": view.max_context,
     }

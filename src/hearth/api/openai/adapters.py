@@ -1,0 +1,79 @@
+"""The routes by which vLLM's users load and unload LoRA adapters: deploying and removing, in their words."""
+
+from __future__ import annotations
+
+import re
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
+
+from hearth.api.body import OwnBody, Text
+from hearth.api.guard import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, caller_of
+from hearth.api.json_body import JsonRoute
+from hearth.errors import ConfigError, ModelError, NameTaken, RequestError, UnknownModel
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+class LoadAdapterBody(OwnBody):
+    lora_name: Text = Field(min_length=1, max_length=128, description="To ask for it by.")
+    lora_path: Text = Field(
+        min_length=1,
+        max_length=4096,
+        description="A directory of PEFT, ORG/NAME on the Hugging Face Hub, or a URL of a converted adapter.",
+    )
+    base_model_name: Text | None = Field(
+        None, max_length=128, description="The deployed model that it belongs to, if its config does not say."
+    )
+    load_inplace: bool = Field(False, description="Replace an adapter of that name.")
+
+
+class UnloadAdapterBody(OwnBody):
+    lora_name: Text = Field(min_length=1, max_length=128)
+    lora_int_id: int | None = Field(None, description="Ignored.")
+
+
+def adapter_routes(gateway: Gateway) -> APIRouter:
+    routes = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+
+    @routes.post(LOAD_ADAPTER_PATH, summary="Deploy a LoRA adapter, as vLLM's users do")
+    async def load(body: LoadAdapterBody) -> Response:
+        """Needs the rights to deploy. The adapter is there when this answers, and after a restart, too."""
+        order = (_source_of(body.lora_path), body.lora_name, "auto", "none", body.load_inplace)
+        try:
+            deploying = gateway.deploy(*order, body.base_model_name, is_adapter=True)
+            async with aclosing(deploying) as events:
+                async for _ in events:
+                    pass
+        except NameTaken:
+            raise RequestError(
+                f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the "
+                "adapter in place, set 'load_inplace' to True."
+            ) from None
+        except (ModelError, ConfigError) as error:
+            raise RequestError(str(error)) from error
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post(UNLOAD_ADAPTER_PATH, summary="Remove a LoRA adapter, as vLLM's users do")
+    async def unload(body: UnloadAdapterBody, request: Request) -> Response:
+        """Needs the rights to deploy. Requests that run are finished."""
+        view = gateway.model(body.lora_name, caller_of(request))
+        if view.base is None:
+            raise UnknownModel(f"The lora adapter '{body.lora_name}' cannot be found.")
+        await gateway.remove(view.name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return routes
+
+
+def _source_of(path: str) -> str:
+    """Return the source that vLLM would find there: what is no path may be a repository of the Hub."""
+    is_repository = _REPOSITORY.fullmatch(path) is not None and not Path(path).exists()
+    return f"hf:{path}" if is_repository else path

@@ -1,0 +1,87 @@
+"""Which deployed model an adapter belongs to, and whether it fits. Converts nothing."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from hearth.control.datadir import DataDir
+from hearth.control.deploy import DeployOrder
+from hearth.control.deployed import AdapterFacts, Deployed
+from hearth.control.names import Names, listed
+from hearth.control.registry import Registry
+from hearth.control.sources import HubSource, default_name
+from hearth.errors import BadCheckpoint, RequestError
+from hearth.sizes import computed_dtype
+from hearth.store.adapter_manifest import AdapterManifest
+
+
+def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> Deployed:
+    """Return the model that an adapter is deployed for: the one that was ordered, or that it was trained on.
+
+    `trained_on` is a path or a repository, as PEFT has written it down.
+
+    Raises:
+        RequestError: a dtype or quantisation is ordered, which are the base's, or nobody knows which model.
+        UnknownModel: there is no model of the name that was ordered.
+    """
+    if order.dtype != "auto" or order.quant != "none":
+        raise RequestError(
+            "an adapter is stored as its base is computed; deploy it without `dtype` and `quant`, given: "
+            f"{order.dtype}, {order.quant}"
+        )
+    with Registry.open(data_dir) as registry:
+        models = registry.all()
+    if order.base is not None:
+        wanted = order.aliases.get(order.base, order.base)
+        found = Names(models, {}).resolve(wanted)
+        assert isinstance(found, Deployed), f"only models were asked for: {found.name}"
+        return found
+    meant = [model for model in models if trained_on is not None and _is_meant(model, trained_on, order)]
+    if len(meant) == 1:
+        return meant[0]
+    what = "it does not say which" if trained_on is None else f"it says `{trained_on:.120}`"
+    which = "no deployed model is that" if not meant else f"that may be {listed([one.name for one in meant])}"
+    raise RequestError(
+        f"`{order.source}` is an adapter for another model: {what}, and {which}; name the deployed model "
+        "with `--base NAME` (`base` in a request)"
+    )
+
+
+def _is_meant(model: Deployed, trained_on: str, order: DeployOrder) -> bool:
+    """True if a deployed model goes by the name, or was deployed from the place, that an adapter names."""
+    names = {trained_on}
+    with suppress(RequestError):
+        names.add(default_name(HubSource(trained_on.rstrip("/"), None)))
+    own = {model.name, *(alias for alias, name in order.aliases.items() if name == model.name)}
+    return bool(names & own) or model.source.partition("@")[0] in (trained_on, f"hf:{trained_on}")
+
+
+def check_fit(manifest: AdapterManifest, base: Deployed, kind: str, where: str) -> None:
+    """Refuse an adapter that was converted for something else than the base on this kind of device.
+
+    Raises:
+        BadCheckpoint: it was.
+    """
+    dtype = computed_dtype(base.facts.dtype, kind)
+    if manifest.dimensions != base.facts.dimensions:
+        raise BadCheckpoint(
+            f"`{where}` was made for a model of other dimensions than `{base.name}`: {manifest.family} with "
+            f"{manifest.dimensions.num_layers} layers of {manifest.dimensions.hidden_size}; choose that one"
+        )
+    if manifest.dtype != dtype:
+        raise BadCheckpoint(
+            f"`{where}` was made for {manifest.dtype}, and `{base.name}` is computed in {dtype}; deploy the "
+            "directory that PEFT wrote instead"
+        )
+
+
+def adapter_facts_of(manifest: AdapterManifest) -> AdapterFacts:
+    slices = [(target, part) for target in manifest.targets for part in target.slices]
+    return AdapterFacts(
+        num_bytes=manifest.layout.num_bytes,
+        num_parameters=sum(part.rank * (target.num_inputs + part.size) for target, part in slices),
+        dtype=manifest.dtype,
+        max_rank=max(part.rank for _, part in slices),
+        targets=tuple(dict.fromkeys(str(target.projection) for target in manifest.targets)),
+        dimensions=manifest.dimensions,
+    )

@@ -1,0 +1,90 @@
+"""Commands about LoRA adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hearth.cli import local_models
+from hearth.control.datadir import DataDir
+from hearth.control.deployed import AdapterFacts, DeployedAdapter
+from hearth.control.registry import Registry
+from tests.cli.fake_service import FakeService
+from tests.cli.shell import Hearth
+from tests.cli.test_tab_completion import completed
+from tests.models.zoo import build
+from tests.store.peft_files import write_peft
+
+
+@pytest.fixture
+def shop(data_dir: Path, tiny: Path) -> DeployedAdapter:
+    """An adapter of `tiny`, which was deployed where there is a GPU."""
+    with Registry.open(DataDir.open(data_dir)) as registry:
+        (base,) = registry.all()
+        facts = AdapterFacts(4096, 64, base.facts.dtype, 8, ("qkv", "o"), base.facts.dimensions)
+        adapter = DeployedAdapter("shop", "tiny", "/loras/shop", "/m/shop", "/m/shop", "d2", facts, 1.0)
+        registry.add(adapter)
+    return adapter
+
+
+def test_list_shows_adapters_below_their_base(hearth: Hearth, shop: DeployedAdapter) -> None:
+    header, base, adapter = hearth("list").out.splitlines()
+    assert header.split()[:3] == ["NAME", "BASE", "ALIASES"]
+    assert base.split()[:2] == ["tiny", "-"]
+    assert adapter.split()[:2] == ["shop", "tiny"]
+    names = [(view["name"], view["base"]) for view in json.loads(hearth("list", "--json").out)]
+    assert names == [("tiny", None), ("shop", "tiny")]
+
+
+def test_show_tells_what_an_adapter_changes(hearth: Hearth, shop: DeployedAdapter) -> None:
+    view = json.loads(hearth("show", "shop", "--json").out)
+    assert (view["base"], view["max_rank"], view["targets"]) == ("tiny", 8, ["qkv", "o"])
+    assert "qkv, o" in hearth("show", "shop").out
+    assert "max_rank" not in hearth("show", "tiny").out
+
+
+def test_rm_takes_adapters_only_if_that_is_said(
+    hearth: Hearth, data_dir: Path, shop: DeployedAdapter
+) -> None:
+    refused = hearth("rm", "tiny", "--yes")
+    assert (refused.code, refused.out) == (2, "")
+    assert "shop; remove them first" in refused.err
+    assert "--with-adapters" in refused.err
+    assert local_models.names(data_dir) == ["tiny", "shop"]
+    assert hearth("rm", "tiny", "--yes", "--with-adapters").code == 0
+    assert local_models.names(data_dir) == []
+
+
+def test_rm_takes_an_adapter_alone(hearth: Hearth, data_dir: Path, shop: DeployedAdapter) -> None:
+    assert hearth("rm", "shop", "--yes").code == 0
+    assert local_models.names(data_dir) == ["tiny"]
+
+
+def test_an_adapter_is_converted_for_a_base_and_shown(hearth: Hearth, tmp_path: Path) -> None:
+    lora, dest = write_peft(tmp_path / "lora", targets=["v_proj"]), str(tmp_path / "made")
+    base = str(build("llama-gqa").directory)
+    made = json.loads(hearth("convert", str(lora), dest, "--base", base, "--dtype", "float16", "--json").out)
+    assert (made["dtype"], made["num_targets"], made["max_rank"]) == ("float16", 3, 4)
+    shown = json.loads(hearth("show", dest, "--json").out)
+    assert shown["digest"] == made["digest"]
+    assert "is whole" in hearth("verify", dest).out
+    refused = hearth("convert", str(lora), dest, "--base", base, "--quant", "int8")
+    assert "is not quantised" in refused.err
+
+
+def test_only_models_are_offered_as_bases(data_dir: Path, shop: DeployedAdapter) -> None:
+    assert completed("hearth deploy x --base ", data_dir) == ["tiny"]
+
+
+def test_deploy_and_rm_tell_a_service_of_bases_and_adapters(
+    hearth: Hearth, data_dir: Path, tmp_path: Path, service: FakeService
+) -> None:
+    deployed = hearth("deploy", str(tmp_path), "--name", "shop", "--base", "smol", "--url", service.url)
+    assert deployed.code == 0
+    assert hearth("rm", "smol", "--yes", "--with-adapters", "--url", service.url).code == 0
+    (_, _, body), (method, path, _) = service.asked[-2:]
+    assert body is not None
+    assert body["base"] == "smol"
+    assert (method, path) == ("DELETE", "/hearth/models/smol?with_adapters=true")
