@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from hearth.sizes import StepLimits
 from hearth.types import (
+    AdapterId,
     FinishReason,
     Hold,
     ModelId,
@@ -36,7 +37,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 9
+VERSION = 10
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -242,6 +243,16 @@ class HoldModel(Struct, frozen=True, tag=True):
     hold: Hold
 
 
+class AdapterOrder(Struct, frozen=True):
+    """The adapter that a request is to run with. It comes to the device for the first request, and stays."""
+
+    adapter: AdapterId  #: the digest of its manifest; another one there means that it was changed
+    name: str  #: that it is deployed under, for people
+    where: str  #: a directory or a URL
+    weight: float = 1.0  #: how much a second of its start matters; see the reload cost
+    is_pinned: bool = False  #: it gives way to nobody once it is there
+
+
 class StartRequest(Struct, frozen=True, tag=True):
     """Run a request, from its prompt or from where a lost worker left it."""
 
@@ -255,6 +266,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     pace: Pace = Pace()
     age_s: float = 0.0  #: how long ago the request arrived at the gateway
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
+    adapter: AdapterOrder | None = None  #: None: the bare model
 
     def __repr__(self) -> str:
         """Leave the salt and whatever a user wrote out: what is shown may be logged."""
@@ -350,6 +362,17 @@ class ModelLoaded(Struct, frozen=True, tag=True):
         return None if self.ahead_bytes or self.shared_bytes else self.total_s
 
 
+class AdapterLoaded(Struct, frozen=True, tag=True):
+    """An adapter has come to the device."""
+
+    adapter: AdapterId
+    runs: tuple[int, ...]  #: that waited for it
+    num_bytes: int
+    rungs: tuple[RungBytes, ...]
+    wait_s: float  #: from when it was first asked for until it had its memory
+    total_s: float  #: then until its bytes were there
+
+
 class HostingFailed(Struct, frozen=True, tag=True):
     """A model could not be loaded, or its engine broke. It has left memory, and its runs have ended."""
 
@@ -396,6 +419,17 @@ class ModelUse(Struct, frozen=True):
     due_s: float | None = None  #: from now, when its next token is due; negative: overdue; None: no requests
 
 
+class AdapterUsage(Struct, frozen=True):
+    """An adapter that has memory on a worker's device, or requests that wait for it."""
+
+    name: str
+    base: ModelId
+    num_bytes: int  #: of the device; 0: it is not there
+    num_running: int
+    num_waiting: int
+    is_pinned: bool
+
+
 class Pong(Struct, frozen=True, tag=True):
     """The answer to a `Ping`: the worker's pool as it is between two steps."""
 
@@ -407,6 +441,8 @@ class Pong(Struct, frozen=True, tag=True):
     moved_bytes: int  #: since the worker started, to make place
     fallbacks: dict[str, int]  #: of the pool and of kernels, by name
     models: tuple[ModelUse, ...]
+    adapters: tuple[AdapterUsage, ...] = ()
+    num_adapter_evictions: int = 0  #: since the worker started
 
 
 Order = (
@@ -427,6 +463,7 @@ Fact = (
     | RunFailed
     | LoadProgress
     | ModelLoaded
+    | AdapterLoaded
     | HostingFailed
     | ModelTurn
     | DeviceResidency

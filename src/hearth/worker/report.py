@@ -17,6 +17,7 @@ from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
+from hearth.worker.adapters import WorkerAdapters
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.turns import Turns
@@ -28,9 +29,15 @@ INTERVAL_S = 0.1
 class Reports:
     """Mutable; the step thread alone calls it."""
 
-    def __init__(self, reclaimer: Reclaimer, hosted: Mapping[ModelId, HostedModel], turns: Turns) -> None:
+    def __init__(
+        self,
+        reclaimer: Reclaimer,
+        hosted: Mapping[ModelId, HostedModel],
+        turns: Turns,
+        adapters: WorkerAdapters,
+    ) -> None:
         """`hosted` are the hosted models, kept by whoever calls."""
-        self._reclaimer, self._hosted, self._turns = reclaimer, hosted, turns
+        self._reclaimer, self._hosted, self._turns, self._adapters = reclaimer, hosted, turns, adapters
         #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
         #: whoever counts them never counts back.
         self._slow_models: set[ModelId] = set()
@@ -76,6 +83,8 @@ class Reports:
                 "graphs": len(self._uncaptured_models),
             },
             models=tuple(self._uses(usage.holdings)),
+            adapters=tuple(self._adapters.usages()),
+            num_adapter_evictions=self._reclaimer.num_dropped_adapters,
         )
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
@@ -90,7 +99,7 @@ class Reports:
             return ModelUse(model, Hold.RETAINED, False, *num_bytes)
         use = ModelUse(
             *(model, hosted.effective_hold, True, *num_bytes),
-            num_waiting=len(hosted.waiting),
+            num_waiting=len(hosted.waiting) + (0 if hosted.served is None else len(hosted.served.held)),
             coming_bytes=_coming_bytes(holding, hosted),
             is_in_turn=self._turns.is_in_turn(model),
             due_s=self._turns.next_due_in_s(model),

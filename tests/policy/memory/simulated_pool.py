@@ -145,7 +145,7 @@ class SimulatedPool:
         self.adapters.asked(adapter, run, ModelId("base"), float(run), is_pinned=False)
         if adapter not in self.adapter_bytes:
             self.needed_bytes, self.placing_adapter = num_bytes + self._owed_bytes(), True
-            got_bytes = self.run(self.policy.place_adapter(adapter, num_bytes, may_take=may_take))
+            got_bytes = self.run(self.policy.place_adapter(adapter, [num_bytes], may_take=may_take))
             self.placing_adapter = False
             if not got_bytes:
                 self.adapters.ended(run)
@@ -249,7 +249,7 @@ class SimulatedPool:
             case DropTable(model, table):
                 assert table not in self.models_by_id[model].needed, f"{order} takes what requests need"
                 brought = self.models_by_id[model].pooled.pop(table)
-            case PlaceAdapter(adapter, num_bytes, owed_bytes):
+            case PlaceAdapter(adapter, (num_bytes,), owed_bytes):
                 assert owed_bytes == self._owed_bytes(), f"{order} forgets what models are owed"
                 is_there = self.free_bytes >= num_bytes + owed_bytes
                 brought = num_bytes if is_there else 0

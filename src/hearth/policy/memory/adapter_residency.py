@@ -35,6 +35,18 @@ class Residence(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """How an adapter is used at one moment."""
+
+    adapter: AdapterId
+    residence: Residence
+    num_bytes: int  #: that it has on the device
+    num_running: int
+    num_waiting: int  #: requests that wait for it
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _AdapterRun:
     """A request for an adapter."""
 
@@ -66,6 +78,8 @@ class AdapterResidency:
         self._cost_s_per_byte, self._is_active = cost_s_per_byte, is_active
         self._known: dict[AdapterId, _KnownAdapter] = {}
         self._runs: dict[int, _AdapterRun] = {}  #: all that wait or run
+        #: Adapters of running requests that are not there: they gave way while their base had no turn.
+        self._lacking: set[AdapterId] = set()
 
     # What happens.
 
@@ -96,6 +110,8 @@ class AdapterResidency:
         known = self._known[ended.adapter]
         known.waiting.discard(run)
         known.running.discard(run)
+        if not known.running:
+            self._lacking.discard(ended.adapter)
         self._forget_unused(ended.adapter)
         if not any(one.waiting and one.residence is Residence.AWAY for one in self._known.values()):
             self._stop_draining()  # nobody needs the room any more
@@ -112,11 +128,14 @@ class AdapterResidency:
         known = self._known[adapter]
         assert known.residence is Residence.COMING, f"adapter {adapter} was not being loaded: {known}"
         known.residence = Residence.THERE
+        self._lacking.discard(adapter)
 
     def left(self, adapter: AdapterId) -> None:
         """Note that an adapter has given up its memory."""
         known = self._known[adapter]
         known.residence, known.num_bytes, known.is_draining = Residence.AWAY, 0, False
+        if known.running:
+            self._lacking.add(adapter)
         self._forget_unused(adapter)
 
     # Who takes requests.
@@ -143,12 +162,12 @@ class AdapterResidency:
 
     def lacking(self, base: ModelId) -> bool:
         """True if a running request of a model has an adapter that is not there: the model must not step."""
-        return any(
-            self._runs[run].base == base
-            for one in self._known.values()
-            if one.residence is not Residence.THERE
-            for run in one.running
-        )
+        return any(self.is_run_by(adapter, base) for adapter in self._lacking)
+
+    def is_run_by(self, adapter: AdapterId, base: ModelId) -> bool:
+        """True if a running request of a model has an adapter."""
+        known = self._known.get(adapter)
+        return known is not None and any(self._runs[run].base == base for run in known.running)
 
     # Who comes, and who gives way.
 
@@ -214,17 +233,22 @@ class AdapterResidency:
         return bool(in_use)
 
     @property
+    def is_any_draining(self) -> bool:
+        return any(known.is_draining for known in self._known.values())
+
+    @property
     def is_any_coming(self) -> bool:
         return any(known.residence is Residence.COMING for known in self._known.values())
 
-    @property
-    def num_resident(self) -> int:
-        return sum(known.residence is Residence.THERE for known in self._known.values())
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for their adapter."""
-        return sum(len(known.waiting) for known in self._known.values())
+    def uses(self) -> list[AdapterUse]:
+        """Return the adapters that have memory or requests here, with how they are used."""
+        return [
+            AdapterUse(
+                *(adapter, known.residence, known.num_bytes, len(known.running), len(known.waiting)),
+                known.is_pinned,
+            )
+            for adapter, known in self._known.items()
+        ]
 
     def check(self) -> None:
         """Raise if the books contradict each other. For tests."""
@@ -235,6 +259,8 @@ class AdapterResidency:
             assert known.waiting or known.running or known.num_bytes, f"{adapter} is of no use: {known}"
             for run in known.waiting | known.running:
                 assert self._runs[run].adapter == adapter, f"{run=} {adapter} {known}"
+            is_lacking = bool(known.running) and known.residence is not Residence.THERE
+            assert is_lacking == (adapter in self._lacking), f"{adapter} {known} {self._lacking=}"
         num_runs = sum(len(known.waiting) + len(known.running) for known in self._known.values())
         assert num_runs == len(self._runs), f"{num_runs=} {len(self._runs)=}"
 

@@ -95,7 +95,7 @@ class PlaceAdapter:
     """Give an adapter its pieces out of free memory. The outcome: its bytes, or 0 where that is short."""
 
     adapter: AdapterId
-    num_bytes: int
+    sizes: tuple[int, ...]  #: of its pieces, in bytes
     owed_bytes: int  #: that have to be free even then
 
 
@@ -419,15 +419,16 @@ class ReclaimPolicy:
 
     # Adapters.
 
-    def place_adapter(self, adapter: AdapterId, num_bytes: int, *, may_take: bool) -> Orders:
-        """Give an adapter its pieces; returns its bytes, or 0: it has none. `may_take`: others may give way.
+    def place_adapter(self, adapter: AdapterId, sizes: Sequence[int], *, may_take: bool) -> Orders:
+        """Give an adapter pieces; returns their bytes, or 0: it has none. `may_take`: others may give way.
 
         What models are owed of their KV is left to them, so clearing it is of no use.
         """
 
         def place() -> PlaceAdapter:
-            return PlaceAdapter(adapter, num_bytes, self._owed_bytes())
+            return PlaceAdapter(adapter, tuple(sizes), self._owed_bytes())
 
+        num_bytes = sum(sizes)
         got_bytes = yield place()
         if got_bytes or not may_take:
             return got_bytes
