@@ -184,6 +184,7 @@ class Driver:
                 pace=request.pace,
                 age_s=self.now_s - request.arrived_s,
                 pooling=request.pooling,
+                adapter=request.adapter,
             ),
         )
 
@@ -261,6 +262,10 @@ class Driver:
             case messages.LoadProgress() | messages.ModelLoaded() | messages.HostingFailed():
                 if self._hostings.get((worker, fact.model)) == fact.hosting:  # else it was evicted meanwhile
                     self._load_changed(now_s, worker, fact)
+            case messages.AdapterLoaded(runs=runs):
+                by_run = self.requests.by_run
+                waited = [by_run[run].request_id for run in runs if run in by_run]
+                self._observer.adapter_loaded(now_s, fact, waited)
             case messages.ModelTurn(model, hosting, why):
                 if self._hostings.get((worker, model)) == hosting:
                     began, ended = events.TurnBegan, events.TurnEnded
