@@ -74,6 +74,15 @@ def test_an_adapter_is_converted_for_a_base_and_shown(hearth: Hearth, tmp_path: 
     assert "is not quantised" in refused.err
 
 
+def test_run_says_that_an_adapter_needs_a_service(hearth: Hearth, shop: DeployedAdapter) -> None:
+    shown = hearth("run", "shop", "hi")
+    assert (shown.code, shown.out) == (2, "")
+    assert (
+        "`shop` is an adapter of `tiny`, which only a service runs; start one with `hearth serve`"
+        in shown.err
+    )
+
+
 def test_only_models_are_offered_as_bases(data_dir: Path, shop: DeployedAdapter) -> None:
     assert completed("hearth deploy x --base ", data_dir) == ["tiny"]
 

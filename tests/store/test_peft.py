@@ -6,14 +6,17 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hearth.errors import BadCheckpoint, ModelError, UnsupportedModel
 from hearth.models.adapter import AdapterSlice, Projection
-from hearth.models.adapter_pack import AdapterSource
+from hearth.models.adapter_pack import AdapterSource, LoraModules
 from hearth.models.families import read_arch
 from hearth.store.adapter_manifest import read_adapter_manifest
 from hearth.store.convert_adapter import AdapterBase, convert_adapter
@@ -213,6 +216,33 @@ def test_numbers_and_patterns_out_of_range_are_refused(tmp_path: Path, config: d
     with pytest.raises(ModelError) as caught:
         open_peft(tmp_path)
     assert len(str(caught.value)) < 1000
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner, max_size=2),
+    max_leaves=4,
+)
+FIELDS = (
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "bias"),
+    *("peft_type", "use_dora", "init_lora_weights", "base_model_name_or_path", "layers_to_transform"),
+)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_peft(tmp_path_factory.mktemp("fuzzed"), targets=["q_proj"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3))
+def test_whatever_a_config_holds_is_taken_or_refused(changes: dict[str, object], fuzzed: Path) -> None:
+    usual = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (fuzzed / "adapter_config.json").write_text(json.dumps({**usual, **changes}))
+    modules: LoraModules = {}
+    with suppress(ModelError):
+        modules = open_peft(fuzzed).modules
+    assert all(math.isfinite(module.scale) for module in modules.values())
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,11 @@ def answerer_of(
     if client is None:
         with named(model):
             view = local_models.find(data_dir, model)
+        if view.base is not None:
+            raise ConfigError(
+                f"`{view.name}` is an adapter of `{view.base}`, which only a service runs; start one with "
+                "`hearth serve`, and ask again"
+            )
         config = configured(options.config, options.settings, {"store.path": str(data_dir)})
         with _loaded(view.where, config, options) as answerer:
             yield answerer

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder
 from hearth.control.deployed import AdapterFacts, Deployed
 from hearth.control.names import Names, listed
 from hearth.control.registry import Registry
-from hearth.control.sources import HubSource, default_name
+from hearth.control.sources import PathSource, default_name
 from hearth.errors import BadCheckpoint, RequestError
 from hearth.sizes import computed_dtype
 from hearth.store.adapter_manifest import AdapterManifest
@@ -51,7 +52,7 @@ def _is_meant(model: Deployed, trained_on: str, order: DeployOrder) -> bool:
     """True if a deployed model goes by the name, or was deployed from the place, that an adapter names."""
     names = {trained_on}
     with suppress(RequestError):
-        names.add(default_name(HubSource(trained_on.rstrip("/"), None)))
+        names.add(default_name(PathSource(Path(trained_on))))
     own = {model.name, *(alias for alias, name in order.aliases.items() if name == model.name)}
     return bool(names & own) or model.source.partition("@")[0] in (trained_on, f"hf:{trained_on}")
 

@@ -19,7 +19,7 @@ from hearth.errors import ConfigError, ModelError, NameTaken, RequestError, Unkn
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
 
 class LoadAdapterBody(OwnBody):
