@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from hearth.messages import AdapterOrder
 from hearth.models.adapter import AdapterLayout
-from hearth.store.convert_adapter import convert_adapter
+from hearth.store.convert_adapter import AdapterBase, convert_adapter
 from hearth.store.peft import open_peft
 from hearth.types import AdapterId
 from tests.models.adapters import RandomAdapter, random_adapter
@@ -56,6 +56,7 @@ def stored_adapter(model: str, seed: int = 0, kind: str = "all") -> StoredAdapte
     directory = Path(tempfile.mkdtemp(prefix="hearth-adapter-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     adapter = open_peft(write_random_peft(reference, directory / "peft"))
-    manifest = convert_adapter(adapter, directory / "stored", reference.arch, "float32", chunk_bytes=64 << 10)
+    base = AdapterBase(reference.arch, "float32")
+    manifest = convert_adapter(adapter, directory / "stored", base, chunk_bytes=64 << 10)
     order = AdapterOrder(AdapterId(manifest.digest), f"{model}-{kind}-{seed}", str(directory / "stored"))
     return StoredAdapter(order, manifest.layout, reference)

@@ -21,11 +21,10 @@ from tests.store.stored import tiers_at
 from tests.worker.harness import greedy
 from tests.worker.in_process import LoopGateway, working_in_process
 from tests.worker.stored_adapters import StoredAdapter, stored_adapter
-from tests.worker.test_disturbed import CONFIG, SETTINGS, VOCABULARY, Setting
+from tests.worker.test_disturbed import CONFIG, KINDS, SETTINGS, VOCABULARY, Setting
 from tests.worker.test_turns import RESTLESS, host, least_bytes
 
 BASE, OTHER = "llama-gqa", "qwen3"
-KINDS = ["arena", "mapped"]
 ROOMY = 16 << 20
 
 
@@ -46,9 +45,10 @@ class AdapterRig:
     asked: list[Asked] = field(default_factory=list)
 
     def ask(
-        self, wanted: StoredAdapter | None, max_tokens: int = 8, model: str = BASE, **changes: object
+        self, wanted: StoredAdapter | None, max_tokens: int = 8, model: str = "", **changes: object
     ) -> int:
         """Start a request with a prompt of its own; `changes` are of the adapter's order."""
+        model = model or base_of(self.setting)
         (prompt,) = prompts_for(VOCABULARY, [3 + len(self.asked) % 20], seed=len(self.asked))
         order = None if wanted is None else replace(wanted.order, **changes)
         run = self.gateway.start(model, prompt, greedy(max_tokens, ignore_eos=True), adapter=order)
@@ -75,6 +75,11 @@ class AdapterRig:
         return self.gateway.ping()
 
 
+def base_of(setting: Setting) -> str:
+    """The model that is asked unless a test says otherwise."""
+    return setting.names[0]
+
+
 @contextmanager
 def serving(
     kind: str,
@@ -85,7 +90,7 @@ def serving(
     turns: TurnRules | None = None,
 ) -> Iterator[AdapterRig]:
     """A worker that hosts these models, with so many bytes beyond what they are promised."""
-    setting, models = SETTINGS[kind], models or (BASE,)
+    setting, models = SETTINGS[kind], models or (base_of(SETTINGS[kind]),)
     promised_bytes = sum(map(setting.promise_bytes, models)) if budget_bytes is None else budget_bytes
     budget = (promised_bytes + spare_bytes) // setting.page_bytes * setting.page_bytes
     with (
@@ -102,7 +107,7 @@ def serving(
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_adapters_and_their_base_serve_at_once(kind: str, tmp_path: Path) -> None:
     """Also those that were asked for before their base was there."""
-    adapters = [stored_adapter(BASE, seed) for seed in range(3)]
+    adapters = [stored_adapter(base_of(SETTINGS[kind]), seed) for seed in range(3)]
     with serving(kind, tmp_path) as rig:
         for adapter in (*adapters, None, *adapters, None):
             rig.ask(adapter)
@@ -123,18 +128,19 @@ def test_many_adapters_and_their_base_serve_at_once(kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_outlive_the_stay_of_their_base(kind: str, tmp_path: Path) -> None:
-    adapter = stored_adapter(BASE)
+    base = base_of(SETTINGS[kind])
+    adapter = stored_adapter(base)
     with serving(kind, tmp_path) as rig:
         rig.ask(adapter)
         rig.check()
 
-        rig.gateway.retire(BASE)
+        rig.gateway.retire(base)
         assert rig.there() == {adapter.order.name: adapter.layout.num_bytes}
-        host(rig.gateway, rig.setting, BASE)
+        host(rig.gateway, rig.setting, base)
         rig.ask(adapter)
         rig.check()
-        rig.gateway.drop(BASE)
-        host(rig.gateway, rig.setting, BASE)
+        rig.gateway.drop(base)
+        host(rig.gateway, rig.setting, base)
         rig.ask(adapter)
         rig.ask(None)
         rig.check()
@@ -190,8 +196,9 @@ def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_num
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_not_all_fit_they_take_each_other_s_place_and_nobody_starves(kind: str, tmp_path: Path) -> None:
     """Room for two of four, and one of them is asked for all the time."""
-    adapters = [stored_adapter(BASE, seed) for seed in range(4)]
-    room_bytes = 2 * SETTINGS[kind].page_bytes
+    setting = SETTINGS[kind]
+    adapters = [stored_adapter(base_of(setting), seed) for seed in range(4)]
+    room_bytes = 2 * max(setting.page_bytes, adapters[0].layout.num_bytes)
     with serving(kind, tmp_path, spare_bytes=room_bytes) as rig:
         for at in range(24):
             rig.ask(adapters[0 if at % 2 else at // 2 % 4], max_tokens=4 + at % 5)
@@ -237,7 +244,8 @@ def test_adapters_of_models_that_take_turns_come_back_with_them(
 ) -> None:
     """Requests pause with their adapter, whose room others need meanwhile."""
     monkeypatch.setattr("hearth.worker.turns.SETTLED_S", 0.0)
-    setting, models = SETTINGS[kind], (BASE, OTHER)
+    setting = SETTINGS[kind]
+    models = (setting.names[0], setting.names[2])
     adapters = {model: stored_adapter(model) for model in models}
     spare_bytes = max(one.layout.num_bytes for one in adapters.values()) + 2 * setting.page_bytes
     budget_bytes = least_bytes(setting, models)

@@ -166,11 +166,18 @@ class WorkerAdapters:
 
     def _note_found(self, adapter: AdapterId, borrowed: BorrowedAdapter) -> None:
         if len(self._found) >= MAX_FOUND:
-            del self._found[next(iter(self._found))]
+            self._forget_oldest()
         self._found[adapter] = borrowed
         if (wanted := self._wanted.get(adapter)) is not None:
             wanted.is_finding = False
             self.residency.found(adapter)
+
+    def _forget_oldest(self) -> None:
+        """Forget the adapter that was asked for longest ago, of those that nobody wants."""
+        oldest = next((one for one in self._found if one not in self._wanted), None)
+        if oldest is not None:
+            del self._found[oldest]
+            self._reclaimer.reload_costs.forget(oldest)
 
     def _may_have_room(self, adapter: AdapterId) -> bool:
         """True unless those that drain for an adapter still run: to look again would preempt in vain."""
