@@ -18,12 +18,16 @@ from hearth.models.buffers import name_of, zeros
 from hearth.models.families import read_arch
 from hearth.models.workspace import Workspace
 from hearth.sizes import (
+    ADAPTER_SPLITS,
     ITEM_BYTES,
+    MAX_SHRUNK_RANK,
     WORKSPACE_ALIGNMENT_BYTES,
     Buffer,
     Dimensions,
     StepLimits,
     StepSize,
+    adapter_buffers,
+    adapter_table_buffer,
     block_buffer,
     bytes_of,
     graph_bytes,
@@ -397,6 +401,41 @@ def test_graphs_and_tables_of_all_engines_that_a_worker_keeps_fit_beside_its_poo
 
     unbooked_bytes = UNBOOKED_BYTES + UNBOOKED_SHARE * budget_bytes
     assert (MAX_RETIRED + 1) * each_bytes < 0.7 * unbooked_bytes
+
+
+def test_graphs_of_steps_with_adapters_are_a_second_set_of_which_some_fit_beside_the_pool() -> None:
+    """Four engines of that size with adapters, in all sizes, among all that a worker keeps."""
+    limits = StepLimits(4096, 256, 16)
+    each_bytes = graph_bytes(LLAMA_2_7B, limits) + bytes_of(table_buffers(LLAMA_2_7B, limits, 4096))
+    more_bytes = graph_bytes(LLAMA_2_7B, limits, has_adapters=True)
+    more_bytes += bytes_of(adapter_buffers(LLAMA_2_7B, "bfloat16", limits))
+
+    assert 94e6 < more_bytes < 95e6
+    assert (MAX_RETIRED + 1) * each_bytes + 4 * more_bytes < 0.7 * UNBOOKED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("limits", "kilobytes"), [(StepLimits(4096, 256, 16), 49), (StepLimits(8192, 1024, 16), 126)]
+)
+def test_adapters_take_little_of_a_large_model_beside_their_own_bytes(
+    limits: StepLimits, kilobytes: int
+) -> None:
+    """What they leave between two products lies in workspace that is idle just then."""
+    assert round(bytes_of(adapter_buffers(LLAMA_2_7B, "bfloat16", limits)) / 1e3) == kilobytes
+    assert adapter_table_buffer(LLAMA_2_7B.num_layers).num_bytes == 16 << 10
+
+
+@given(DIMENSIONS, STEP_LIMITS, st.sampled_from(["float32", "bfloat16"]))
+def test_what_adapters_leave_between_two_products_has_room(
+    dimensions: Dimensions, limits: StepLimits, dtype: str
+) -> None:
+    """In the smaller of the two buffers that may be idle, or in memory of its own."""
+    own = adapter_buffers(dimensions, dtype, limits)["shrunk"].num_bytes
+    size = StepSize.of(limits, "cuda")
+    idle = workspace_buffers(dimensions, dimensions.layers, dtype, size)["activated"].num_bytes
+    num_decode = min(limits.max_seqs, limits.max_batch_tokens)
+    needed = 4 * MAX_SHRUNK_RANK * max(limits.max_batch_tokens, ADAPTER_SPLITS * num_decode)
+    assert (own or idle) >= needed
 
 
 @given(DIMENSIONS, STEP_LIMITS)

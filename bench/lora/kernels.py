@@ -14,7 +14,10 @@ from bench.llama7b import ARCH
 from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank, random_pieces, slice_sizes
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.upload import Uploads
-from hearth.kernels.lora import AdapterBlocks, AdapterGroup, AdapterRows, expand_triton, shrink_triton
+from hearth.kernels.adapter_blocks import AdapterBlocks, adapter_blocks
+from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows
+from hearth.kernels.lora_expand import expand_triton
+from hearth.kernels.lora_shrink import shrink_triton
 from hearth.models.adapter import Projection, projection_shape, target_index
 from hearth.sizes import ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
 from hearth.types import AdapterId
@@ -22,14 +25,13 @@ from hearth.types import AdapterId
 #: Of so many layers, so that no factor is found in a cache.
 NUM_LAYERS = 4
 DIMENSIONS = replace(ARCH.dimensions, num_layers=NUM_LAYERS)
+DEFAULT = adapter_blocks(4096, ADAPTER_TILE_ROWS, torch.bfloat16)
 BLOCKS = [
-    AdapterBlocks(256, 128, 4, num_warps=4, num_stages=3),
-    AdapterBlocks(256, 128, 8, num_warps=4, num_stages=3),
-    AdapterBlocks(256, 128, 2, num_warps=4, num_stages=3),
-    AdapterBlocks(128, 64, 4, num_warps=4, num_stages=4),
-    AdapterBlocks(256, 256, 4, num_warps=8, num_stages=2),
-    AdapterBlocks(512, 256, 4, num_warps=4, num_stages=2),
-    AdapterBlocks(128, 128, 4, num_warps=2, num_stages=4),
+    DEFAULT,
+    replace(DEFAULT, programs_per_processor=8),
+    replace(DEFAULT, row_chunk=4096, programs_per_processor=8),
+    replace(DEFAULT, row_inputs=512, row_chunk=4096, num_warps=2, programs_per_processor=16),
+    replace(DEFAULT, row_chunk=16384, num_warps=8),
 ]
 
 Launches = list[Callable[[], object]]
@@ -54,17 +56,13 @@ class Work:
         scratch = torch.empty(16 * num_rows * MAX_SHRUNK_RANK, device=CUDA)
         return Work(projection, blocks, rows, x, out, scratch)
 
-    @property
-    def num_splits(self) -> int:
-        return min(self.blocks.num_splits, -(-self.x.shape[1] // self.blocks.inputs))
-
     def shrink(self, layer: int) -> None:
         target = target_index(layer, self.projection)
-        shrink_triton(self.x, self.rows, target, self.num_splits, self.blocks, out=self.scratch)
+        shrink_triton(self.x, self.rows, target, self.blocks, out=self.scratch)
 
     def expand(self, layer: int) -> None:
         target = target_index(layer, self.projection)
-        expand_triton(self.scratch, self.rows, target, self.num_splits, self.blocks, out=self.out)
+        expand_triton(self.scratch, self.rows, target, self.blocks, out=self.out)
 
     def shrinks(self) -> Launches:
         return [lambda layer=layer: self.shrink(layer) for layer in range(NUM_LAYERS)]  # type: ignore[misc]
@@ -95,8 +93,8 @@ def measure(name: str, num_rows: int, choices: Sequence[AdapterBlocks]) -> Itera
             empty = replace(work, rows=empty_rows)
             yield {
                 "kernels": f"{projection} of {num_rows} rows, ranks {name}",
-                "blocks": f"{blocks.inputs}x{blocks.outputs}, {blocks.num_splits} splits, "
-                f"{blocks.num_warps} warps, {blocks.num_stages} stages",
+                "blocks": f"{blocks.row_chunk} of {blocks.row_inputs}, {blocks.num_splits} splits, "
+                f"{blocks.num_warps} warps, {blocks.programs_per_processor} programs",
                 "shrink_us": microseconds(work.shrinks() * 4),
                 "shrink_bound_us": us_of_rank * k,
                 "expand_us": microseconds(work.expands() * 4),

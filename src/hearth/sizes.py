@@ -36,10 +36,11 @@ _MIN_TABLE_ROWS = 8
 MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
 #: Rows with adapters are cut into tiles of so many rows, in steps with prompts of more; numbers of each tile.
 ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_FIELDS = 16, 64, 3
-#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/lora.py`).
+#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/adapter_rows.py`).
 TARGET_FIELDS = 16
-#: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256.
-MAX_SHRUNK_RANK = 768
+#: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
+#: requests decode they are sums of several parts, each of which is stored.
+MAX_SHRUNK_RANK, ADAPTER_SPLITS = 768, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,8 @@ _SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
 _MIXED_SIZES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4097, 256))
 #: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
 _LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2700
+#: Launches of a layer that adapters add: two for each of four projections.
+_ADAPTER_NODES = 8
 
 
 def decode_sizes(limits: StepLimits) -> tuple[int, ...]:
@@ -315,11 +318,15 @@ def padded_size(sizes: Sequence[int], count: int) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-def graph_bytes(dimensions: Dimensions, limits: StepLimits) -> int:
-    """An estimate, rather too high, of the device memory that graphs of all sizes take once captured."""
+def graph_bytes(dimensions: Dimensions, limits: StepLimits, *, has_adapters: bool = False) -> int:
+    """An estimate, rather too high, of the device memory that graphs of all sizes take once captured.
+
+    Steps in which a row has an adapter have graphs of their own beside the others, once there are such steps.
+    """
     num_whole, num_samples = len(decode_sizes(limits)) + len(mixed_sizes(limits)), len(sample_sizes(limits))
-    whole_nodes = _LAYER_NODES * dimensions.num_layers + _OTHER_NODES
-    return (num_whole * whole_nodes + num_samples * (_LAYER_NODES + _OTHER_NODES)) * _NODE_BYTES
+    layer_nodes = _LAYER_NODES + (_ADAPTER_NODES if has_adapters else 0)
+    whole_nodes = layer_nodes * dimensions.num_layers + _OTHER_NODES
+    return (num_whole * whole_nodes + num_samples * (layer_nodes + _OTHER_NODES)) * _NODE_BYTES
 
 
 def _up_to(sizes: Sequence[int], apart: int, most: int) -> tuple[int, ...]:
@@ -386,19 +393,18 @@ def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
 def adapter_buffers(dimensions: Dimensions, dtype: str, limits: StepLimits) -> Mapping[str, Buffer]:
     """All that an engine has besides the adapters themselves, once it was given one.
 
-    What adapters make of a row lies in workspace that is not used just then, wherever rows are that wide.
+    What adapters make of rows lies in workspace that is not used just then, wherever that is large enough.
     """
     max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
-    shrunk = 0 if lends_scratch(dimensions, dtype) else max_tokens
+    shrunk = max(max_tokens, ADAPTER_SPLITS * min(max_seqs, max_tokens))
+    # One of the MLP's two buffers is always free, of which this is the smaller.
+    lent_bytes = max_tokens * dimensions.intermediate_size * ITEM_BYTES[dtype]
+    if lent_bytes >= shrunk * MAX_SHRUNK_RANK * ITEM_BYTES["float32"]:
+        shrunk = 0
     return {
         "packed": Buffer((PackedAdapters.of(max_tokens, max_seqs).tiles.stop,), "int64"),
         "shrunk": Buffer((shrunk, MAX_SHRUNK_RANK), "float32"),
     }
-
-
-def lends_scratch(dimensions: Dimensions, dtype: str) -> bool:
-    """True if rows of the MLP's buffers hold all that adapters make of a row."""
-    return dimensions.intermediate_size * ITEM_BYTES[dtype] >= MAX_SHRUNK_RANK * ITEM_BYTES["float32"]
 
 
 def adapter_table_buffer(num_layers: int) -> Buffer:

@@ -10,7 +10,7 @@ import torch
 
 from hearth.engine.engine import Engine
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import Pooling
+from hearth.types import AdapterId, Pooling
 from tests.engine.harness import (
     ROOMY,
     Answer,
@@ -25,8 +25,8 @@ from tests.engine.harness import (
     prompts_for,
     run,
 )
-from tests.models.adapters import KINDS, RandomAdapter, random_adapter
-from tests.models.zoo import VARIANTS, build
+from tests.models.adapters import KINDS, Factors, RandomAdapter, random_adapter
+from tests.models.zoo import VARIANTS, build, tiny
 
 #: The adapter of each request in turn; None: the bare model.
 Turns = Sequence[RandomAdapter | None]
@@ -185,3 +185,36 @@ def test_an_adapter_adds_to_a_quantised_model(quant: str) -> None:
     assert mixed[0].tokens == alone[0].tokens
     logits = adapter.logits(asked[0])[-1]
     assert float(logits.max() - logits[alone[0].tokens[0]]) < 0.15 * float(logits.std())
+
+
+def test_tokens_are_those_of_peft() -> None:
+    """The same factors as peft applies them: a scale, ranks that differ by module, modules left out."""
+    from peft import LoraConfig, get_peft_model
+
+    name = "llama-gqa"
+    config = LoraConfig(
+        r=4,
+        lora_alpha=24,
+        target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
+        rank_pattern={"v_proj": 7},
+        use_rslora=True,
+        lora_bias=False,
+    )
+    model = get_peft_model(tiny(name), config)
+    generator = torch.Generator().manual_seed(3)
+    factors = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A") and "default" in module.lora_A:
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            with torch.no_grad():
+                a.copy_(0.1 * torch.randn(a.shape, generator=generator))
+                b.copy_(0.3 * torch.randn(b.shape, generator=generator))
+            factors[path] = Factors(a.detach(), b.detach() * module.scaling["default"])
+    adapter = RandomAdapter(AdapterId("of peft"), random_adapter(name, "all").arch, factors, model.eval())
+    asked = prompts(name, [9, 17])
+    engine = engine_for(name)
+    add(engine, adapter)
+
+    answers = run(engine, [request(engine, asked[0], adapter, 12), request(engine, asked[1], None)])
+
+    check(name, asked, [adapter, None], answers)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import StepLimits
-from hearth.types import RequestId
+from hearth.types import AdapterId, RequestId
 
 LIMITS = st.builds(StepLimits, st.integers(1, 20_000), st.integers(1, 2_000), st.just(16))
 
@@ -73,4 +74,23 @@ def test_a_step_is_one_graph_or_two() -> None:
 
 def test_without_sizes_a_step_stays_as_it_is() -> None:
     assert PaddedSizes().shape_of(plan(5, [70, 1])) == StepShape(True, 76, 7)
+
+
+def test_steps_with_adapters_have_graphs_of_their_own_whichever_rows_have_them() -> None:
+    sizes = PaddedSizes(decode=(1, 8), mixed=(64, 128), samples=(1, 8))
+    bare, beside = plan(5, []), plan(5, [70])
+    decode = replace(bare.decode, adapters=[None, AdapterId("one"), None, None, None])
+    keys = sizes.shape_of(replace(bare, decode=decode)).keys
+    assert keys == (GraphKey(StepPart.DECODE, 8, has_adapters=True),)
+    row = replace(beside.prompts[0], adapter=AdapterId("one"))
+    assert sizes.shape_of(replace(beside, prompts=(row,))).keys == (
+        GraphKey(StepPart.MIXED, 128, has_adapters=True),
+        GraphKey(StepPart.TAIL, 8, has_adapters=True),
+    )
+    assert not {key for shape in sizes.all_shapes() for key in shape.keys if key.has_adapters}
+    assert {
+        replace(key, has_adapters=False)
+        for shape in sizes.all_shapes(has_adapters=True)
+        for key in shape.keys
+    } == {key for shape in sizes.all_shapes() for key in shape.keys}
     assert PaddedSizes().shape_of(plan(5, [])) == StepShape.decode(5)

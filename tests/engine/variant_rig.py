@@ -35,13 +35,14 @@ from hearth.kernels.activation import activate_triton
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import CachedVariant, KernelCache
 from hearth.kernels.variants import TargetDriver, Variant, recording
+from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection, projection_shape
 from hearth.models.arch import Arch
 from hearth.models.families import arch_from_config
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, StepPlan
 from hearth.sizes import StepLimits
-from hearth.types import RequestId, SamplingParams
+from hearth.types import AdapterId, RequestId, SamplingParams
 
 LIMITS = StepLimits(max_batch_tokens=300, max_seqs=20, block_tokens=16)
 LLAMA: Mapping[str, object] = {
@@ -155,8 +156,9 @@ def allocating(needs: KernelNeeds) -> list[str]:
 
     runner._run_part = noted_part  # type: ignore[method-assign] # the point of noting
     with recording():
-        for shape in runner.sizes.all_shapes():
-            runner.run_padding(shape)
+        for has_adapters in (False, True):
+            for shape in runner.sizes.all_shapes(has_adapters=has_adapters):
+                runner.run_padding(shape)
     return sorted(noted.names)
 
 
@@ -237,8 +239,19 @@ def crash() -> str:
 
 
 def serve(needs: KernelNeeds, seed: int) -> None:
-    """Run random traffic over tensors without memory: prompts of all lengths, in chunks, and decodes."""
+    """Run random traffic over tensors without memory: prompts of all lengths, in chunks, and decodes.
+
+    Half of the requests have an adapter.
+    """
     rng, runner = random.Random(seed), dry_runner(needs)
+    adapters = [AdapterId(f"rank {rank}") for rank in (1, 8, 17)]
+    for adapter, rank in zip(adapters, (1, 8, 17), strict=True):
+        layout = whole_adapter(needs, rank)
+        pieces = [
+            torch.empty(stored.end - stored.begin, dtype=torch.uint8, device="meta")
+            for _, stored in layout.layers
+        ]
+        runner.add_adapter(adapter, layout, pieces)
     limits = BatchLimits(LIMITS.max_batch_tokens, LIMITS.max_seqs, 500)
     batcher = Batcher(limits, BlockBook.fixed(100, LIMITS.block_tokens))
     flying: list[StepPlan] = []
@@ -252,11 +265,24 @@ def serve(needs: KernelNeeds, seed: int) -> None:
             presence_penalty=rng.choice((0.0, 0.5)),
             seed=number,
         )
-        batcher.add(EngineRequest(RequestId(f"r{number}"), prompt, params))
+        adapter = rng.choice((None, None, None, *adapters))
+        batcher.add(EngineRequest(RequestId(f"r{number}"), prompt, params, adapter=adapter))
         if rng.random() < 0.3:
             advance(batcher, runner.launch, flying, rng)
     while batcher.num_running or batcher.num_waiting or flying:
         advance(batcher, runner.launch, flying, rng)
+
+
+def whole_adapter(needs: KernelNeeds, rank: int) -> AdapterLayout:
+    """Return the layout of an adapter that changes all projections by factors of one rank."""
+    targets = []
+    for layer in range(needs.arch.num_layers):
+        for projection in Projection:
+            num_outputs, num_inputs = projection_shape(needs.arch.dimensions, projection)
+            targets.append(
+                AdapterTarget(layer, projection, num_inputs, (AdapterSlice(0, num_outputs, rank),))
+            )
+    return AdapterLayout.of(targets, needs.dtype)
 
 
 def advance(batcher: Batcher, launch: object, flying: list[StepPlan], rng: random.Random) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from hearth.engine.adapter_table import AdapterTable
+from hearth.engine.upload import Uploads
+from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.arch import Arch, Norm, Residual
@@ -20,6 +24,7 @@ from hearth.models.weights import NormWeights, bind, contiguous_places
 from hearth.models.workspace import Workspace
 from hearth.sizes import StepSize
 from tests.engine.harness import prompts_for, reference_logits
+from tests.models.adapters import random_adapter
 from tests.models.zoo import VARIANTS, build, pack_directory
 
 BLOCK_TOKENS = 4
@@ -124,6 +129,39 @@ def test_two_stages_give_the_logits_of_the_whole_bit_by_bit(name: str, cut: int)
     logits = tail.logits(sent, step)
 
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "opt-350m", "falcon-40b"])
+def test_two_stages_with_adapters_give_the_logits_of_transformers(name: str) -> None:
+    """The first prompt has one adapter, the last another, the second none; only last tokens are wanted."""
+    step, num_layers = prefill(name), len(stage(name).decoder.layers)
+    chosen = {0: random_adapter(name, "all"), 2: random_adapter(name, "mlp")}
+    table = AdapterTable(stage(name).decoder.arch.dimensions, torch.float32, Uploads(torch.device("cpu")))
+    groups, logit_groups, ends = [], [], [span.rows.stop - 1 for span in step.spans]
+    for index, one in chosen.items():
+        table.bind(one.adapter, one.layout(), one.pieces())
+        factors, rows = table[one.adapter].factors, step.spans[index].rows
+        groups.append(AdapterGroup(factors, 0, np.arange(rows.start, rows.stop)))
+        logit_groups.append(AdapterGroup(factors, 0, np.array([index])))
+    step = replace(
+        step,
+        logit_rows=torch.tensor(ends),
+        adapters=AdapterRows.of(groups, 64, "cpu"),
+        logit_adapters=AdapterRows.of(logit_groups, 16, "cpu"),
+    )
+    head, tail = stage(name, range(2)), stage(name, range(2, num_layers))
+
+    logits = tail.logits(head.run(head.decoder.embed(step), step).clone(), step)
+
+    first, second, last = prompts(name)
+    expected = torch.stack(
+        [
+            chosen[0].logits(first)[-1],
+            reference_logits(name, tuple(second))[-1],
+            chosen[2].logits(last)[-1],
+        ]
+    )
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_the_stages_cover_every_kind_of_residual() -> None:

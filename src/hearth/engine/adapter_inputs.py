@@ -14,8 +14,8 @@ import torch
 
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.step_shape import StepShape
+from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows, cut_adapter_tiles
 from hearth.kernels.host_read import read_host
-from hearth.kernels.lora import AdapterGroup, AdapterRows, cut_adapter_tiles
 from hearth.policy.batch.plan import StepPlan
 from hearth.sizes import (
     ADAPTER_PROMPT_TILE_ROWS,

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from hearth.engine.upload import Uploads
-from hearth.kernels.lora import SliceFactor, TargetFactors
+from hearth.kernels.adapter_rows import SliceFactor, TargetFactors
 from hearth.models.adapter import AdapterLayout, FactorPlaces, target_index
 from hearth.models.buffers import name_of
 from hearth.models.dtypes import DTYPES

@@ -21,9 +21,10 @@ from functools import lru_cache
 import torch
 
 from hearth.kernels.activation import activate
+from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.decode_attention import decode_attention
 from hearth.kernels.linear import linear
-from hearth.kernels.lora import AdapterRows, add_adapters
+from hearth.kernels.lora import add_adapters
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention

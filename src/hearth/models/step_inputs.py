@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.kernels.lora import AdapterRows
+from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 

@@ -19,7 +19,7 @@ from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, Row, StepPlan
 from hearth.policy.batch.sequence import LiveSequence
-from hearth.types import FinishReason, Pooling, RequestId, SamplingParams
+from hearth.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams
 
 VOCABULARY = 11
 STOP = 3
@@ -27,16 +27,19 @@ STOP = 3
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The KV of one token depends on the adapter (the salt), the position and the token."""
+    """The KV of one token depends on the adapter, the position and the token; nobody reads another's salt."""
 
     salt: bytes
+    adapter: AdapterId | None
     position: int
     token: int
 
 
-def next_token(salt: bytes, tokens: Sequence[int], mask: bytes | None = None) -> int:
+def next_token(
+    salt: bytes, tokens: Sequence[int], mask: bytes | None = None, adapter: AdapterId | None = None
+) -> int:
     allowed = [t for t in range(VOCABULARY) if mask is None or mask[t // 8] >> t % 8 & 1]
-    return allowed[zlib.crc32(salt + bytes(tokens)) % len(allowed)]
+    return allowed[zlib.crc32((adapter or "").encode() + salt + bytes(tokens)) % len(allowed)]
 
 
 class Alternating:
@@ -126,7 +129,7 @@ class FakeDevice:
                 address = self._address(row.slot, position)
                 assert address not in written, f"two rows write {address=}"
                 written.add(address)
-                self.memory[address] = Cell(self.salts[row.request_id], position, token)
+                self.memory[address] = Cell(self.salts[row.request_id], row.adapter, position, token)
         tokens = [self._sample(row) for row in plan.rows if row.samples]
         broken = [
             at for at, row in enumerate(plan.rows) if self.nan_token in (c.token for c in self._read(row))
@@ -143,9 +146,10 @@ class FakeDevice:
     def _sample(self, row: Row) -> int:
         salt = self.salts[row.request_id]
         cells = self._read(row)
-        foreign = [cell for p, cell in enumerate(cells) if cell.salt != salt or cell.position != p]
+        own = [Cell(salt, row.adapter, p, cell.token) for p, cell in enumerate(cells)]
+        foreign = [cell for cell, mine in zip(cells, own, strict=True) if cell != mine]
         assert not foreign, f"reads what was not written for it: {row=} {foreign=}"
-        token = next_token(salt, [cell.token for cell in cells], row.mask)
+        token = next_token(salt, [cell.token for cell in cells], row.mask, row.adapter)
         self.slot_tokens[row.slot] = token
         return token
 
@@ -165,6 +169,8 @@ class Loop:
         self.batcher = Batcher(limits, book)
         self.device = FakeDevice(book)
         self.in_flight: deque[StepInFlight] = deque()
+        #: Whose the rows of each of them are: by now an id may have another owner.
+        self.owners: deque[dict[RequestId, EngineRequest]] = deque()
         self.live: dict[RequestId, EngineRequest] = {}
         self.outputs: dict[RequestId, list[int]] = {}
         self.reasons: dict[RequestId, FinishReason | type[HearthError]] = {}
@@ -176,6 +182,7 @@ class Loop:
         self.device.salts[request.request_id] = request.salt
         self.live[request.request_id] = request
         self.outputs[request.request_id] = []
+        self.read_rows.pop(request.request_id, None)
         self.reasons.pop(request.request_id, None)
         self.batcher.check()
 
@@ -198,6 +205,7 @@ class Loop:
         assert all(row.samples for row in plan.rows[:-1])
         self._check_prompts(plan, midway)
         self.in_flight.append(self.device.run(plan))
+        self.owners.append({row.request_id: self.live[row.request_id] for row in plan.rows})
         return plan
 
     def _check_prompts(self, plan: StepPlan, midway: LiveSequence | None) -> None:
@@ -214,9 +222,10 @@ class Loop:
         )
 
     def commit(self) -> list[Emission]:
-        step = self.in_flight.popleft()
+        step, owners = self.in_flight.popleft(), self.owners.popleft()
         for row in step.plan.prompts:
-            if row.reading is not None:
+            is_late = self.live.get(row.request_id) is not owners[row.request_id]
+            if row.reading is not None and not is_late:
                 rows = self.read_rows.setdefault(row.request_id, [])
                 if row.start == 0:
                     rows.clear()
@@ -307,7 +316,7 @@ class Loop:
             if self.device.nan_token in (*request.prompt, *output):
                 return output, LogitsNotFinite
             mask = None if guide is None else guide.mask
-            output.append(next_token(request.salt, [*request.prompt, *output], mask))
+            output.append(next_token(request.salt, [*request.prompt, *output], mask, request.adapter))
             is_allowed = len(output) > request.sampling.min_tokens
             if output[-1] in request.sampling.stop_ids and is_allowed:
                 return output, FinishReason.STOP
@@ -349,8 +358,15 @@ def loop(
     return Loop(limits, BlockBook.fixed(num_blocks, block_tokens))
 
 
-def request(name: str, prompt: Sequence[int], max_tokens: int | None = 4, salt: bytes = b"") -> EngineRequest:
-    return EngineRequest(RequestId(name), tuple(prompt), SamplingParams(max_tokens=max_tokens), salt)
+def request(
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int | None = 4,
+    salt: bytes = b"",
+    adapter: AdapterId | None = None,
+) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens)
+    return EngineRequest(RequestId(name), tuple(prompt), params, salt, adapter=adapter)
 
 
 def stopping(
@@ -390,6 +406,7 @@ SAMPLING = st.builds(
 ) | st.builds(SamplingParams, max_tokens=st.just(0), stop_token_ids=STOP_IDS, prompt_logprobs=PROMPT_LOGPROBS)
 POOLINGS = st.sampled_from([None, None, *Pooling])
 SALTS = st.sampled_from([b"", b"", b"other"])
+ADAPTERS = st.sampled_from([None, None, AdapterId("one"), AdapterId("two")])
 #: How many that come later a request gives way to, as a batch request does.
 LATE = st.sampled_from([0, 0, 4, 20])
 GUIDES = st.none() | st.builds(Alternating, st.integers(1, 12), st.none() | st.integers(1, 12))
@@ -404,7 +421,15 @@ class Driven(RuleBasedStateMachine):
     engine: Loop
     num_added: int
 
-    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES, late=LATE, pooling=POOLINGS)
+    @rule(
+        prompt=PROMPTS,
+        sampling=SAMPLING,
+        salt=SALTS,
+        guide=GUIDES,
+        late=LATE,
+        pooling=POOLINGS,
+        adapter=ADAPTERS,
+    )
     def add(
         self,
         prompt: tuple[int, ...],
@@ -413,6 +438,7 @@ class Driven(RuleBasedStateMachine):
         guide: Alternating | None,
         late: int,
         pooling: Pooling | None,
+        adapter: AdapterId | None,
     ) -> None:
         guide, request_id = guide and guide.afresh(), RequestId(str(self.num_added))
         line_s, is_batch = float(self.num_added + late), late > 0
@@ -421,6 +447,7 @@ class Driven(RuleBasedStateMachine):
                 *(request_id, prompt, sampling, salt),
                 guide=guide,
                 pooling=pooling,
+                adapter=adapter,
                 is_batch=is_batch,
                 line_s=line_s,
             )

@@ -14,7 +14,7 @@ from hearth.errors import BadPrompt, ConfigError, GuideStuck, LogitsNotFinite, P
 from hearth.policy.batch.batcher import BatchLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, Row
-from hearth.types import FinishReason, Pooling, RequestId, SamplingParams
+from hearth.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams
 from tests.policy.batch.device import (
     PROMPTS,
     SALTS,
@@ -521,6 +521,38 @@ def test_other_salts_find_nothing() -> None:
     engine.drain()
     engine.add(request("b", range(8), salt=b"two"))
     assert launched(engine).admissions[0].num_cached_tokens == 0
+
+
+def test_requests_of_one_adapter_share_prefixes_and_others_find_nothing() -> None:
+    engine = loop(block_tokens=4)
+    one, two = AdapterId("one"), AdapterId("two")
+    found = []
+    for number, adapter in enumerate((one, two, None, one, two, None)):
+        engine.add(request(str(number), range(9), adapter=adapter))
+        found += [admission.num_cached_tokens for plan in engine.drain() for admission in plan.admissions]
+    assert found == [0, 0, 0, 8, 8, 8]
+
+
+def test_a_popular_adapter_stands_in_line_like_everybody() -> None:
+    """Whoever came first is served first: neither many of one adapter nor few of another go before."""
+    engine = loop(max_seqs=2)
+    popular, rare = AdapterId("popular"), AdapterId("rare")
+    chosen = [popular, popular, popular, rare, popular, None, popular]
+    for number, adapter in enumerate(chosen):
+        engine.add(request(str(number), range(3), adapter=adapter))
+    admitted = [one.request_id for plan in engine.drain() for one in plan.admissions]
+    assert admitted == [str(number) for number in range(len(chosen))]
+
+
+def test_the_same_requests_decode_with_the_very_same_adapters() -> None:
+    """By which whoever sends them to a device knows that it has them."""
+    engine = loop()
+    engine.add(request("a", range(3), max_tokens=9, adapter=AdapterId("one")))
+    engine.add(request("b", range(3), max_tokens=9))
+    decoded = [plan.decode.adapters for plan in engine.drain() if not plan.prompts]
+    both = [adapters for adapters in decoded if len(adapters) == 2]
+    assert both[0] == ["one", None]
+    assert all(adapters is both[0] for adapters in both)
 
 
 @given(st.lists(st.tuples(PROMPTS, st.sampled_from([b"alice", b"bob", b""])), min_size=2, max_size=8))

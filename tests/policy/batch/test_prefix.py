@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.prefix import KEPT_FORGOTTEN, KnownPrefix, block_digests
+from hearth.types import AdapterId
 
 #: Chains that branch off each other.
 TOKENS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9, 9], [1, 8, 8, 8], [7, 7, 7, 7, 7])
@@ -81,6 +84,25 @@ def test_two_salts_have_no_digest_in_common_and_one_has_those_of_common_blocks(
 
     assume(salt != other_salt)
     assert not set(mine) & set(block_digests(other, other_salt, block_tokens))
+
+
+ADAPTERS = st.none() | st.text("ab", min_size=1, max_size=2).map(AdapterId)
+
+
+@given(PROMPTS, SALTS, SALTS, ADAPTERS, ADAPTERS)
+@settings(derandomize=True, deadline=None)
+def test_two_adapters_have_no_digest_in_common_whatever_their_salts(
+    prompt: list[int], salt: bytes, other_salt: bytes, adapter: AdapterId | None, other: AdapterId | None
+) -> None:
+    assume(adapter != other)
+    mine, theirs = block_digests(prompt, salt, 2, adapter), block_digests(prompt, other_salt, 2, other)
+    assert not set(mine) & set(theirs)
+
+
+def test_a_salt_cannot_pass_for_an_adapter() -> None:
+    root = blake2b(b"", digest_size=32, person=b"root").digest()
+    mine = block_digests([1, 2], b"", 2, AdapterId("one"))
+    assert not set(mine) & set(block_digests([1, 2], root + b"one", 2))
 
 
 def test_who_has_not_looked_for_long_looks_at_all_of_it_anew() -> None:

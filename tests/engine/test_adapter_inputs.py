@@ -1,0 +1,142 @@
+"""Every row of a plan gets the adapter of its request, among the rows of the step and among its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hearth.engine.adapter_inputs import AdapterInputs
+from hearth.engine.adapter_table import AdapterTable
+from hearth.engine.step_shape import PaddedSizes
+from hearth.engine.upload import Uploads
+from hearth.kernels.adapter_rows import AdapterRows
+from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
+from hearth.sizes import Dimensions, PackedAdapters
+from hearth.types import AdapterId, RequestId
+
+MAX_SEQS, MAX_TOKENS = 40, 400
+IDS = [AdapterId(name) for name in ("a", "b", "c")]
+DIMENSIONS = Dimensions(1, 2, 2, 4, 8, 8, 8, 16, 4, is_gated=True, is_parallel=False)
+ADAPTERS = st.sampled_from([None, *IDS])
+SIZES = PaddedSizes(decode=(8, MAX_SEQS), mixed=(64, MAX_TOKENS), samples=(8, MAX_SEQS))
+
+
+class Prompt(NamedTuple):
+    num_tokens: int
+    adapter: AdapterId | None
+
+
+class Step(NamedTuple):
+    decode: list[AdapterId | None]
+    prompts: list[Prompt]
+
+
+STEPS = st.builds(
+    Step,
+    st.lists(ADAPTERS, min_size=1, max_size=30),
+    st.lists(st.builds(Prompt, st.integers(1, 90), ADAPTERS), max_size=3),
+)
+
+
+def plan(step: Step) -> StepPlan:
+    decode = DecodeRows(
+        [RequestId("d")] * len(step.decode),
+        [0] * len(step.decode),
+        [5] * len(step.decode),
+        adapters=step.decode if any(step.decode) else (),
+    )
+    prompts = [
+        Row(RequestId("p"), 0, 0, one.num_tokens, (1,) * one.num_tokens, True, adapter=one.adapter)
+        for one in step.prompts
+    ]
+    return StepPlan(0, (), (), decode, tuple(prompts))
+
+
+def bound() -> AdapterTable:
+    table = AdapterTable(DIMENSIONS, torch.float32, Uploads(torch.device("cpu")))
+    target = AdapterTarget(0, Projection.O, 8, (AdapterSlice(0, 8, 2),))
+    layout = AdapterLayout.of([target], "float32")
+    for one in IDS:
+        table.bind(one, layout, [torch.zeros(layout.num_bytes, dtype=torch.uint8)])
+    return table
+
+
+def told(rows: AdapterRows, num_rows: int, table: AdapterTable) -> list[AdapterId | None]:
+    """Which adapter each row has, by the lists that kernels read; the reference's groups say the same."""
+    name_of = {table[one].table.data_ptr(): one for one in IDS}
+    found: list[AdapterId | None] = [None] * num_rows
+    for address, begin, count in rows.tiles[: int(rows.count)].tolist():
+        assert 1 <= count <= rows.tile_rows
+        for row in rows.order[begin : begin + count].tolist():
+            assert found[row] is None, "a row is in two tiles"
+            found[row] = name_of[address]
+    grouped: list[AdapterId | None] = [None] * num_rows
+    for group in rows.groups:
+        for row in group.rows.tolist():
+            grouped[row] = name_of[group.address]
+    assert grouped == found
+    return found
+
+
+@given(st.lists(STEPS, min_size=1, max_size=4))
+@settings(deadline=None, max_examples=40)
+def test_rows_have_the_adapters_of_their_requests_step_after_step(steps: Sequence[Step]) -> None:
+    table = bound()
+    packed = torch.full((PackedAdapters.of(MAX_TOKENS, MAX_SEQS).tiles.stop,), -1, dtype=torch.int64)
+    inputs = AdapterInputs(packed, MAX_SEQS)
+    for step in steps:
+        given = plan(step)
+        shape = SIZES.shape_of(given)
+        assert shape.has_adapters == any([*step.decode, *(one.adapter for one in step.prompts)])
+        if not shape.has_adapters:
+            continue
+        for _ in ("first", "again, with nothing to send if no row is of a prompt"):
+            inputs.fill(given, shape, table)
+            rows, logit_rows = inputs.rows(shape), inputs.logit_rows(shape)
+            logits = [*step.decode, *(one.adapter for one in step.prompts)]
+            tokens = [*step.decode, *(one.adapter for one in step.prompts for _ in range(one.num_tokens))]
+            assert told(logit_rows, len(logits), table) == logits
+            assert told(rows, len(tokens), table) == tokens
+            assert len(logit_rows.order) == len(logit_rows.tiles) == shape.num_logits
+            assert len(rows.order) == shape.num_rows
+
+
+def test_nothing_is_sent_while_the_same_requests_decode() -> None:
+    table, packed = (
+        bound(),
+        torch.zeros(PackedAdapters.of(MAX_TOKENS, MAX_SEQS).tiles.stop, dtype=torch.int64),
+    )
+    inputs, given = AdapterInputs(packed, MAX_SEQS), plan(Step([IDS[0], None], []))
+    shape = SIZES.shape_of(given)
+    inputs.fill(given, shape, table)
+    sent = packed.clone()
+    packed.fill_(-1)
+
+    inputs.fill(given, shape, table)
+    assert (packed == -1).all()
+    inputs.forget()
+    inputs.fill(given, shape, table)
+    num_words = PackedAdapters.of(1, MAX_SEQS).order.start
+    assert torch.equal(packed[:num_words], sent[:num_words])
+
+
+def test_a_table_says_where_every_factor_lies() -> None:
+    table = bound()
+    fields = np.array(table[IDS[1]].table.tolist())
+    assert fields.shape == (1, 4, 16)
+    (factors,) = table[IDS[1]].factors.values()
+    (only,) = factors.slices
+    assert fields[0, 1].tolist() == [
+        *(factors.a.data_ptr(), only.b.data_ptr(), 0, 0),
+        *(2, 0, 0),
+        *(0, 0, 0),
+        *(8, 0, 0),
+        *(2, 0, 0),
+    ]
+    assert not fields[0, [0, 2, 3]].any()
