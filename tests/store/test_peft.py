@@ -132,7 +132,8 @@ def test_what_cannot_be_served_exactly_is_refused_by_its_config(
         (lambda tensors: tensors.pop(Q_A), "no `lora_A` for"),
         (lambda tensors: tensors.pop(Q_B), "no `lora_B` for"),
         (put(f"{PREFIX}{Q}.lora_A.default.weight", 4, 64), "under two names"),
-        (Tensors.clear, "no factors at all"),
+        (Tensors.clear, "factors for 1 to 4096 modules, given: 0"),
+        (renamed(Q_A, f"{'m' * 600}.lora_A.weight"), "whose name has 614 characters, limit: 512"),
         (put(Q_A, 4, 63), r"shape \[4, 63\], the base needs \[rank, 64\]"),
         (put(Q_B, 32, 4), r"shape \[32, 4\], the base needs \[64, rank\]"),
         (put(Q_B, 64, 5), "rank 4, .* 5"),
@@ -167,6 +168,15 @@ def test_modules_that_the_base_does_not_have_are_refused_with_those_that_it_has(
     write_peft(tmp_path, targets=["q_proj"], config=config, change=change)
     with pytest.raises(BadCheckpoint, match=f"`{module}`, .* family llama with 3 layers; .*q_proj, k_proj"):
         source_of(tmp_path)
+
+
+def test_more_modules_than_patterns_can_be_tried_on_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hearth.store.peft.MAX_MODULES", 2)
+    write_peft(tmp_path, targets=["q_proj"])
+    with pytest.raises(BadCheckpoint, match="1 to 2 modules, given: 3"):
+        open_peft(tmp_path)
 
 
 def test_an_adapter_of_another_family_is_refused(tmp_path: Path) -> None:

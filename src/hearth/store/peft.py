@@ -56,8 +56,9 @@ _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[
 #: The longest pattern of module names, and the most repetitions in it: a match tries their combinations.
 MAX_PATTERN_CHARS, MAX_REPEATS = 1024, 4
 _REPEAT = re.compile(r"[*+{]|(?<!\()\?")
-#: The most patterns, several for each projection of the largest models.
-MAX_PATTERNS = 4096
+#: The most patterns, and the most modules that they are tried on: several times those of the largest models.
+MAX_PATTERNS, MAX_MODULES = 4096, 4096
+MAX_NAME_CHARS = 512  #: of a tensor
 #: The largest `lora_alpha`, of either sign.
 MAX_ALPHA = 1e6
 
@@ -101,12 +102,19 @@ def _factors(checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
         match = _FACTOR.fullmatch(name)
         if match is None:
             raise _unknown_tensor(name)
+        if len(name) > MAX_NAME_CHARS:
+            raise BadCheckpoint(
+                f"the adapter holds `{name:.80}...`, whose name has {len(name)} characters, limit: "
+                f"{MAX_NAME_CHARS}"
+            )
         factors = found[match["module"]]
         if match["factor"] in factors:
             raise BadCheckpoint(f"the adapter has `{name:.120}` under two names; save it again")
         factors[match["factor"]] = name
-    if not found:
-        raise BadCheckpoint("the adapter has no factors at all; save it again")
+    if not 1 <= len(found) <= MAX_MODULES:
+        raise BadCheckpoint(
+            f"an adapter must have factors for 1 to {MAX_MODULES} modules, given: {len(found)}; save it again"
+        )
     for module, factors in found.items():
         if missing := {"A", "B"} - factors.keys():
             raise BadCheckpoint(
