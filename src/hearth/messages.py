@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from hearth.sizes import StepLimits
 from hearth.types import (
+    AdapterId,
     FinishReason,
     Hold,
     ModelId,
@@ -256,6 +257,16 @@ class MakeSnapshot(Struct, frozen=True, tag=True):
     hosting: int
 
 
+class AdapterOrder(Struct, frozen=True):
+    """The adapter that a request is to run with. It comes to the device for the first request, and stays."""
+
+    adapter: AdapterId  #: the digest of its manifest; another one there means that it was changed
+    name: str  #: that it is deployed under, for people
+    where: str  #: a directory or a URL
+    weight: float = 1.0  #: how much a second of its start matters; see the reload cost
+    is_pinned: bool = False  #: it gives way to nobody once it is there
+
+
 class StartRequest(Struct, frozen=True, tag=True):
     """Run a request, from its prompt or from where a lost worker left it."""
 
@@ -269,6 +280,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     pace: Pace = Pace()
     age_s: float = 0.0  #: how long ago the request arrived at the gateway
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
+    adapter: AdapterOrder | None = None  #: None: the bare model
 
     def __repr__(self) -> str:
         """Leave the salt and whatever a user wrote out: what is shown may be logged."""
@@ -364,6 +376,17 @@ class ModelLoaded(Struct, frozen=True, tag=True):
         return None if self.ahead_bytes or self.shared_bytes else self.total_s
 
 
+class AdapterLoaded(Struct, frozen=True, tag=True):
+    """An adapter has come to the device."""
+
+    adapter: AdapterId
+    runs: tuple[int, ...]  #: that waited for it
+    num_bytes: int
+    rungs: tuple[RungBytes, ...]
+    wait_s: float  #: from when it was first asked for until it had its memory
+    total_s: float  #: then until its bytes were there
+
+
 class HostingFailed(Struct, frozen=True, tag=True):
     """A model could not be loaded, or its engine broke. It has left memory, and its runs have ended."""
 
@@ -441,6 +464,17 @@ class ModelUse(Struct, frozen=True):
     num_restored_graphs: int = 0  #: and those of a snapshot that were tried, and serve
 
 
+class AdapterUsage(Struct, frozen=True):
+    """An adapter that has memory on a worker's device, or requests that wait for it."""
+
+    name: str
+    base: ModelId
+    num_bytes: int  #: of the device; 0: it is not there
+    num_running: int
+    num_waiting: int
+    is_pinned: bool
+
+
 class Pong(Struct, frozen=True, tag=True):
     """The answer to a `Ping`: the worker's pool as it is between two steps."""
 
@@ -455,6 +489,8 @@ class Pong(Struct, frozen=True, tag=True):
     #: The most that torch may take of the device besides the pool; None: there is no limit.
     torch_limit_bytes: int | None = None
     is_torch_limit_measured: bool = False  #: False: it is a guess
+    adapters: tuple[AdapterUsage, ...] = ()
+    num_adapter_evictions: int = 0  #: since the worker started
 
 
 Order = (
@@ -476,6 +512,7 @@ Fact = (
     | RunFailed
     | LoadProgress
     | ModelLoaded
+    | AdapterLoaded
     | HostingFailed
     | SnapshotLooked
     | SnapshotProgress

@@ -11,11 +11,13 @@ from msgspec import structs
 
 from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import Deployed
+from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
 from hearth.control.registry import Registry
 from hearth.control.views import Explanation, UnloadView
-from hearth.errors import EngineFailed, LogitsNotFinite, StoreError, UnknownModel
+from hearth.errors import EngineFailed, LogitsNotFinite, RequestError, StoreError, UnknownModel
 from hearth.messages import (
+    AdapterLoaded,
+    AdapterOrder,
     Admitted,
     DeviceResidency,
     DropModel,
@@ -37,7 +39,7 @@ from hearth.messages import (
 )
 from hearth.policy.fleet.events import ResidencyReported
 from hearth.sizes import StepLimits
-from hearth.types import Hold, ModelId, Pace, Rung, TurnEnd
+from hearth.types import AdapterId, Hold, ModelId, Pace, Rung, TurnEnd
 from tests.control.broken_driver import run_broken_driver
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
@@ -443,6 +445,45 @@ def test_a_run_that_fails_ends_its_request_with_the_error_and_is_counted(
         assert [delta.token for delta in await sound.next()] == [5, 6]
         for outcome in ("logits_not_finite", "stop"):
             assert metric(rig, f'hearth_requests_total{{model="tiny",outcome="{outcome}"}}') == 1
+
+    with_rig(data_dir, scene)
+
+
+def start_orders(link: RecordingLink) -> list[StartRequest]:
+    return [order for order in link.orders if isinstance(order, StartRequest)]
+
+
+def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    facts = AdapterFacts(4096, 64, "float32", 8, ("qkv",), deployed.facts.dimensions)
+    with Registry.open(data_dir) as registry:
+        registry.add(DeployedAdapter("shop", "tiny", "/lora", "/there", "/there", "ab" * 32, facts, 1.0))
+
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stream = await rig.submit(replace(ask(), model="shop"), ANYBODY)
+        loaded(rig, link)
+        (order,) = start_orders(link)
+        assert stream.model == "shop"
+        assert order.model == "tiny"
+        assert order.adapter == AdapterOrder(AdapterId("ab" * 32), "shop", "/there")
+        rungs = (RungBytes(Rung.HOST, 4096, 0.001),)
+        rig.receive(link, AdapterLoaded(AdapterId("ab" * 32), (order.run,), 4096, rungs, 0.0, 0.002))
+        emit(rig, link, 5)
+        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        assert explained is not None
+        assert (explained.model, explained.base, explained.adapter_tier) == ("shop", "tiny", "host")
+        assert metric(rig, "hearth_adapter_loaded_bytes_total") == 4096
+        assert metric(rig, 'hearth_prompt_tokens_total{model="tiny"}') > 0, "no label per adapter"
+
+        rig.receive(link, None)
+        successor = rig.join()
+        loaded(rig, successor)
+        (resumed,) = start_orders(successor)
+        assert (resumed.adapter, resumed.output) == (order.adapter, (5,))
+        with pytest.raises(RequestError, match="`shop` is an adapter of `tiny` and gives way by itself"):
+            await rig.gateway.unload("shop", free=False)
 
     with_rig(data_dir, scene)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from hearth.control.pool_reports import PARTS
 from hearth.control.pool_views import pool_parts, resident_views
 from hearth.control.views import PartView
-from hearth.messages import ModelUse, Pong
+from hearth.messages import AdapterUsage, ModelUse, Pong
 from hearth.policy.fleet.events import Resident, State
 from hearth.types import Hold, ModelId, WorkerId
 
@@ -103,11 +104,16 @@ def pongs(draw: st.DrawFn) -> Pong:
                 tables_bytes=draw(st.integers(0, 9)),
             )
         )
+    adapters = tuple(
+        AdapterUsage(f"a{number}", ModelId(f"m{number % 3}"), num_bytes, num_bytes % 3, 0, is_pinned=False)
+        for number, num_bytes in enumerate(draw(st.lists(st.integers(0, 40), max_size=5)))
+    )
     free, workspace, lost = (draw(st.integers(0, most)) for most in (1000, 100, 30))
     own = sum(one.weights_bytes - one.shared_bytes + one.kv_bytes + one.tables_bytes for one in uses)
     once = max((one.shared_bytes for one in uses), default=0)
-    budget = free + workspace + lost + own + once
-    return pong(*uses, budget=budget, free=free, workspace=workspace, lost=lost)
+    budget = free + workspace + lost + own + once + sum(one.num_bytes for one in adapters)
+    told = pong(*uses, budget=budget, free=free, workspace=workspace, lost=lost)
+    return structs.replace(told, adapters=adapters)
 
 
 @settings(max_examples=200)
@@ -118,6 +124,7 @@ def test_parts_are_of_known_kinds_and_make_up_the_budget(told: Pong) -> None:
     by_kind = {kind: sum(part.num_bytes for part in found if part.kind == kind) for kind, _ in PARTS}
     assert (by_kind["free"], by_kind["lost"]) == (told.free_bytes, told.lost_bytes)
     assert all(part.num_bytes > 0 and (part.kind, part.state) in PARTS for part in found)
+    assert by_kind["adapters"] == sum(one.num_bytes for one in told.adapters)
     for one in told.models:
         own_bytes = one.weights_bytes - one.shared_bytes
         parts = (("weights", own_bytes), ("tables", one.tables_bytes), ("kv", one.kv_bytes))
@@ -138,6 +145,26 @@ def test_a_hosted_model_has_the_brains_state_and_the_pools_bytes() -> None:
     assert (view.state, view.expires_in_s, view.is_hosted) == ("warm", 2.0, True)
     assert (view.loaded_bytes, view.total_bytes, view.kv_bytes, view.num_bytes) == (70, 100, 40, 115)
     assert (view.kv_used_blocks, view.kv_blocks) == (1, 4)
+
+
+def test_adapters_are_folded_under_their_base_the_busiest_first() -> None:
+    told = structs.replace(
+        pong(use(A, weights_bytes=100)),
+        adapters=(
+            AdapterUsage("idle", A, 8, 0, 0, is_pinned=False),
+            AdapterUsage("busy", A, 16, 2, 0, is_pinned=False),
+            AdapterUsage("another's", B, 4, 0, 1, is_pinned=True),
+        ),
+    )
+    (view,) = resident_views([], {W0: told}, 0.0)
+
+    assert [(one.name, one.num_bytes) for one in view.adapters] == [("busy", 16), ("idle", 8)]
+    parts = [part for part in pool_parts(told) if part.kind == "adapters"]
+    assert {(part.state, part.model, part.num_bytes) for part in parts} == {
+        ("active", A, 16),
+        ("retained", A, 8),
+        ("active", B, 4),
+    }
 
 
 def test_what_is_left_of_a_retired_model_is_shown_as_retained() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from hearth.cli.waterfall import waterfall
 from hearth.control.caller import ANYBODY, OPERATOR, Caller, GroupId
 from hearth.control.correlation import Correlation, TraceParent
 from hearth.control.load_log import LoadLog
 from hearth.control.timeline import MAX_EXPLAINED, MAX_WAITS, Timeline, Timelines
-from hearth.messages import ModelLoaded, RungBytes
+from hearth.messages import AdapterLoaded, ModelLoaded, RungBytes
 from hearth.policy.fleet.events import Option
-from hearth.types import ModelId, RequestId, Rung, TurnEnd, WorkerId
+from hearth.types import AdapterId, ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 
@@ -48,6 +49,35 @@ def test_a_warm_request_is_queue_prefill_and_decode() -> None:
         ("decode", 1.0, 2.0),
     ]
     assert [mark.what for mark in told.marks] == ["queued", "placed", "started", "first_token", "ended"]
+
+
+def test_a_request_for_an_adapter_shows_its_base_and_where_the_adapter_came_from() -> None:
+    line = timeline()
+    line.adapter = "tuned"
+    line.placed(100.5, W0, "resident", (), None)
+    assert line.explain(now_s=100.6).adapter_tier is None
+    rungs = (RungBytes(Rung.HOST, 3_000_000, 0.001), RungBytes(Rung.DISK, 5_000_000, 0.2))
+    line.adapter_loaded(100.8, AdapterLoaded(AdapterId("a"), (1,), 8_000_000, rungs, 0.05, 0.25))
+    line.started(100.9, num_cached_tokens=0, waited_s=0.4)
+    told = line.explain(now_s=101.0)
+
+    assert (told.model, told.base, told.adapter_tier) == ("tuned", "m", "disk")
+    assert (told.adapter_wait_s, told.adapter_load_s) == (0.05, 0.25)
+    (span,) = (span for span in told.spans if span.what == "adapter")
+    assert (round(span.begin_s, 6), round(span.end_s, 6)) == (0.55, 0.8)
+    assert span.detail == "3.0 MB from host, 5.0 MB from disk, after 0.050 s until it had room"
+    assert "loaded from disk in 250 ms, 50 ms until it had room" in "\n".join(waterfall(told, 80))
+
+
+def test_a_request_whose_adapter_was_there_says_so() -> None:
+    line = timeline()
+    line.adapter = "tuned"
+    line.placed(100.5, W0, "resident", (), None)
+    line.started(100.6, num_cached_tokens=0, waited_s=0.1)
+    told = line.explain(now_s=101.0)
+
+    assert (told.adapter_tier, told.adapter_load_s) == ("device", 0.0)
+    assert "an adapter of m, which was on the device" in waterfall(told, 80)
 
 
 def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 from tests.memory.pool_caller import PoolCaller, Sample
 
 Action = tuple[object, ...]  #: a name and its arguments
+ADAPTERS = tuple(AdapterId(f"{name}" * 64) for name in "ef0")
 
 
 def actions(names: Sequence[ModelId], max_bytes: int) -> st.SearchStrategy[Action]:
@@ -28,6 +29,12 @@ def actions(names: Sequence[ModelId], max_bytes: int) -> st.SearchStrategy[Actio
             st.just("place_table"), models, st.sampled_from(SamplingTable), st.integers(1, max_bytes // 2)
         ),
         st.tuples(st.just("drop_table"), models, st.sampled_from(SamplingTable)),
+        st.tuples(
+            st.just("place_pieces"),
+            st.sampled_from(ADAPTERS),
+            st.lists(st.integers(1, max_bytes // 8), min_size=1, max_size=4),
+        ),
+        st.tuples(st.just("drop_pieces"), st.sampled_from(ADAPTERS)),
         st.tuples(st.just("retire"), models),
         st.tuples(st.just("drop"), models),
         st.tuples(st.just("change"), models),
@@ -57,6 +64,10 @@ def carry_out(caller: PoolCaller, action: Action, changed: Sample) -> None:
             caller.place_table(ModelId(model), table, num_bytes)
         case ("drop_table", str(model), SamplingTable() as table):
             caller.drop_table(ModelId(model), table)
+        case ("place_pieces", str(adapter), list() as sizes):
+            caller.place_pieces(AdapterId(adapter), sizes)
+        case ("drop_pieces", str(adapter)):
+            caller.drop_pieces(AdapterId(adapter))
         case ("retire", str(model)):
             caller.retire(ModelId(model))
         case ("drop", str(model)):

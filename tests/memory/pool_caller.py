@@ -16,7 +16,7 @@ from hearth.memory.pool import EvictionTerms, Gap, Holding, Pool, Shape, Space
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec
 from hearth.models.weights import TensorPlace
 from hearth.store.manifest import Chunk
-from hearth.types import Digest, Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Digest, Hold, ModelId, SamplingTable
 
 _TENSOR_BYTES = 3 * ALIGNMENT_BYTES
 
@@ -101,6 +101,7 @@ class PoolCaller:
         self.spaces: dict[ModelId, Space] = {}
         self.blocks: dict[ModelId, set[int]] = {}  #: that placed models were given, without the sink
         self.tables: dict[ModelId, dict[SamplingTable, torch.Tensor]] = {}  #: of placed models
+        self.pieces: dict[AdapterId, list[torch.Tensor]] = {}
         self.gaps: dict[ModelId, list[Gap]] = {}  #: of models that are being loaded, still to be filled
 
     def host(self, model: ModelId, *, is_whole: bool = True) -> bool:
@@ -231,6 +232,29 @@ class PoolCaller:
             self.pool.drop_table(model, table)
             assert self.pool.usage().free_bytes >= free_bytes + num_bytes
 
+    def place_pieces(self, adapter: AdapterId, sizes: Sequence[int]) -> bool:
+        """Place the pieces of an adapter that has none; False: it has, or memory is short."""
+        if adapter in self.pieces:
+            return False
+        before = self.pool.usage()
+        pieces = self.pool.place_pieces(adapter, sizes)
+        if pieces is None:
+            assert self.pool.usage() == before
+            return False
+        assert [(piece.dtype, len(piece)) for piece in pieces] == [(torch.uint8, size) for size in sizes]
+        assert all(piece.data_ptr() % 256 == 0 for piece in pieces)
+        self.pool.prepare_pieces(adapter)
+        for index, piece in enumerate(pieces):
+            piece.fill_(self._piece_pattern(adapter, index))
+        self.pieces[adapter] = pieces
+        return True
+
+    def drop_pieces(self, adapter: AdapterId) -> None:
+        if self.pieces.pop(adapter, None) is not None:
+            free_bytes = self.pool.usage().free_bytes
+            self.pool.drop_pieces(adapter)
+            assert self.pool.usage().free_bytes >= free_bytes
+
     def retire(self, model: ModelId) -> None:
         if model in self.spaces and model not in self.gaps:
             self.holds.by_model[model] = Hold.RETAINED
@@ -270,6 +294,9 @@ class PoolCaller:
             own_bytes = len(engine_tables) + sum(map(len, self.tables[model].values()))
             assert own_bytes <= holding.tables_bytes, f"{own_bytes=} {holding}"
             assert bool(own_bytes) == bool(holding.tables_bytes), f"{own_bytes=} {holding}"
+        for adapter, pieces in self.pieces.items():
+            for index, piece in enumerate(pieces):
+                assert (piece == self._piece_pattern(adapter, index)).all(), f"{adapter} {index}"
 
     def _placed(self, model: ModelId, space: Space) -> None:
         assert (space.tables.dtype, len(space.tables)) == (
@@ -308,6 +335,11 @@ class PoolCaller:
         holdings_bytes = sum(one.weights_bytes + one.kv_bytes + one.tables_bytes for one in usage.holdings)
         shared_bytes = sum(one.shared_bytes for one in usage.holdings)
         total_bytes = usage.free_bytes + usage.workspace_bytes + usage.lost_bytes + holdings_bytes
+        total_bytes += sum(usage.pieces_bytes.values())
+        assert usage.pieces_bytes.keys() == self.pieces.keys(), f"{usage}"
+        for adapter, pieces in self.pieces.items():
+            own_bytes = sum(map(len, pieces))
+            assert 0 <= usage.pieces_bytes[adapter] - own_bytes < 256 * len(pieces), f"{adapter} {usage}"
         assert usage.budget_bytes <= total_bytes <= usage.budget_bytes + shared_bytes, f"{usage}"
         assert list(usage.holdings) == sorted(usage.holdings, key=lambda one: one.model)
 
@@ -339,6 +371,10 @@ class PoolCaller:
     @staticmethod
     def _table_pattern(model: ModelId, table: SamplingTable) -> int:
         return 200 + (sum(map(ord, model + table)) % 50)
+
+    @staticmethod
+    def _piece_pattern(adapter: AdapterId, index: int) -> int:
+        return (ord(adapter[0]) * 7 + index) % 250
 
     def _check_resident_bytes(self, model: ModelId, holding: Holding) -> None:
         """A page that is not full may count as one."""

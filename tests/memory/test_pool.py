@@ -16,7 +16,7 @@ from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from hearth.types import Hold, ModelId, SamplingTable
-from tests.memory.pool_actions import Action, actions, carry_out
+from tests.memory.pool_actions import ADAPTERS, Action, actions, carry_out
 from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe
 
 PAGE_BYTES = 8 << 10
@@ -66,6 +66,8 @@ def test_what_is_there_is_intact_whatever_is_done_around_it(kind: str, done: lis
         for model in SAMPLES:
             caller.end(model, is_whole=False)
             caller.drop(model)
+        for adapter in ADAPTERS:
+            caller.drop_pieces(adapter)
         usage = pool.usage()
         assert usage.free_bytes + usage.lost_bytes == usage.budget_bytes
         assert usage.holdings == ()
@@ -222,6 +224,40 @@ def test_blocks_that_lie_ready_give_way_to_a_table(caller: PoolCaller) -> None:
     spare_bytes = usage.free_bytes + caller.holdings()[A].kv_bytes - given_bytes - 2 * PAGE_BYTES
 
     assert caller.place_table(A, SamplingTable.BIAS, spare_bytes)
+
+
+def test_pieces_come_out_of_free_memory_and_outlive_any_model(caller: PoolCaller) -> None:
+    caller.host(A)
+    free_bytes = caller.pool.usage().free_bytes
+
+    assert caller.place_pieces(ADAPTERS[0], [100, PAGE_BYTES + 300, 256])
+
+    usage = caller.pool.usage()
+    assert usage.pieces_bytes == {ADAPTERS[0]: 256 + PAGE_BYTES + 512 + 256}
+    assert free_bytes - 2 * PAGE_BYTES <= usage.free_bytes < free_bytes - PAGE_BYTES
+    caller.drop(A)
+    caller.check()
+    caller.drop_pieces(ADAPTERS[0])
+    assert caller.pool.usage().free_bytes == caller.pool.budget_bytes
+
+
+def test_pieces_beyond_what_is_free_are_refused_and_change_nothing(caller: PoolCaller) -> None:
+    caller.host(A)
+    free_bytes = caller.pool.usage().free_bytes
+
+    assert not caller.place_pieces(ADAPTERS[0], [free_bytes // 2, free_bytes // 2, 1])
+    assert caller.place_pieces(ADAPTERS[0], [free_bytes // 2, free_bytes // 2])
+    assert caller.pool.usage().free_bytes == 0
+
+
+def test_blocks_that_lie_ready_give_way_to_pieces(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.grow(A, 1, ahead_blocks=1000)
+    usage = caller.pool.usage()
+    given_bytes = (len(caller.blocks[A]) + 1) * SAMPLES[A].shape.block_bytes
+    spare_bytes = usage.free_bytes + caller.holdings()[A].kv_bytes - given_bytes - 2 * PAGE_BYTES
+
+    assert caller.place_pieces(ADAPTERS[0], [spare_bytes])
 
 
 def test_a_model_that_lacks_memory_is_refused_with_the_numbers(caller: PoolCaller) -> None:

@@ -19,7 +19,7 @@ from hearth.memory.pages import Mark
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.kv_range import KvRange
-from hearth.types import Hold, ModelId
+from hearth.types import AdapterId, Hold, ModelId
 from tests.memory.pool_caller import Holds, PoolCaller, Sample, sample, wipe
 
 PAGE = 4096
@@ -369,6 +369,33 @@ def test_who_gets_weights_waits_for_the_step_that_reads_them(is_computing: bool)
         assert pool.free_bytes > 0, "it is free in the books at once"
         assert step.num_marks == is_computing
         step.is_done = True
+
+
+@pytest.mark.parametrize("others_stay", [False, True])
+def test_who_gets_the_place_of_pieces_waits_for_the_steps_that_read_them(others_stay: bool) -> None:
+    step = _InFlight()
+    old, other, new = (AdapterId(name * 64) for name in "abc")
+    with closing(MappedPool(HostPages(1, PAGE, new_mark=step.mark), Holds().eviction_terms)) as pool:
+        pool.place_pieces(old, [256])
+        pool.prepare_pieces(old)
+        if others_stay:
+            pool.place_pieces(other, [256])
+        pool.drop_pieces(old)
+
+        assert pool.place_pieces(new, [256]) is not None, "it is free in the books at once"
+        with pytest.raises(AssertionError, match="waits for a step"):
+            pool.prepare_pieces(new)
+        step.is_done = True
+        pool.prepare_pieces(new)
+
+
+def test_pieces_lie_in_a_space_of_their_own_which_is_no_model_s(pages: Watched) -> None:
+    with hosting(pages) as caller:
+        assert caller.place_pieces(AdapterId("a" * 64), [PAGE, 1])
+        spaces = {pages.base_address + index * pages.space_bytes for index in range(pages.num_spaces)}
+        assert not pages.reserved & spaces
+        assert caller.host(A)
+        assert caller.pool.usage().fallbacks["address"] == 0
 
 
 def test_the_books_change_without_the_driver_and_a_load_waits_for_the_device(pages: Watched) -> None:

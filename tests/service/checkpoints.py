@@ -113,6 +113,23 @@ def write_checkpoint(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE)
     return directory
 
 
+def write_lora(directory: Path, seed: int) -> Path:
+    """A random adapter of a tiny model, as PEFT writes it, which changes what that says."""
+    directory.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    kv_size, rank = HIDDEN_SIZE // NUM_HEADS * NUM_KV_HEADS, 4
+    tensors = {}
+    for layer in range(NUM_LAYERS):
+        for module, num_outputs in (("q_proj", HIDDEN_SIZE), ("v_proj", kv_size)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, HIDDEN_SIZE, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(num_outputs, rank, generator=generator)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
 def _random_tensors(seed: int, hidden_size: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 

@@ -113,10 +113,10 @@ class Service:
     def cli(self, *argv: str) -> subprocess.CompletedProcess[str]:
         return run_hearth(*argv, "--data-dir", str(self.data_dir))
 
-    def deploy(self, source: Path | str, name: str) -> httpx.Response:
+    def deploy(self, source: Path | str, name: str, **settings: object) -> httpx.Response:
         return self.http.post(
             "/hearth/models",
-            json={"source": str(source), "name": name},
+            json={"source": str(source), "name": name, **settings},
             headers={"Accept": "application/json"},
         )
 

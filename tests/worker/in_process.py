@@ -18,6 +18,8 @@ from hearth.config import EngineConfig
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import (
+    AdapterLoaded,
+    AdapterOrder,
     CancelRequest,
     DropModel,
     Fact,
@@ -74,6 +76,7 @@ class LoopGateway:
     device_lost: Future[DeviceLost] = field(default_factory=Future)
     answers: dict[int, Answer] = field(default_factory=dict)
     loads: list[ModelLoaded] = field(default_factory=list)
+    adapter_loads: list[AdapterLoaded] = field(default_factory=list)
     turns: list[ModelTurn] = field(default_factory=list)
     #: With the number of their stay; those that were retired or dropped in their turn included.
     in_turn: dict[ModelId, int] = field(default_factory=dict)
@@ -105,6 +108,8 @@ class LoopGateway:
                 self.answers[one.run].num_admissions += 1
         elif isinstance(fact, ModelLoaded):
             self.loads.append(fact)
+        elif isinstance(fact, AdapterLoaded):
+            self.adapter_loads.append(fact)
         return fact
 
     def until(self, kind: type[F]) -> F:
@@ -134,11 +139,18 @@ class LoopGateway:
         self.inbox.put(HoldModel(ModelId(name), hold))
 
     def start(
-        self, name: str, prompt: Sequence[int], sampling: Sampling, guide: GuideOrder | None = None
+        self,
+        name: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        guide: GuideOrder | None = None,
+        adapter: AdapterOrder | None = None,
     ) -> int:
         run = next(self._runs)
         self.answers[run] = Answer()
-        self.inbox.put(StartRequest(run, ModelId(name), tuple(prompt), (), sampling, b"", guide))
+        self.inbox.put(
+            StartRequest(run, ModelId(name), tuple(prompt), (), sampling, b"", guide, adapter=adapter)
+        )
         return run
 
     def cancel(self, run: int) -> None:

@@ -21,9 +21,9 @@ MARGIN = "  "
 #: A report that is older is shown with its age.
 OLD_S = 2.0
 #: The meanings of signs, in the order of the legend.
-MEANINGS = ("weights", "retained", "KV", "tables", "workspace", "lost", "free")
-UNICODE = dict(zip(MEANINGS, "█░▒≡≈-·", strict=True))
-ASCII = dict(zip(MEANINGS, "#=+%~-.", strict=True))
+MEANINGS = ("weights", "retained", "KV", "tables", "adapters", "workspace", "lost", "free")
+UNICODE = dict(zip(MEANINGS, "█░▒≡◆≈-·", strict=True))
+ASCII = dict(zip(MEANINGS, "#=+%@~-.", strict=True))
 #: The colours of models; the letters below the bar tell the same where there is no colour.
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 #: Letters of models; the one for all that come after them; for bytes of several; for those of nobody.

@@ -26,8 +26,11 @@ from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
 from hearth.cli.tab_completion import ModelName
 from hearth.control.datadir import DataDir
 from hearth.control.log_rotation import rotated_path
-from hearth.control.views import PoolView, ProcessView, ResidentView, UnloadView
+from hearth.control.views import PoolView, ProcessView, ResidentAdapterView, ResidentView, UnloadView
 from hearth.errors import DataDirError
+
+#: Adapters of a model that have a line each; the others have one together.
+MAX_ADAPTERS = 8
 
 
 @app.command(rich_help_panel="Service")
@@ -45,8 +48,8 @@ def ps(
     needs the room, and only as many go as are needed. A pinned one stays in any case. Busy models that do not
     fit together take turns: those that are not in turn are paused, or wait for their first one, and TURN says
     when their next token is due. KV counts blocks that running requests use and those kept in case their text
-    comes again, of all that the model has. Host memory keeps models ready for GPUs; on a CPU, where it would
-    be the same memory, they only pass through it.
+    comes again, of all that the model has. Adapters stand below their base. Host memory keeps models ready
+    for GPUs; on a CPU, where it would be the same memory, they only pass through it.
 
     [bold]Examples[/bold]
 
@@ -157,16 +160,10 @@ def _print_processes(view: ProcessView) -> None:
         if worker.pool is not None and (limit := _torch_limit(worker.pool)) is not None:
             typer.echo(f"  besides: {limit}")
     typer.echo()
-    models = [
-        [
-            *(model.model, keys[model.worker, model.model], model.worker, model.state),
-            f"{size(model.loaded_bytes)} of {size(model.total_bytes)}",
-            size(model.shared_bytes) if model.shared_bytes else "-",
-            _kv(model),
-            *(_running(model), _turn(model), _left(model)),
-        ]
-        for model in view.models
-    ]
+    models = []
+    for model in view.models:
+        models.append(_model_row(model, keys[model.worker, model.model]))
+        models += _adapter_rows(model)
     header = ["MODEL", "KEY", "WORKER", "STATE", "WEIGHTS", "SHARED", "KV BLOCKS", "RUNNING", "TURN"]
     print_columns([*header, "TIME LEFT"], models)
     for model in view.models:
@@ -185,6 +182,38 @@ def _torch_limit(pool: PoolView) -> str | None:
         return None
     how = "as measured" if pool.is_torch_limit_measured else "a guess, until its models have snapshots"
     return f"at most {size(pool.torch_limit_bytes)}, {how}"
+
+
+def _model_row(model: ResidentView, key: str) -> list[str]:
+    return [
+        *(model.model, key, model.worker, model.state),
+        f"{size(model.loaded_bytes)} of {size(model.total_bytes)}",
+        size(model.shared_bytes) if model.shared_bytes else "-",
+        _kv(model),
+        *(_running(model), _turn(model), _left(model)),
+    ]
+
+
+def _adapter_rows(model: ResidentView) -> list[list[str]]:
+    """Return lines of the adapters of a model, the busiest ones first, and one for all others."""
+    shown, others = model.adapters[:MAX_ADAPTERS], model.adapters[MAX_ADAPTERS:]
+    rows = [
+        ["  + " + one.name, "", "", _adapter_state(one), size(one.num_bytes), "", "", str(one.num_running)]
+        for one in shown
+    ]
+    if others:
+        num_bytes = sum(one.num_bytes for one in others)
+        num_running = sum(one.num_running for one in others)
+        rows.append([f"  + {len(others)} more", "", "", "", size(num_bytes), "", "", str(num_running)])
+    return [[*row, "", ""] for row in rows]
+
+
+def _adapter_state(adapter: ResidentAdapterView) -> str:
+    if adapter.num_running:
+        return "busy"
+    if adapter.num_waiting:
+        return "waiting"
+    return "pinned" if adapter.is_pinned else "retained"
 
 
 def _running(model: ResidentView) -> str:

@@ -57,6 +57,8 @@ def _heading(explained: Explanation) -> Iterator[str]:
     )
     if explained.first_token_s is not None:
         yield f"first token after {precise(explained.first_token_s)}"
+    if explained.base is not None:
+        yield f"an adapter of {explained.base}{_adapter(explained)}"
     if explained.num_preemptions or explained.num_resumes:
         yield f"{explained.num_preemptions} preemptions, {explained.num_resumes} resumes on another worker"
     if explained.num_pauses:
@@ -64,6 +66,16 @@ def _heading(explained: Explanation) -> Iterator[str]:
         yield f"paused {times} for other models, {precise(explained.paused_s)} in all"
     if explained.num_late_tokens:
         yield f"{explained.num_late_tokens} tokens came later than its pace"
+
+
+def _adapter(explained: Explanation) -> str:
+    """Say where an adapter was, and how long it took."""
+    if explained.adapter_tier is None:
+        return ""
+    if explained.adapter_tier == "device":
+        return ", which was on the device"
+    waited = f", {precise(explained.adapter_wait_s)} until it had room" if explained.adapter_wait_s else ""
+    return f", loaded from {explained.adapter_tier} in {precise(explained.adapter_load_s)}{waited}"
 
 
 def _bars(spans: Sequence[TimelineSpan], width: int) -> Iterator[str]:

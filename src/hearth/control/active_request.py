@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from hearth.control.generation import AnswerStream
-from hearth.messages import GuideOrder, Sampling
+from hearth.messages import AdapterOrder, GuideOrder, Sampling
 from hearth.text.transcript import Transcript
 from hearth.types import FinishReason, ModelId, Pace, Pooling, RequestId, WorkerId
 
@@ -25,7 +25,7 @@ class ActiveRequest:
     """
 
     request_id: RequestId
-    model: ModelId
+    model: ModelId  #: that computes it: of an adapter, the base
     prompt: tuple[int, ...]
     sampling: Sampling
     salt: bytes = field(repr=False)  #: of the caller's group; secret
@@ -43,6 +43,7 @@ class ActiveRequest:
     pace: Pace = field(default_factory=Pace)
     arrived_s: float = 0.0  #: by the driver's clock
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
+    adapter: AdapterOrder | None = None  #: None: the bare model
 
     @property
     def end_without_tokens(self) -> FinishReason | None:

@@ -13,7 +13,7 @@ from hearth.control.names import Names, listed
 from hearth.control.registry import Registry
 from hearth.control.views import ModelView
 from hearth.errors import ConfigError, UnsupportedModel
-from hearth.messages import HostModel, PrepareModel
+from hearth.messages import AdapterOrder, HostModel, PrepareModel
 from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import LoadModel, ModelProfile
 from hearth.policy.fleet.footprint import Facts, context_of, fitted_context, footprint
@@ -45,6 +45,14 @@ class CatalogEntry:
     def name(self) -> str:
         """The name of what is meant: model or adapter."""
         return self.deployed.name if self.adapter is None else self.adapter.name
+
+    @property
+    def adapter_order(self) -> AdapterOrder | None:
+        """The adapter that requests are to run with; None: the bare model."""
+        if (adapter := self.adapter) is None:
+            return None
+        weight, is_pinned = self.config.latency_weight, self.config.pinned
+        return AdapterOrder(adapter.adapter_id, adapter.name, adapter.where, weight, is_pinned)
 
     @property
     def is_cut(self) -> bool:

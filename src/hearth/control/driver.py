@@ -197,6 +197,7 @@ class Driver:
                 pace=request.pace,
                 age_s=self.now_s - request.arrived_s,
                 pooling=request.pooling,
+                adapter=request.adapter,
             ),
         )
 
@@ -285,6 +286,10 @@ class Driver:
             case messages.SnapshotLooked() | messages.SnapshotProgress() | messages.SnapshotMade():
                 if self._hostings.get((worker, fact.model)) == fact.hosting:
                     self._snapshot_changed(worker, fact)
+            case messages.AdapterLoaded(runs=runs):
+                by_run = self.requests.by_run
+                waited = [by_run[run].request_id for run in runs if run in by_run]
+                self._observer.adapter_loaded(now_s, fact, waited)
             case messages.ModelTurn(model, hosting, why):
                 if self._hostings.get((worker, model)) == hosting:
                     began, ended = events.TurnBegan, events.TurnEnded

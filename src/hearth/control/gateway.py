@@ -59,6 +59,7 @@ from hearth.control.views import (
 from hearth.errors import (
     ConfigError,
     HearthError,
+    RequestError,
     ServiceError,
     ShuttingDown,
 )
@@ -173,15 +174,16 @@ class Gateway:
         self._refuse_when_closed()  # again: others may have been prepared since
         self._refuse_replaced(entry, prompt, wanted, caller)
         request_id = RequestId(secrets.token_hex(12))
-        model = ModelId(entry.deployed.name)
+        model, adapter = ModelId(entry.deployed.name), entry.adapter_order
         stream = AnswerStream(
-            request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
+            request_id, ModelId(entry.name), tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
         )
         stream.is_batch, stream.prompt = pace.is_batch, prompt
         timeline = Timeline(
             *(request_id, model, arrived_s, prepared.arrived_at_s, len(prompt), caller.group, pace),
             correlation,
             pooling=wanted.pooling,
+            adapter=None if adapter is None else adapter.name,
         )
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
         active = ActiveRequest(
@@ -197,6 +199,7 @@ class Gateway:
             pace=pace,
             arrived_s=arrived_s,
             pooling=wanted.pooling,
+            adapter=adapter,
         )
         if (exchange := current_exchange()) is not None:
             exchange.started(timeline, counts_prompt=wanted.counts_prompt)
@@ -205,6 +208,8 @@ class Gateway:
         if stream.error is not None:
             raise stream.error
         self._demand.request_came(entry.deployed.digest)
+        if adapter is not None:
+            self._demand.request_came(adapter.adapter)
         prepared.admission.follow(stream, counts_prompt=wanted.counts_prompt)
         return stream
 
@@ -303,7 +308,7 @@ class Gateway:
                 else:
                     yield {"event": "done", "model": self._catalog.view(event)}
 
-    async def make_snapshot(self, name: str, caller: Caller) -> AsyncGenerator[dict[str, object]]:
+    async def make_snapshot(self, name: str, caller: Caller) -> AsyncGenerator[dict[str, object], None]:
         """Have a snapshot of a model made now; yields progress, and last what was made.
 
         The model is asked for one token first, so that it is there. Leaving early stops nothing.
@@ -340,7 +345,13 @@ class Gateway:
     async def unload(self, name: str, free: bool) -> UnloadView:
         """Have a model stay only until its room is needed, or, with `free`, leave when it is idle."""
         await self._pools.refresh(LOOK_S)  # first: while it takes its time, the model may be removed
-        model = ModelId(self._deployments.find(name).deployed.name)
+        entry = self._deployments.find(name)
+        if entry.adapter is not None:
+            raise RequestError(
+                f"`{name}` is an adapter of `{entry.deployed.name}` and gives way by itself before any model "
+                "does; stop its base, or remove the adapter"
+            )
+        model = ModelId(entry.deployed.name)
         there = [one for one in self.ps().models if one.model == model]
         known = self._driver.fleet.models[model]
         view = UnloadView(
@@ -467,6 +478,16 @@ class Gateway:
             lambda: sum(use.kv_blocks for pong in pools.pongs.values() for use in pong.models),
         )
         watch(
+            "hearth_adapters_resident",
+            "Adapters that have device memory.",
+            lambda: sum(use.num_bytes > 0 for pong in pools.pongs.values() for use in pong.adapters),
+        )
+        watch(
+            "hearth_adapter_requests_waiting",
+            "Requests on workers that wait for their adapter.",
+            lambda: sum(use.num_waiting for pong in pools.pongs.values() for use in pong.adapters),
+        )
+        watch(
             "hearth_service_notes",
             "Things that the service has to do without now; `hearth doctor` names them.",
             lambda: len(self._notes()),
@@ -481,7 +502,7 @@ class Gateway:
         """
         entry = self._deployments.find(name, caller.terms.models)
         if (exchange := current_exchange()) is not None:
-            exchange.model = entry.deployed.name
+            exchange.model = entry.name
         return entry
 
     def _salt_of(self, group: GroupId) -> bytes:
@@ -499,9 +520,9 @@ class Gateway:
         self, entry: CatalogEntry, prompt: tuple[int, ...], wanted: GenerationRequest, caller: Caller
     ) -> None:
         """Refuse tokens that are another model's now, or too many for a context that has become shorter."""
-        name = entry.deployed.name
+        name = entry.name
         current = self._deployments.find(name, caller.terms.models)
-        if current.deployed.digest != entry.deployed.digest:
+        if current.adapter_order != entry.adapter_order or current.deployed.digest != entry.deployed.digest:
             raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
         check_prompt(current, prompt, wanted.sampling.max_tokens)
 

@@ -9,11 +9,20 @@ was whole once, and by the worker's last word it is not now. Where the guess was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hearth.messages import ModelLoaded
-from hearth.types import ModelId, WorkerId
+from hearth.types import ModelId, Rung, WorkerId
+
+#: The tier of a load for which no byte had to come.
+ON_DEVICE = "device"
+
+
+def slowest_tier(rungs: Iterable[Rung]) -> str:
+    """Return the slowest rung that had to help with a load; without any, all of it was on the device."""
+    slowest = max(rungs, key=list(Rung).index, default=None)
+    return ON_DEVICE if slowest is None else slowest
 
 
 @dataclass(slots=True)

@@ -20,16 +20,17 @@ from prometheus_client.metrics_core import Metric
 
 from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.latencies import Latencies
+from hearth.control.load_log import ON_DEVICE, slowest_tier
 from hearth.control.model_metrics import FIRST_TOKEN_S, INTER_TOKEN_S, ModelMetrics
+from hearth.messages import AdapterLoaded
 from hearth.policy.fleet.events import ModelReady
 from hearth.types import Rung
 from hearth.version import hearth_version
 
 _QUEUE_S = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ADAPTER_LOAD_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 _COLD_START_S = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-#: The tier of a load for which no byte had to come.
-ON_DEVICE = "device"
 #: The route of requests that none is for.
 NO_ROUTE = "none"
 
@@ -83,6 +84,15 @@ class Metrics:
             *("hearth_cold_start_seconds", "Time to load a model.", _COLD_START_S, "tier"),
             [ON_DEVICE, *Rung],
         )
+        self.adapter_load = histograms.add_labelled(
+            *(
+                "hearth_adapter_load_seconds",
+                "Time to bring an adapter to a device.",
+                _ADAPTER_LOAD_S,
+                "tier",
+            ),
+            [ON_DEVICE, *Rung],
+        )
         self.step = histograms.add(
             "hearth_step_seconds", "Steps of engines, as workers see them.", INTER_TOKEN_S
         )
@@ -94,6 +104,7 @@ class Metrics:
         self.reused_bytes = self._counter(
             "hearth_reused_bytes", "Bytes of weights that were on the device already when a model was loaded."
         )
+        self.adapter_bytes = self._counter("hearth_adapter_loaded_bytes", "Bytes of adapters loaded.")
         self.late_text_tokens = self._counter(
             "hearth_late_text_tokens",
             "Tokens whose text was made behind others', as their request's takes long.",
@@ -140,10 +151,13 @@ class Metrics:
     def loaded(self, ready: ModelReady) -> None:
         for use in ready.rungs:
             self.rung_bytes.labels(use.rung).inc(use.num_bytes)
-        slowest = max((use.rung for use in ready.rungs), key=list(Rung).index, default=None)
-        tier = ON_DEVICE if slowest is None else slowest
+        tier = slowest_tier(use.rung for use in ready.rungs)
         self.cold_start[tier].observe(ready.total_s)
         self.models.take(ready.model).loads[tier] += 1
+
+    def adapter_loaded(self, loaded: AdapterLoaded) -> None:
+        self.adapter_bytes.inc(loaded.num_bytes)
+        self.adapter_load[slowest_tier(use.rung for use in loaded.rungs)].observe(loaded.total_s)
 
     def count_response(self, record: ExchangeRecord) -> None:
         """Count an HTTP exchange that has ended."""

@@ -18,7 +18,7 @@ from hearth.control.model_metrics import ModelSeries
 from hearth.control.pool_views import held_bytes
 from hearth.control.timeline import Timeline, Timelines
 from hearth.control.views import Explanation
-from hearth.messages import LoadProgress, ModelLoaded, Pong, StepDone
+from hearth.messages import AdapterLoaded, LoadProgress, ModelLoaded, Pong, StepDone
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 from hearth.types import FinishReason, ModelId, RequestId, WorkerId
@@ -192,6 +192,12 @@ class Observer:
         self._metrics.reused_bytes.inc(loaded.reused_bytes)
         if loaded.is_widened:
             self._metrics.fallbacks.labels("float32").inc()
+
+    def adapter_loaded(self, now_s: float, loaded: AdapterLoaded, waited: Sequence[RequestId]) -> None:
+        """Note that an adapter has come to a device, for requests that waited for it."""
+        self._metrics.adapter_loaded(loaded)
+        for request_id in waited:
+            self._active[request_id].adapter_loaded(now_s, loaded)
 
     def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog | None:
         """Return the log of the load under way; None if nobody has ordered one, which breaks no service."""

@@ -30,6 +30,8 @@ PARTS = (
     ("kv", "retained"),
     ("kv", "spare"),
     ("tables", "active"),
+    ("adapters", "active"),
+    ("adapters", "retained"),
     ("workspace", "active"),
     ("lost", "spare"),
     ("free", "spare"),
@@ -53,6 +55,7 @@ class PoolReports:
         self._looks: dict[tuple[WorkerId, int], asyncio.Future[None]] = {}
         #: The counts of workers that are gone, because counters never go back.
         self._past_moved_bytes = 0
+        self._past_adapter_evictions = 0
         self._past_fallbacks: Counter[str] = Counter()
 
     @property
@@ -71,6 +74,7 @@ class PoolReports:
         report = self._reports.pop(worker, None)
         if report is not None:
             self._past_moved_bytes += report.pong.moved_bytes
+            self._past_adapter_evictions += report.pong.num_adapter_evictions
             self._past_fallbacks.update(report.pong.fallbacks)
         for look in [look for look in self._looks if look[0] == worker]:
             self._wake(look)
@@ -117,6 +121,10 @@ class PoolReports:
         moved_bytes = self._past_moved_bytes + sum(pong.moved_bytes for pong in pongs)
         yield CounterMetricFamily(
             "hearth_pool_moved_bytes", "Bytes of weights moved to make place.", value=moved_bytes
+        )
+        num_evictions = self._past_adapter_evictions + sum(pong.num_adapter_evictions for pong in pongs)
+        yield CounterMetricFamily(
+            "hearth_adapter_evictions", "Adapters that had to make room.", value=num_evictions
         )
         fallbacks = CounterMetricFamily(
             "hearth_pool_fallbacks",

@@ -5,6 +5,7 @@ The parts of a pool are disjoint and make up its budget:
     weights   active: of a hosted model        retained: kept until somebody needs the room
     kv        active: of running requests      retained: cached prefixes    spare: a model's, but empty
     tables    active: of a placed model's engine, and of requests that are penalised or biased
+    adapters  active: of running requests      retained: kept until somebody needs the room
     workspace active: of all models together
     lost      spare: to rounding and fragments
     free      spare
@@ -12,9 +13,10 @@ The parts of a pool are disjoint and make up its budget:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from hearth.control.views import PartView, ResidentView
+from hearth.control.views import PartView, ResidentAdapterView, ResidentView
 from hearth.messages import ModelUse, Pong
 from hearth.policy.fleet.events import Resident, State
 from hearth.types import Hold, ModelId, WorkerId
@@ -24,6 +26,7 @@ def pool_parts(pong: Pong) -> tuple[PartView, ...]:
     """Return the parts of a pool that hold something: by model name, then what belongs to no one model."""
     uses = sorted(pong.models, key=lambda use: use.model)
     found = [part for use in uses for part in _parts_of(use)]
+    found += _adapter_parts(pong)
     shared_bytes = _shared_once_bytes(pong)
     is_active = any(use.shared_bytes and _weights_state(use) == "active" for use in uses)
     found.append(PartView("weights", "active" if is_active else "retained", None, shared_bytes))
@@ -57,10 +60,28 @@ def resident_views(
     for worker, model in sorted(hosted.keys() | used.keys()):
         one, use = hosted.get((worker, model)), used.get((worker, model))
         if use is not None and (one is not None or use.weights_bytes):
-            views.append(_used_view(worker, use, one, now_s))
+            views.append(_used_view(worker, use, one, now_s, _adapters_of(model, pongs[worker])))
         elif one is not None:
             views.append(_promised_view(one, now_s))
     return tuple(views)
+
+
+def _adapter_parts(pong: Pong) -> list[PartView]:
+    """Return the parts of each model's adapters, those that requests use before the others."""
+    sums: Counter[tuple[ModelId, str]] = Counter()
+    for use in pong.adapters:
+        sums[use.base, "active" if use.num_running or use.is_pinned else "retained"] += use.num_bytes
+    return [PartView("adapters", state, base, sums[base, state]) for base, state in sorted(sums)]
+
+
+def _adapters_of(model: ModelId, pong: Pong) -> tuple[ResidentAdapterView, ...]:
+    """Return the adapters of a model, those with most requests first."""
+    views = [
+        ResidentAdapterView(use.name, use.num_bytes, use.num_running, use.num_waiting, use.is_pinned)
+        for use in pong.adapters
+        if use.base == model
+    ]
+    return tuple(sorted(views, key=lambda view: (-view.num_running, -view.num_waiting, view.name)))
 
 
 def _parts_of(use: ModelUse) -> Iterator[PartView]:
@@ -86,11 +107,18 @@ def _shared_once_bytes(pong: Pong) -> int:
         use.weights_bytes - use.shared_bytes + use.kv_bytes + use.tables_bytes for use in pong.models
     )
     others_bytes = pong.free_bytes + pong.workspace_bytes + pong.lost_bytes
+    others_bytes += sum(use.num_bytes for use in pong.adapters)
     taken_bytes = pong.budget_bytes - others_bytes - own_bytes
     return max(0, min(most_bytes, taken_bytes))
 
 
-def _used_view(worker: WorkerId, use: ModelUse, one: Resident | None, now_s: float) -> ResidentView:
+def _used_view(
+    worker: WorkerId,
+    use: ModelUse,
+    one: Resident | None,
+    now_s: float,
+    adapters: tuple[ResidentAdapterView, ...],
+) -> ResidentView:
     """Return the view of a model that its worker has reported.
 
     Its state is the brain's; a model that the brain does not know any more is retired, or about to be.
@@ -115,6 +143,7 @@ def _used_view(worker: WorkerId, use: ModelUse, one: Resident | None, now_s: flo
         due_in_s=use.due_s,
         is_pin_refused=one is not None and one.is_pin_refused,
         max_seqs=None if one is None else one.max_seqs,
+        adapters=adapters,
     )
 
 

@@ -25,7 +25,7 @@ def check_prompt(entry: CatalogEntry, prompt: tuple[int, ...], max_tokens: int |
     num_sampled = 0 if max_tokens == 0 else 1
     if len(prompt) + num_sampled > entry.max_context:
         raise PromptTooLong(
-            f"prompt has {len(prompt)} tokens, limit for `{entry.deployed.name}`: "
+            f"prompt has {len(prompt)} tokens, limit for `{entry.name}`: "
             f"{entry.max_context - num_sampled} (the context holds {entry.max_context}"
             f"{', one is to be sampled' if num_sampled else ''}); shorten the prompt"
         )
@@ -43,14 +43,14 @@ def check_reading(prompt: tuple[int, ...], sampling: SamplingParams) -> None:
 
 
 def check_vocabulary(entry: CatalogEntry, prompt: Sequence[int]) -> None:
-    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
+    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.name
     bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise BadPrompt(f"prompt holds token {bad}, a token of `{name}` is from 0 to {vocab_size - 1}")
 
 
 def check_tokens(entry: CatalogEntry, sampling: SamplingParams) -> None:
-    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
+    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.name
     named = {
         "logit_bias": sampling.bias_by_token,
         "stop_token_ids": sampling.stop_ids,

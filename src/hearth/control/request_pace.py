@@ -36,7 +36,7 @@ def pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> P
         ):
             if is_sooner:
                 raise Forbidden(
-                    f"`{field}` must be {limit} for `{entry.deployed.name}`, given: {given:g}; more would be "
+                    f"`{field}` must be {limit} for `{entry.name}`, given: {given:g}; more would be "
                     "taken from others and needs a key with the role `admin`, or another setting: "
                     f"`models.NAME.{field}`"
                 )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from hearth.control.caller import Caller, GroupId
 from hearth.control.correlation import UNNAMED, Correlation
-from hearth.control.load_log import LoadLog
+from hearth.control.load_log import ON_DEVICE, LoadLog, slowest_tier
 from hearth.control.views import Explanation, RungView, TimelineMark, TimelineSpan
+from hearth.messages import AdapterLoaded
 from hearth.policy.fleet.events import Option
 from hearth.policy.turns.paced_request import PacedRequest
 from hearth.types import Pace, Pooling, RequestId, TurnEnd, WorkerId
@@ -54,7 +55,7 @@ class Timeline:
     """The life of one request. Mutable; written by the observer. All times are the event loop's own."""
 
     request_id: RequestId
-    model: str
+    model: str  #: that computes it
     arrived_s: float
     arrived_at_s: float  #: since the epoch
     num_prompt_tokens: int
@@ -62,6 +63,7 @@ class Timeline:
     pace: Pace = field(default_factory=Pace)
     correlation: Correlation = UNNAMED
     pooling: Pooling | None = None  #: an embedding is wanted; None: tokens are
+    adapter: str | None = None  #: that was asked for; None: the bare model was
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
@@ -70,6 +72,8 @@ class Timeline:
     why: str | None = None
     options: tuple[Option, ...] = ()
     load: LoadLog | None = None
+    adapter_load: AdapterLoaded | None = None  #: that it waited for, the last one
+    adapter_loaded_s: float = 0.0  #: when that was over
     stays: list[Stay] = field(default_factory=list)
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -107,6 +111,19 @@ class Timeline:
             self.num_cached_tokens = num_cached_tokens
         found = f"{num_cached_tokens} tokens found in the prefix cache"
         self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {found}")
+
+    def adapter_loaded(self, now_s: float, loaded: AdapterLoaded) -> None:
+        """Note that the adapter of the request has come, for which it waited."""
+        self.adapter_load, self.adapter_loaded_s = loaded, now_s
+        self.mark(now_s, "adapter_loaded", f"{self.adapter}, {_adapter_bytes(loaded)}")
+
+    @property
+    def adapter_tier(self) -> str | None:
+        """Where the adapter came from; None: it has not come, or none was asked for."""
+        if self.adapter_load is not None:
+            return slowest_tier(use.rung for use in self.adapter_load.rungs)
+        is_there = self.adapter is not None and any(stay.started_s is not None for stay in self.stays)
+        return ON_DEVICE if is_there else None
 
     def turn_ended(self, now_s: float, why: TurnEnd | None = None) -> None:
         """Note that the model is not in turn from now on; `why` None: it was not when the request came."""
@@ -179,7 +196,7 @@ class Timeline:
         queue_end_s = self.stays[0].placed_s if self.stays else self.ended_s or now_s
         return Explanation(
             request_id=self.request_id,
-            model=self.model,
+            model=self.adapter or self.model,
             arrived_at_s=self.arrived_at_s,
             outcome=self.outcome,
             error=self.error,
@@ -207,6 +224,10 @@ class Timeline:
             client_request_id=self.correlation.client_id,
             traceparent=None if self.correlation.trace is None else str(self.correlation.trace),
             spans=tuple(self._spans(now_s, queue_end_s)),
+            base=None if self.adapter is None else self.model,
+            adapter_tier=self.adapter_tier,
+            adapter_wait_s=0.0 if self.adapter_load is None else self.adapter_load.wait_s,
+            adapter_load_s=0.0 if self.adapter_load is None else self.adapter_load.total_s,
             marks=tuple(
                 TimelineMark(at_s - began, what, detail) for at_s, what, detail in self._all_marks(now_s)
             ),
@@ -246,6 +267,9 @@ class Timeline:
         spans = [self._span("queue", self.arrived_s, queue_end_s)]
         if (load := self._awaited()) is not None:
             spans += self._load_spans(load, end_s)
+        if (adapter := self.adapter_load) is not None:
+            copying_s = self.adapter_loaded_s - adapter.total_s
+            spans.append(self._span("adapter", copying_s, self.adapter_loaded_s, _adapter_bytes(adapter)))
         for stay in self.stays:
             stay_end_s = stay.ended_s or end_s
             if stay.started_s is not None:
@@ -335,6 +359,13 @@ class Timelines:
             ),
             None,
         )
+
+
+def _adapter_bytes(loaded: AdapterLoaded) -> str:
+    """Say how many bytes came from where, and after how long a wait for room."""
+    megabytes = [f"{use.num_bytes / 1e6:.1f} MB from {use.rung}" for use in loaded.rungs]
+    waited = [f"after {loaded.wait_s:.3f} s until it had room"] if loaded.wait_s >= MIN_WAIT_S else []
+    return ", ".join([*megabytes, *waited])
 
 
 def _since(began_s: float, at_s: float | None) -> float | None:

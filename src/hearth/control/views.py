@@ -57,9 +57,9 @@ class ModelView:
 class PartView:
     """Bytes of a pool that serve one purpose."""
 
-    kind: str  #: weights, kv, tables, workspace, lost, free
+    kind: str  #: weights, kv, tables, adapters, workspace, lost, free
     state: str  #: active, retained, spare
-    model: str | None  #: None: nobody's, or of several
+    model: str | None  #: the base of adapters; None: nobody's, or of several
     num_bytes: int
 
 
@@ -92,6 +92,17 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidentAdapterView:
+    """An adapter that has memory on a worker, or requests that wait for it there."""
+
+    name: str
+    num_bytes: int  #: of device memory; 0: it is not there
+    num_running: int
+    num_waiting: int
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ResidentView:
     """A model on a worker, or what is left of it there."""
 
@@ -113,6 +124,7 @@ class ResidentView:
     due_in_s: float | None = None  #: until its next token is due; negative: overdue; None: no requests
     is_pin_refused: bool = False  #: it should be pinned, and others would have no room then
     max_seqs: int | None = None  #: requests that it runs at a time; None: it is not hosted
+    adapters: tuple[ResidentAdapterView, ...] = ()  #: whose base it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +205,7 @@ class Explanation:
     """The life of one request, and why it went as it did."""
 
     request_id: str
-    model: str
+    model: str  #: that was asked for, be it an adapter
     arrived_at_s: float
     outcome: str  #: running, stop, length, cancelled, or the label of an error
     error: str | None
@@ -220,6 +232,10 @@ class Explanation:
     num_late_tokens: int = 0  #: by its pace
     client_request_id: str | None = None  #: that the client has sent; others may have sent the same
     traceparent: str | None = None  #: of the trace that the request is part of, as W3C spells it
+    base: str | None = None  #: of the adapter that was asked for, as are the rest; None: it was a model
+    adapter_tier: str | None = None  #: where the adapter was, `device` if it was there; None: it did not come
+    adapter_wait_s: float = 0.0  #: until it had room
+    adapter_load_s: float = 0.0  #: then until its bytes were there
 
 
 @dataclass(frozen=True, slots=True)

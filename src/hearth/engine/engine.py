@@ -252,6 +252,11 @@ class Engine:
         self.runner.add_adapter(adapter, layout, layers)
         self._users_by_adapter[adapter] = set()
 
+    def move_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
+        """Find an adapter elsewhere from the next step on, as `add_adapter`. Requests may have it."""
+        self.runner.remove_adapter(adapter)
+        self.runner.add_adapter(adapter, layout, layers)
+
     def remove_adapter(self, adapter: AdapterId) -> None:
         """Forget an adapter that no request has any more. Steps in flight may still read its bytes."""
         users = self._users_by_adapter[adapter]

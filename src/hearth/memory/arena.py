@@ -3,13 +3,13 @@
 The unit of residency is a fused tensor: it is there as a whole or not at all, and tensors of two models are
 never shared, equal as they may be. When free memory lies in pieces that are too small, tensors move and
 whoever computes with them binds them anew. What never moves lies at the ends: the workspace, which all models
-have in common, KV and tables.
+have in common, KV, tables and adapters, each of these with all its pieces in one region.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 
@@ -17,6 +17,7 @@ from hearth.errors import DeviceError
 from hearth.memory.arena_books import ArenaBooks
 from hearth.memory.arena_tenant import BATCH_BLOCKS, ArenaTenant, need_of, places_of, space_of
 from hearth.memory.contiguous import ContiguousMemory
+from hearth.memory.piece_book import piece_bytes
 from hearth.memory.placement import Packer, PlacementNeed, extent_span, plan_placement
 from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
 from hearth.memory.regions import Owner, Use, aligned, extents_of
@@ -24,14 +25,14 @@ from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
 from hearth.models.weights import TensorPlace
 from hearth.policy.memory.eviction import TAKEABLE, Tail, plan_takes
 from hearth.policy.memory.packing import Item, pack
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 #: For KV, unless there is no other way: some hundredths of a second on a CPU.
 MAX_MOVED_BYTES = 256 << 20
 
 
 class ArenaPool:
-    """A `Pool`. Mutable; all but `prepare` is called by one thread, between two steps."""
+    """A `Pool`. Mutable; one thread calls all that does not prepare, between two steps."""
 
     def __init__(
         self,
@@ -101,9 +102,7 @@ class ArenaPool:
         books.cut_common()
         books.moved.discard(model)  # its space says where it is
         books.give_back()
-        if books.memory.is_cuda:
-            tenant.queued = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
-            tenant.queued.record(torch.cuda.current_stream(books.memory.device))
+        tenant.queued = books.queued_now()
         return space_of(tenant, books.regions, books.memory)
 
     def place_front(self, model: ModelId, shape: Shape, num_bytes: int) -> Space | None:
@@ -197,6 +196,28 @@ class ArenaPool:
     def drop_table(self, model: ModelId, table: SamplingTable) -> None:
         self._books.give(self._books.tenants[model].table_owner(table))
 
+    def place_pieces(self, owner: AdapterId, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """All pieces lie in one region, so that few of those that never move cut the memory in pieces."""
+        books = self._books
+        item = Item(books.next_pieces_owner(), aligned(sum(map(piece_bytes, sizes))))
+        need = PlacementNeed(ModelId(""), (), 0, 0, block_bytes=1, tables=(item,))
+        placement = plan_placement(books.regions, need, self._movable(), self._packer)
+        if placement is None:
+            return None
+        books.move(placement.moves)
+        (span,) = placement.spans
+        pieces = books.take_pieces(owner, span, sizes)
+        books.give_back()
+        return pieces
+
+    def prepare_pieces(self, owner: AdapterId) -> None:
+        queued = self._books.pieces[owner].queued
+        if queued is not None:
+            queued.synchronize()
+
+    def drop_pieces(self, owner: AdapterId) -> None:
+        self._books.give(self._books.pieces.pop(owner).owner)
+
     def retire(self, model: ModelId) -> None:
         tenant = self._books.tenants.get(model)
         if tenant is None:
@@ -235,12 +256,15 @@ class ArenaPool:
         )
         used_bytes = self._books.regions.used_bytes
         rounded_bytes = used_bytes[Use.KV] - sum(holding.kv_bytes for holding in holdings)
+        pieces_bytes = {owner: one.num_bytes for owner, one in sorted(self._books.pieces.items())}
+        rounded_bytes += used_bytes[Use.PIECES] - sum(pieces_bytes.values())
         return PoolUsage(
             budget_bytes=self._budget_bytes,
             free_bytes=self._books.regions.free_bytes,
             workspace_bytes=used_bytes[Use.WORKSPACE],
             lost_bytes=rounded_bytes + self._budget_bytes - self._books.regions.num_bytes,
             holdings=holdings,
+            pieces_bytes=pieces_bytes,
             moved_bytes=self._books.moved_bytes,
             fallbacks=self._fallbacks,
         )

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count
 
 import torch
 
 from hearth.memory.arena_tenant import ArenaTenant
 from hearth.memory.contiguous import ContiguousMemory
+from hearth.memory.piece_book import piece_bytes
 from hearth.memory.pool import Shape
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.packing import Move
-from hearth.types import ModelId
+from hearth.types import AdapterId, ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPieces:
+    """Pieces of one adapter, which lie behind each other in one region."""
+
+    owner: Owner
+    sizes: tuple[int, ...]
+    #: On CUDA: what was queued when they were placed. It may still read or move what was there.
+    queued: torch.cuda.Event | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(piece_bytes, self.sizes))
 
 
 class ArenaBooks:
@@ -26,6 +43,8 @@ class ArenaBooks:
         self.tenants: dict[ModelId, ArenaTenant] = {}
         self.moved: set[ModelId] = set()  #: placed models whose tensors have moved, until they are told
         self.moved_bytes = 0
+        self.pieces: dict[AdapterId, ArenaPieces] = {}
+        self._numbers = count()  #: of regions of pieces
         #: Bytes that have come free and whose pages the system has not got yet: somebody may be about to get
         #: them, and pages that come back have to be cleared first, which takes longer than filling them.
         self.freed: list[ByteRange] = []
@@ -63,6 +82,26 @@ class ArenaBooks:
                 tenant.coming.add(index)
             case Owner(use=Use.KV, index=sink):
                 tenant.extents[sink] = range(sink, sink + 1)
+
+    def next_pieces_owner(self) -> Owner:
+        return Owner(ModelId(""), Use.PIECES, next(self._numbers))
+
+    def take_pieces(self, adapter: AdapterId, span: Span, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Give an adapter a region for its pieces; return them."""
+        assert adapter not in self.pieces, f"adapter {adapter} has its pieces"
+        assert span.owner is not None, f"{span} is for nobody"
+        self.regions.take(span)
+        self.pieces[adapter] = ArenaPieces(span.owner, tuple(sizes), self.queued_now())
+        begins = accumulate(map(piece_bytes, sizes), initial=span.begin)
+        return [self.memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+
+    def queued_now(self) -> torch.cuda.Event | None:
+        """Return a mark behind what the device has queued; None: it does everything at once."""
+        if not self.memory.is_cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        event.record(torch.cuda.current_stream(self.memory.device))
+        return event
 
     def give(self, owner: Owner, *, is_wanted: bool = False) -> None:
         """Have a region be free. `is_wanted`: for another who is to be placed, so that its pages may stay."""
@@ -120,6 +159,7 @@ class ArenaBooks:
         if common_bytes:
             assert self.regions.span_of(COMMON) == Span(0, common_bytes, COMMON), f"{common_bytes=}"
             owners.add(COMMON)
+        owners |= {pieces.owner for pieces in self.pieces.values()}
         assert owners == {span.owner for span in self.regions if span.owner}, "a region is nobody's"
         assert all(self.tenants[model].extents for model in self.moved), f"{self.moved=}"
 

@@ -1,7 +1,8 @@
 """Which model has which pages, and what has to be given up before another can have them. Calls no driver.
 
 Two kinds of pages belong at several places: chunks that models have in common, which nobody writes again,
-and the workspace, one set for all models, for only one steps at a time.
+and the workspace, one set for all models, for only one steps at a time. Pieces of adapters share pages in a
+space that is no model's.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from hearth.memory.mapped_tenant import MappedTenant, num_pages
 from hearth.memory.page_table import PageTable
-from hearth.memory.pages import Pages
+from hearth.memory.pages import Mark, Pages
+from hearth.memory.piece_book import PieceBook
 from hearth.memory.pool import EvictionTermsOf, Holding, PoolUsage, Shape
 from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import Spaces
 from hearth.policy.memory.eviction import TAKEABLE, Tail
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 
 class PageBooks:
@@ -33,6 +35,10 @@ class PageBooks:
         #: As many pages as the largest workspace of a placed model has.
         self.workspace: list[int] = []
         self.displaced: list[ModelId] = []  #: models whose addresses went to others
+        self.pieces = PieceBook(pages.page_bytes, pages.space_bytes // pages.page_bytes)
+        self._pieces_address: int | None = None  #: of their space; None: there never were any
+        #: By slot on which pieces were given up and others are: what the device had queued then.
+        self._left_pieces: dict[int, Mark] = {}
 
     def missing_pages(self, model: ModelId, shape: Shape) -> int:
         tenant = self.tenants.get(model)
@@ -261,6 +267,52 @@ class PageBooks:
     def leave_table(self, tenant: MappedTenant, table: SamplingTable) -> None:
         self.table.leave(tenant.table_places(table, range(tenant.num_table_pages.pop(table))))
 
+    def claim_pieces(self, owner: AdapterId, sizes: Sequence[int]) -> bool:
+        """Have pages for the pieces of an adapter; False: memory is short, and nothing has changed."""
+        plan = self.pieces.plan(sizes)
+        num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
+        if plan is None or len(plan.new_slots) > num_available:
+            return False
+        if self._pieces_address is None:
+            self._pieces_address = self._spaces.give_common()
+        self._make_free(len(plan.new_slots))
+        self.table.claim(self._piece_places(plan.new_slots))
+        self.pieces.take(owner, plan)
+        return True
+
+    def piece_addresses(self, owner: AdapterId) -> list[int]:
+        """Return where the pieces of an adapter begin."""
+        (base,) = self._piece_places([0])
+        return [base + part.begin for part in self.pieces.parts_of(owner)]
+
+    def piece_places(self, owner: AdapterId) -> list[int]:
+        """Return the places of the pages that an adapter has pieces on."""
+        return self._piece_places(self.pieces.slots_of(owner))
+
+    def piece_marks(self, owner: AdapterId) -> list[Mark]:
+        """Return what to wait for before the pieces of an adapter are written, whose pages others left."""
+        slots = self.pieces.slots_of(owner)
+        marks = {id(mark): mark for slot in slots if (mark := self._left_pieces.get(slot)) is not None}
+        return list(marks.values())
+
+    def leave_pieces(self, owner: AdapterId) -> None:
+        """Give up the pieces of an adapter, and the pages that have no others."""
+        slots = self.pieces.slots_of(owner)
+        empty = self.pieces.give(owner)
+        self.table.leave(self._piece_places(empty))
+        mark = self._pages.mark()
+        self._left_pieces.update((slot, mark) for slot in slots if slot not in empty)
+        for slot in empty:
+            self._left_pieces.pop(slot, None)
+
+    def _piece_places(self, slots: Sequence[int]) -> list[int]:
+        assert self._pieces_address is not None, "there never were any pieces"
+        return [self._pieces_address + slot * self._pages.page_bytes for slot in slots]
+
+    def all_piece_places(self) -> list[int]:
+        """Return the places of all pages that have pieces."""
+        return self._piece_places(sorted(self.pieces.slots)) if self.pieces.slots else []
+
     def retire(self, tenant: MappedTenant) -> None:
         if not tenant.is_placed:
             return
@@ -290,13 +342,15 @@ def usage_of(books: PageBooks, pages: Pages, fallbacks: Mapping[str, int]) -> Po
         if last in tenant.there or last in tenant.coming:
             (place,) = tenant.weights_places([last])
             lost_bytes[books.table.page_at(place)] = pages.page_bytes - tenant.last_stored_bytes
-    shared = books.shared_weights()
+    shared, pieces_bytes = books.shared_weights(), books.pieces.bytes_by_owner()
+    unused_bytes = len(books.pieces.slots) * pages.page_bytes - sum(pieces_bytes.values())
     return PoolUsage(
         budget_bytes=pages.num_pages * pages.page_bytes,
         free_bytes=books.table.num_free * pages.page_bytes,
         workspace_bytes=len(books.workspace) * pages.page_bytes,
-        lost_bytes=sum(lost_bytes.values()),
+        lost_bytes=sum(lost_bytes.values()) + unused_bytes,
         holdings=tuple(_holding(books.tenants[model], shared[model]) for model in sorted(books.tenants)),
+        pieces_bytes=pieces_bytes,
         moved_bytes=0,
         fallbacks=fallbacks,
     )
@@ -306,6 +360,8 @@ def check_books(books: PageBooks) -> None:
     """Raise if what models have contradicts what is known of the pages."""
     table = books.table
     places = [place for tenant in books.tenants.values() for place in tenant.all_places()]
+    places += books.all_piece_places()
+    books.pieces.check()
     assert len(places) == len(set(places)), "two models have one place"
     users = Counter(table.page_at(place) for place in places)
     shared = books.shared_chunks.all_pages() | set(books.workspace)

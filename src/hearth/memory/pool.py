@@ -3,20 +3,20 @@
 A pool keeps books of its own, and no reading of the device is ever asked again. It places, maps and moves; it
 never decides that somebody has to go: its caller makes room first, in the order
 
-    free memory, KV that nobody reads, weights of retained models, of warm ones, of paused ones, KV of paused
-    models, KV of running requests
+    free memory, KV that nobody reads, idle adapters, weights of retained models, of warm ones, of paused
+    ones, KV of paused models, KV of running requests
 
 and says with `EvictionTerms` whose weights may be taken, and at which price. Two pools do this: mapped pages
 (`memory/vmm.py`), where any free page fits anywhere, and one contiguous arena (`memory/arena.py`), where
 tensors have to be moved together now and then.
 
-One thread, that of the steps, calls all methods but `prepare`.
+One thread, that of the steps, calls all methods but `prepare` and `prepare_pieces`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ import torch
 
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace
-from hearth.types import ChunkId, Digest, Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, ChunkId, Digest, Hold, ModelId, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """A pool at one moment. Free, workspace, lost and all holdings, shared bytes once, make up the budget."""
+    """A pool at one moment.
+
+    Free, workspace, lost, pieces and all holdings, shared bytes once, make up the budget.
+    """
 
     budget_bytes: int
     free_bytes: int
     workspace_bytes: int
     lost_bytes: int  #: to rounding and fragments: in nobody's hands and of no use
     holdings: tuple[Holding, ...]  #: in the order of their names
+    pieces_bytes: Mapping[AdapterId, int]  #: of each adapter that has pieces, in the order of their ids
     moved_bytes: int  #: so far, to make place; 0 for ever where pages are mapped
     fallbacks: Mapping[str, int]  #: what had to be done otherwise than wished, by name
 
@@ -179,6 +183,20 @@ class Pool(Protocol):
 
     def drop_table(self, model: ModelId, table: SamplingTable) -> None:
         """Take back the memory of a table. The device may still be computing with it, as in `shrink`."""
+
+    def place_pieces(self, owner: AdapterId, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """Give an adapter that has no pieces one (uint8) of each size, out of free memory.
+
+        None where that does not suffice, and nothing has changed. They begin at multiples of 256 bytes, never
+        move, and must not be touched before `prepare_pieces` has returned; weights may be moved for them.
+        """
+
+    def prepare_pieces(self, owner: AdapterId) -> None:
+        """Make the pieces of an adapter ready to be written. Any one thread may call it."""
+
+    def drop_pieces(self, owner: AdapterId) -> None:
+        """Take back all pieces of an adapter that nobody writes. The device may still read them, as in
+        `shrink`."""
 
     def retire(self, model: ModelId) -> None:
         """Take back KV, tables, workspace and sink of a model that computes no more; its weights stay. One

@@ -2,7 +2,7 @@
 
     0                                                                                    num_bytes
     | workspace | a's tensor 0 | b's tensor 0 | free | a's tensor 1 | free | b's KV | a's KV |
-      of all      what may move, from the low end        what may not, from the high end; tables as well
+      of all      what may move, from the low end        what may not, from the high end; tables, adapters too
 
 A block of KV lies at its number times its size, so that a model sees all its blocks in one array. A run of
 them takes what lies around it up to the next boundaries of the books.
@@ -28,15 +28,17 @@ class Use(StrEnum):
     WORKSPACE = "workspace"
     KV = "kv"
     TABLE = "table"
+    PIECES = "pieces"  #: of an adapter, all in one region
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A part of a model that has one region."""
+    """A part of a model, or an adapter, that has one region."""
 
-    model: ModelId
+    model: ModelId  #: empty for an adapter
     use: Use
-    #: Of the tensor in its layout, of an extent's first block, or of a table; 0 for a workspace.
+    #: Of the tensor in its layout, of an extent's first block, of a table, a number of the adapter; 0 for a
+    #: workspace.
     index: int
 
 

@@ -48,6 +48,12 @@ class Spaces:
         self._owned.add(address)
         return address
 
+    def give_common(self) -> int:
+        """Return the address of a space that is no model's, and is kept for good."""
+        address = self._pages.reserve(None)
+        self._owned.add(address)
+        return address
+
     def take_back(self, address: int) -> None:
         """Keep a space that its model does not need any more, for the next one."""
         self._owned.remove(address)

@@ -3,7 +3,7 @@
 Weights, KV, tables and workspace of a model lie at addresses that its slot decides; pages come and go
 beneath them. What others give up is at once free in the books. It is unmapped and mapped anew by whoever
 needs it next: by the thread of a load, just before a chunk is copied, for KV by a thread that maps ahead, and
-for a table by the thread of the steps.
+for a table by the thread of the steps. Pieces of adapters lie in a space of their own, many on one page.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace, contiguous_places
 from hearth.policy.memory.eviction import TAKEABLE, plan_takes
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 log = logging.getLogger(__name__)
 
 
 class MappedPool:
-    """A `Pool` that owns its pages. Mutable; all but `prepare` is called by the thread of the steps."""
+    """A `Pool` that owns its pages. Mutable; the thread of the steps calls all that does not prepare."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class MappedPool:
     ) -> None:
         """`fallbacks`: those beside the pool. `wipe` is called with all bytes that come free, for tests."""
         self._pages, self._eviction_terms, self._fallbacks = pages, eviction_terms, dict(fallbacks or {})
+        self._wipe = wipe
         self._table = PageTable(pages, wipe)
         self._spaces = Spaces(pages)
         self._books = PageBooks(pages, self._table, self._spaces)
@@ -178,6 +179,31 @@ class MappedPool:
     def drop_table(self, model: ModelId, table: SamplingTable) -> None:
         with self._table.lock:
             self._books.leave_table(self._books.tenants[model], table)
+
+    def place_pieces(self, owner: AdapterId, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """Pages that are ready for KV, but not given, count as free."""
+        with self._table.lock:
+            if not self._books.claim_pieces(owner, sizes):
+                return None
+            addresses = self._books.piece_addresses(owner)
+        return [self._pages.bytes_at(at, size) for at, size in zip(addresses, sizes, strict=True)]
+
+    def prepare_pieces(self, owner: AdapterId) -> None:
+        with self._table.lock:
+            places, marks = self._books.piece_places(owner), self._books.piece_marks(owner)
+        for mark in marks:
+            mark.synchronize()
+        self._table.wait_until_idle(places)
+        self._table.make_real(places)
+
+    def drop_pieces(self, owner: AdapterId) -> None:
+        if self._wipe is not None:
+            self.prepare_pieces(owner)
+            parts = self._books.pieces.parts_of(owner)
+            for address, part in zip(self._books.piece_addresses(owner), parts, strict=True):
+                self._wipe(self._pages.bytes_at(address, part.end - part.begin))
+        with self._table.lock:
+            self._books.leave_pieces(owner)
 
     def retire(self, model: ModelId) -> None:
         with self._table.lock:

@@ -13,10 +13,12 @@ from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.memory.eviction import Tail, effective_hold, plan_takes
 from hearth.policy.memory.reclaim import (
     ClearKv,
+    DropAdapter,
     DropTable,
     GrowKv,
     KvView,
     Orders,
+    PlaceAdapter,
     PlaceTable,
     ReclaimOrder,
     ReclaimPolicy,
@@ -205,8 +207,8 @@ class SimulatedReclaimer:
                 return self._clear(order)
             case TakeWeights():
                 return self._take(order)
-            case PlaceTable() | SpillTable() | DropTable():
-                raise AssertionError(f"no request of a simulation needs a table: {order}")
+            case PlaceTable() | SpillTable() | DropTable() | PlaceAdapter() | DropAdapter():
+                raise AssertionError(f"no request of a simulation needs a table or an adapter: {order}")
             case _:
                 assert_never(order)
 

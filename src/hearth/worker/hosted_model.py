@@ -154,12 +154,12 @@ class HostedModel:
 
     @property
     def effective_hold(self) -> Hold:
-        """How the model is held now, whose requests may also wait for an engine or a grammar.
+        """How the model is held now, whose requests may also wait for an engine, a grammar or an adapter.
 
         It is being loaded for its turn, not while first bytes come ahead of it.
         """
-        has_unchecked = (served := self.served) is not None and bool(served.unchecked)
-        has_requests = self.has_work or bool(self.waiting) or has_unchecked
+        has_held = (served := self.served) is not None and bool(served.unchecked or served.held)
+        has_requests = self.has_work or bool(self.waiting) or has_held
         is_loading, has_turn = self.load_under_way is not None, self.has_turn
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
@@ -193,11 +193,21 @@ class HostedModel:
             case _:
                 raise self._wrong("has checked a request")
 
+    def hold_back(self, run: int, request: EngineRequest) -> None:
+        """Keep a request that was checked by the engine's intake until its adapter is there."""
+        match self.state:
+            case Loading(served) | Loaded(served) | Incomplete(served):
+                served.unchecked.discard(run)
+                served.held[run] = request
+            case _:
+                raise self._wrong("has checked a request")
+
     def cancel(self, run: int) -> None:
         """End one of the model's requests, wherever it is."""
         self.waiting = [request for request in self.waiting if request.run != run]
         if (served := self.served) is not None:
             served.unchecked.discard(run)
+            served.held.pop(run, None)
             served.engine.cancel(RequestId(str(run)))
 
     # The way to being loaded.

@@ -10,11 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from hearth.engine.engine import StepOutcome, StepOutputs
+from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.errors import DeviceError
 from hearth.messages import HostModel, ModelLoaded, PrepareModel
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
 from hearth.types import Hold, ModelId
+from hearth.worker.adapter_load import PostAdapterNews
+from hearth.worker.adapters import WorkerAdapters
 from hearth.worker.failure import ModelBroke
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import Finding, ServedModel
@@ -37,10 +39,16 @@ class HostedModels:
     """Mutable; the step thread alone calls it. `post` is called by other threads."""
 
     def __init__(
-        self, resources: HostingResources, post: Callable[[int, ModelId, HostingNews], None]
+        self,
+        resources: HostingResources,
+        post: Callable[[int, ModelId, HostingNews], None],
+        post_adapter: PostAdapterNews,
     ) -> None:
         self.hosted: dict[ModelId, HostedModel] = {}
-        self.reclaimer = Reclaimer(resources.new_pool, self.hosted, lambda model: self.turns.due_in_s(model))
+        self.reclaimer = Reclaimer(
+            resources.new_pool, self.hosted, lambda model: self.turns.due_in_s(model), self._engines
+        )
+        self.adapters = WorkerAdapters(resources, self.reclaimer, self.hosted, post_adapter)
         self.turns = Turns(resources.turns, self.hosted, self.reclaimer.pool, self.reclaimer.reload_costs)
         self._resources, self._post = resources, post
         #: Retired models whose engine waits for them, the longest retired first.
@@ -96,10 +104,17 @@ class HostedModels:
             return self._announced(hosted.load(self.reclaimer.place))
         except DeviceError:
             is_any_loading = any(one.is_loading for one in self.hosted.values())
+            # Adapters in use are in the way of what is promised: they take no more requests until it is had.
+            is_any_loading |= self.reclaimer.adapters.is_any_coming or self.reclaimer.adapters.drain()
             if not self.reclaimer.policy.defer(hosted.model, is_any_loading=is_any_loading):
                 raise
         log.info("model_deferred model=%s", hosted.model)
         return None
+
+    def _engines(self) -> dict[ModelId, Engine]:
+        """Return the engines of all models that have one, retired ones included."""
+        all_models = {**self._retired, **self.hosted}
+        return {model: one.served.engine for model, one in all_models.items() if one.served is not None}
 
     def deferred(self) -> list[HostedModel]:
         """Return the models that found no place and may find one now."""
@@ -217,7 +232,9 @@ class HostedModels:
 
     def ready(self) -> dict[ModelId, ServedModel]:
         """Return the models that may step now."""
-        busy = self._busy()
+        busy = {
+            model: one for model, one in self._busy().items() if not self.reclaimer.adapters.lacking(model)
+        }
         generation = self.reclaimer.policy.generation
         return {model: busy[model] for model in self._readiness.ready(self._views(busy), generation)}
 
@@ -254,6 +271,8 @@ class HostedModels:
         None: there is no such model, or there will be news that may change it.
         """
         if any(isinstance(one.state, Finding) or one.is_loading for one in self.hosted.values()):
+            return None
+        if self.reclaimer.adapters.is_any_coming:
             return None
         busy = self._busy()
         model = self._readiness.hopeless(self._views(busy))

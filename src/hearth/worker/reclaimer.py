@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import assert_never
 
-from hearth.engine.engine import StepOutcome
+from hearth.engine.engine import Engine, StepOutcome
 from hearth.errors import DeviceError
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
+from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.reclaim import (
     ClearKv,
+    DropAdapter,
     DropTable,
     GrowKv,
     KvView,
     Orders,
+    PlaceAdapter,
     PlaceTable,
     ReclaimOrder,
     ReclaimPolicy,
@@ -29,7 +32,8 @@ from hearth.policy.memory.reclaim import (
     carry_out,
 )
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Hold, ModelId, SamplingTable
+from hearth.worker.adapter_pieces import AdapterPieces
 from hearth.worker.failure import ModelBroke
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
@@ -46,16 +50,21 @@ class Reclaimer:
         new_pool: Callable[[EvictionTermsOf], Pool],
         hosted: Mapping[ModelId, HostedModel],
         due_in_s: Callable[[ModelId], float],
+        engines: Callable[[], Mapping[ModelId, Engine]] = dict,
     ) -> None:
         """`hosted` are the hosted models, kept by whoever calls.
 
-        `due_in_s` says in how many seconds a token of a paused model is due.
+        `due_in_s` says in how many seconds a token of a paused model is due. `engines` returns those of all
+        models that have one, also of retired ones.
         """
         self.pool = new_pool(self.eviction_terms)
-        self.policy = ReclaimPolicy(self, keeps_addresses=self.pool.keeps_addresses)
+        self.adapters = AdapterResidency(self._adapter_cost, self._is_active)
+        self.pieces = AdapterPieces(self.pool, self.adapters, engines)
+        self.policy = ReclaimPolicy(self, keeps_addresses=self.pool.keeps_addresses, adapters=self.adapters)
         self.reload_costs = DeviceReloadCosts()
         self._hosted, self._due_in_s = hosted, due_in_s
         self.num_spilled_tables = 0  #: so far: tables for which the pool had no room
+        self.num_dropped_adapters = 0  #: so far: those that gave way
 
     def eviction_terms(self, model: ModelId) -> EvictionTerms:
         """Return how the pool is to treat a model's weights; one that is not hosted is retained.
@@ -146,6 +155,25 @@ class Reclaimer:
             self._run(self.policy.drop_tables(hosted.model))
         self.policy.room_may_have_come()
 
+    # Adapters.
+
+    def place_adapter(self, adapter: AdapterId, sizes: Sequence[int], *, may_take: bool) -> bool:
+        """Give an adapter pieces of these sizes; False: there is no room. `may_take`: others may give way."""
+        return self._run(self.policy.place_adapter(adapter, sizes, may_take=may_take)) > 0
+
+    def _adapter_cost(self, adapter: AdapterId) -> float:
+        return self.reload_costs.cost_s_per_byte(adapter, time.monotonic())
+
+    def _is_active(self, model: ModelId) -> bool:
+        """True if a model has its engine and its turn."""
+        hosted = self._hosted.get(model)
+        return hosted is not None and hosted.takes_requests and hosted.has_turn
+
+    def _unassembled_bytes(self) -> int:
+        """Return the KV that models are promised which have no engine yet."""
+        hosted = self._hosted.values()
+        return sum(one.order.kv_floor_bytes for one in hosted if one.has_turn and not one.takes_requests)
+
     # What the policy reads.
 
     def models(self) -> list[ModelId]:
@@ -208,8 +236,22 @@ class Reclaimer:
             case DropTable(model, table):
                 self.pool.drop_table(model, table)
                 return self._served(model).pooled_tables.pop(table)
+            case PlaceAdapter():
+                return self._place_adapter(order)
+            case DropAdapter(adapter):
+                self.num_dropped_adapters += 1
+                return self.pieces.drop(adapter)
             case _:
                 assert_never(order)
+
+    def _place_adapter(self, order: PlaceAdapter) -> int:
+        num_bytes = sum(order.sizes)
+        owed_bytes = order.owed_bytes + self._unassembled_bytes()
+        if owed_bytes and num_bytes + owed_bytes > self.pool.free_bytes:
+            return 0
+        is_placed = self.pieces.place(order.adapter, order.sizes)
+        self._follow_moves()
+        return num_bytes if is_placed else 0
 
     def _place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> int:
         if table in self._served(model).pooled_tables:  # too small by now

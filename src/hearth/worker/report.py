@@ -17,6 +17,7 @@ from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
+from hearth.worker.adapters import WorkerAdapters
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.torch_limit import TorchLimit
@@ -34,10 +35,11 @@ class Reports:
         reclaimer: Reclaimer,
         hosted: Mapping[ModelId, HostedModel],
         turns: Turns,
+        adapters: WorkerAdapters,
         torch_limit: TorchLimit | None = None,
     ) -> None:
         """`hosted` are the hosted models, kept by whoever calls. `torch_limit`: None: torch has none."""
-        self._reclaimer, self._hosted, self._turns = reclaimer, hosted, turns
+        self._reclaimer, self._hosted, self._turns, self._adapters = reclaimer, hosted, turns, adapters
         self._torch_limit = torch_limit
         #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
         #: whoever counts them never counts back.
@@ -86,6 +88,8 @@ class Reports:
             models=tuple(self._uses(usage.holdings)),
             torch_limit_bytes=None if self._torch_limit is None else self._torch_limit.num_bytes,
             is_torch_limit_measured=self._torch_limit is not None and self._torch_limit.is_measured,
+            adapters=tuple(self._adapters.usages()),
+            num_adapter_evictions=self._reclaimer.num_dropped_adapters,
         )
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
@@ -100,7 +104,7 @@ class Reports:
             return ModelUse(model, Hold.RETAINED, False, *num_bytes)
         use = ModelUse(
             *(model, hosted.effective_hold, True, *num_bytes),
-            num_waiting=len(hosted.waiting),
+            num_waiting=len(hosted.waiting) + (0 if hosted.served is None else len(hosted.served.held)),
             coming_bytes=_coming_bytes(holding, hosted),
             is_in_turn=self._turns.is_in_turn(model),
             due_s=self._turns.next_due_in_s(model),

@@ -17,6 +17,7 @@ from typing import assert_never
 from hearth.engine.engine import Intake, StepOutcome
 from hearth.errors import EngineFailed, HearthError, ServiceError
 from hearth.messages import (
+    AdapterLoaded,
     Admitted,
     CancelRequest,
     DropModel,
@@ -43,7 +44,9 @@ from hearth.messages import (
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
-from hearth.types import GuideSpec, ModelId, RequestId, SnapshotOutcome, TurnEnd
+from hearth.types import AdapterId, GuideSpec, ModelId, RequestId, SnapshotOutcome, TurnEnd
+from hearth.worker.adapter_load import AdapterNews
+from hearth.worker.adapters import FailedRuns
 from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
@@ -78,6 +81,14 @@ class ModelNews:
 
 
 @dataclass(frozen=True, slots=True)
+class NewsOfAdapter:
+    """News of an adapter that was asked for."""
+
+    adapter: AdapterId
+    news: AdapterNews
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedRequest:
     """A guided request, whose grammar was compiled apart."""
 
@@ -86,7 +97,7 @@ class CheckedRequest:
     outcome: EngineRequest | HearthError
 
 
-Message = Order | ModelNews | CheckedRequest | SnapshotWritten
+Message = Order | ModelNews | NewsOfAdapter | CheckedRequest | SnapshotWritten
 Inbox = SimpleQueue[Message]
 
 
@@ -106,11 +117,16 @@ class WorkerLoop:
         self._inbox, self._send = inbox, send
         self._sharing = StepSharing()
         self._models = HostedModels(
-            resources, lambda hosting, model, news: inbox.put(ModelNews(hosting, model, news))
+            resources,
+            lambda hosting, model, news: inbox.put(ModelNews(hosting, model, news)),
+            lambda adapter, news: inbox.put(NewsOfAdapter(adapter, news)),
         )
         self._hosted = self._models.hosted
         self._turns = self._models.turns
-        self._reports = Reports(self._models.reclaimer, self._hosted, self._turns, resources.torch_limit)
+        self._adapters = self._models.adapters
+        self._reports = Reports(
+            self._models.reclaimer, self._hosted, self._turns, self._adapters, resources.torch_limit
+        )
         self._maker = self._snapshot_maker(resources)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
         self._untold_s: dict[ModelId, float] = {}  #: of steps since the last one that the gateway heard of
@@ -140,10 +156,15 @@ class WorkerLoop:
             self._turns.look_again()
             self._handle(message)
             del message  # it may hold the engine of a model that is dropped while this sleeps
-            for hosted in self._models.deferred():
-                if self._hosted.get(hosted.model) is hosted:  # else one before it made it fail
-                    self._load(hosted)
+            self._load_deferred()
+            self._serve_adapters()
         return True
+
+    def _load_deferred(self) -> None:
+        """Load the models that found no place and may find one now."""
+        for hosted in self._models.deferred():
+            if self._hosted.get(hosted.model) is hosted:  # else one before it made it fail
+                self._load(hosted)
 
     def _next_message(self) -> Message | None:
         """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
@@ -151,6 +172,7 @@ class WorkerLoop:
             if self._turns.is_settled() and self._models.ready():
                 return None
             self._take_turns()
+            self._serve_adapters()
             self._models.look_ahead()
             if self._models.ready():
                 return None
@@ -189,6 +211,8 @@ class WorkerLoop:
             self._sharing.stepped(model, step_s)
             self._tell_step(model, outcome, step_s)
             self._tell_residency(is_due=False)
+            self._load_deferred()
+            self._serve_adapters()
             return
         del ready  # the last of it besides the worker's own
         self._fail(broken, failure)  # if it is another one, this one tries again
@@ -246,6 +270,7 @@ class WorkerLoop:
                 self._tell_turn(hosted, None)
                 self._tell_loaded(loaded[hosted.model])
                 self._begin_waiting(hosted)
+            self._adapters.look_again()
 
     def _hosted_of(self, models: Iterable[ModelId]) -> Iterator[HostedModel]:
         """Yield those of the models that have not failed meanwhile."""
@@ -305,6 +330,8 @@ class WorkerLoop:
             case ModelNews(hosting, model, news):
                 if self._is_current(model, hosting):
                     self._take_news(self._hosted[model], news)
+            case NewsOfAdapter(adapter, news):
+                self._take_adapter_news(adapter, news)
             case CheckedRequest(hosting, order, outcome):
                 if self._is_current(order.model, hosting) and order.run in self._runs:
                     self._tell_arrival(order)
@@ -362,11 +389,14 @@ class WorkerLoop:
             reason = f"`{order.model}` is not on this worker; it was dropped or has failed"
             self._send(RunFailed(order.run, ServiceError.label, reason))
             return
-        self._runs[order.run] = _Run(order.model, time.perf_counter())
+        now_s = time.perf_counter()
+        self._runs[order.run] = _Run(order.model, now_s)
         self._models.request_came(hosted)
         if self._maker is not None:
             self._maker.saw_request()
         self._tell_arrival(order)
+        if order.adapter is not None:
+            self._adapters.asked(order, order.adapter, now_s - order.age_s)
         if not hosted.queue_until_ready(order):
             self._begin(order, hosted)
 
@@ -412,7 +442,12 @@ class WorkerLoop:
             return
         now_s = time.perf_counter()
         arrived_s = self._runs[order.run].since_s - order.age_s
-        hosted.add(order.run, outcome.in_line(order.pace, arrived_s, now_s))
+        request = outcome.in_line(order.pace, arrived_s, now_s)
+        if request.adapter is None:
+            hosted.add(order.run, request)
+        else:  # it stands in line from now on, also while it waits for its adapter
+            hosted.hold_back(order.run, request)
+            self._adapters.look_again()
         if isinstance(hosted.state, Incomplete):  # others took from it while it was idle
             self._try(order.model, lambda: self._models.load_in_turn(hosted))
 
@@ -421,6 +456,44 @@ class WorkerLoop:
         if (entry := self._runs.pop(run, None)) is not None:
             self._models.cancel(self._hosted[entry.model], run)
             self._turns.ended(entry.model, run)
+            self._adapters.ended(run)
+
+    # Adapters.
+
+    def _serve_adapters(self) -> None:
+        """Have adapters come that requests wait for, and those requests start whose adapter is there."""
+        if not self._adapters.is_due:
+            return
+        self._start_adapted()  # first: an adapter that nobody uses yet would give way to the next
+        for failed in self._adapters.advance():
+            self._fail_runs(failed)
+        self._start_adapted()
+
+    def _start_adapted(self) -> None:
+        """Have the requests start that waited for nothing but their adapter, which is there."""
+        for run in self._adapters.residency.startable():
+            hosted = self._hosted[self._runs[run].model]
+            if (served := hosted.served) is None or (request := served.held.get(run)) is None:
+                continue  # it waits for more than its adapter
+            assert request.adapter is not None, f"{run=} is held and has no adapter"
+            del served.held[run]
+            self._adapters.start(run, request.adapter, served.engine)
+            hosted.add(run, request)
+
+    def _take_adapter_news(self, adapter: AdapterId, news: AdapterNews) -> None:
+        match self._adapters.take_news(adapter, news):
+            case AdapterLoaded() as loaded:
+                self._send(loaded)
+            case FailedRuns() as failed:
+                self._fail_runs(failed)
+
+    def _fail_runs(self, failed: FailedRuns) -> None:
+        """End requests whose adapter cannot be had; others of their model are not affected."""
+        if failed.failure.is_fatal:
+            raise DeviceLost(f"the device is lost, under an adapter: {failed.failure.reason}")
+        for run in failed.runs:
+            self._cancel(run)
+            self._send(RunFailed(run, failed.failure.label, failed.failure.reason))
 
     # News of models.
 
@@ -485,6 +558,7 @@ class WorkerLoop:
         for run in finished:
             del self._runs[run]
             self._turns.ended(model, run)
+            self._adapters.ended(run)
         busy_s = self._untold_s.pop(model, 0.0) + step_s
         if not (outputs or admitted or preempted):
             self._untold_s[model] = busy_s
@@ -509,6 +583,7 @@ class WorkerLoop:
     def _fail_run(self, model: ModelId, run: int, error: HearthError) -> None:
         del self._runs[run]
         self._turns.ended(model, run)
+        self._adapters.ended(run)
         log.warning("run_failed run=%d model=%s label=%s reason=%s", run, model, error.label, error)
         self._send(RunFailed(run, error.label, str(error)))
 
@@ -528,6 +603,7 @@ def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError
             output=order.output,
             guide=guide,
             pooling=order.pooling,
+            adapter=None if order.adapter is None else order.adapter.adapter,
         )
     except HearthError as error:
         return error

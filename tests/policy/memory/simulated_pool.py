@@ -1,4 +1,4 @@
-"""A pool, with KV and tables of models, as plain numbers: what a `ReclaimPolicy` decides about. Has no tests.
+"""A pool, with KV and tables of models and adapters, as plain numbers: what a `ReclaimPolicy` decides about.
 
 Every order is checked when it is carried out: nobody gives way before all who come first have nothing left.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.eviction import TAKEABLE
 from hearth.policy.memory.reclaim import (
     ClearKv,
+    DropAdapter,
     DropTable,
     GrowKv,
     KvView,
     Orders,
+    PlaceAdapter,
     PlaceTable,
     ReclaimOrder,
     ReclaimPolicy,
@@ -23,7 +26,7 @@ from hearth.policy.memory.reclaim import (
     TakeWeights,
     carry_out,
 )
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 EXTENT_BLOCKS = 2  #: KV comes and goes by so many
 BLOCK_TOKENS = 8
@@ -120,14 +123,37 @@ class SimulatedPool:
     num_preempted: int = 0
     needed_bytes: int = 0  #: what the model that room is made for is promised, and has not got
     stepping: ModelId | None = None  #: the model that KV or a table is wanted for
+    adapter_bytes: dict[AdapterId, int] = field(default_factory=dict)  #: of those that are there
+    num_asked: int = 0  #: requests for adapters
+    placing_adapter: bool = False  #: room is being made for one, which gets none that is promised
+    adapters: AdapterResidency = field(init=False)
     policy: ReclaimPolicy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.policy = ReclaimPolicy(self, keeps_addresses=self.keeps_addresses)
+        self.adapters = AdapterResidency(lambda adapter: float(len(adapter)), lambda base: True)
+        self.policy = ReclaimPolicy(self, keeps_addresses=self.keeps_addresses, adapters=self.adapters)
 
     @property
     def free_bytes(self) -> int:
-        return self.budget_bytes - sum(one.used_bytes for one in self.models_by_id.values())
+        used_bytes = sum(one.used_bytes for one in self.models_by_id.values())
+        return self.budget_bytes - used_bytes - sum(self.adapter_bytes.values())
+
+    def bring_adapter(self, adapter: AdapterId, num_bytes: int, *, may_take: bool = True) -> int | None:
+        """Have an adapter come for a request; return that, or None: there is no room, and it has ended."""
+        self.num_asked += 1
+        run = self.num_asked
+        self.adapters.asked(adapter, run, ModelId("base"), float(run), is_pinned=False)
+        if adapter not in self.adapter_bytes:
+            self.needed_bytes, self.placing_adapter = num_bytes + self._owed_bytes(), True
+            got_bytes = self.run(self.policy.place_adapter(adapter, [num_bytes], may_take=may_take))
+            self.placing_adapter = False
+            if not got_bytes:
+                self.adapters.ended(run)
+                return None
+            self.adapters.placed(adapter, num_bytes)
+            self.adapters.loaded(adapter)
+        self.adapters.started(run)
+        return run
 
     def run(self, orders: Orders) -> int:
         self.orders.clear()
@@ -223,6 +249,15 @@ class SimulatedPool:
             case DropTable(model, table):
                 assert table not in self.models_by_id[model].needed, f"{order} takes what requests need"
                 brought = self.models_by_id[model].pooled.pop(table)
+            case PlaceAdapter(adapter, (num_bytes,), owed_bytes):
+                assert owed_bytes == self._owed_bytes(), f"{order} forgets what models are owed"
+                is_there = self.free_bytes >= num_bytes + owed_bytes
+                brought = num_bytes if is_there else 0
+                self.adapter_bytes |= {adapter: num_bytes} if is_there else {}
+            case DropAdapter(adapter):
+                assert not self._idle_kv(), f"{order} before KV that nobody reads: {self._idle_kv()}"
+                brought = self.adapter_bytes.pop(adapter)
+                self.adapters.left(adapter)
         self.check()
         return brought
 
@@ -302,6 +337,7 @@ class SimulatedPool:
         for less in TAKEABLE[: TAKEABLE.index(order.most)]:
             assert not self._takeable(less), f"{order} before what is held less: {less}"
         assert not self._idle_kv(), f"{order} before KV that nobody reads: {self._idle_kv()}"
+        assert not self.adapters.idle(), f"{order} before idle adapters: {self.adapters.idle()}"
         num_left = order.num_bytes
         for one in self._takeable(order.most):
             taken = min(num_left, one.there_bytes)
@@ -315,6 +351,7 @@ class SimulatedPool:
         assert self.free_bytes < self.needed_bytes + spare_bytes, f"`{victim}` gives way beyond need"
         assert not self._takeable(Hold.PAUSED), f"`{victim}` gives way before weights that may go"
         assert not self._idle_kv(), f"`{victim}` gives way before KV that nobody reads"
+        assert not self.adapters.idle(), f"`{victim}` gives way before idle adapters"
 
     def _check_paused_kv_goes_first(self, victim: ModelId) -> None:
         """Before a request loses its KV: none of a paused model is left that is due later."""
@@ -338,9 +375,14 @@ class SimulatedPool:
             for model, one in self.models_by_id.items()
             if model != self.stepping
             and one.is_hosted
-            and one.num_blocks >= EXTENT_BLOCKS
+            and one.num_blocks >= EXTENT_BLOCKS + (one.promised_blocks if self.placing_adapter else 0)
             and one.num_available - one.reserve_blocks >= EXTENT_BLOCKS
         ]
+
+    def _owed_bytes(self) -> int:
+        """Bytes of KV that models are promised and have not got."""
+        hosted = [one for one in self.models_by_id.values() if one.is_hosted]
+        return sum(max(0, one.promised_blocks - one.num_blocks) * one.block_bytes for one in hosted)
 
     @staticmethod
     def _missing_bytes(one: SimulatedModel) -> int:

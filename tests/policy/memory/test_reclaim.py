@@ -12,16 +12,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hearth.policy.memory.eviction import TAKEABLE
 from hearth.policy.memory.reclaim import (
     ClearKv,
+    DropAdapter,
     DropTable,
     GrowKv,
     Orders,
+    PlaceAdapter,
     PlaceTable,
     ReclaimOrder,
     SpillTable,
     TakeWeights,
     carry_out,
 )
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 from tests.policy.memory.simulated_pool import EXTENT_BLOCKS, SimulatedModel, SimulatedPool
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
@@ -459,6 +461,78 @@ def test_a_model_s_own_table_leaves_the_pool_for_the_kv_that_it_is_promised() ->
     assert (one.num_blocks, one.pooled, one.spilled) == (4, {}, {BIAS})
 
 
+# --- Adapters ---
+
+#: The longer an id, the more its bytes cost.
+CHEAP, DEAR, NEW = AdapterId("x"), AdapterId("xxxx"), AdapterId("n")
+
+
+def idle(pool: SimulatedPool, *adapters: AdapterId, num_bytes: int = 4) -> None:
+    """Have adapters be there that nobody uses any more."""
+    for adapter in adapters:
+        run = pool.bring_adapter(adapter, num_bytes)
+        assert run is not None
+        pool.adapters.ended(run)
+
+
+def test_idle_adapters_go_after_kv_that_nobody_reads_and_before_any_weights() -> None:
+    cached = hosted(num_blocks=4, num_cached=4)
+    retained = hosted(weights_bytes=10, hold=Hold.RETAINED, floor_blocks=0)
+    newcomer = hosted(weights_bytes=13, floor_blocks=0)
+    newcomer.there_bytes = 0
+    pool = pool_of(free_bytes=8, a=cached, b=newcomer, c=retained)
+    idle(pool, DEAR, CHEAP)
+
+    assert pool.place(B) == 0
+
+    assert kinds(pool.orders) == [ClearKv, ClearKv, DropAdapter, DropAdapter, TakeWeights]
+    assert [order.adapter for order in pool.orders if isinstance(order, DropAdapter)] == [CHEAP, DEAR]
+    assert retained.there_bytes == 9
+
+
+def test_no_adapter_goes_that_running_requests_use() -> None:
+    newcomer = hosted(weights_bytes=4, floor_blocks=0)
+    newcomer.there_bytes = 0
+    pool = pool_of(free_bytes=4, a=hosted(floor_blocks=0), b=newcomer)
+    pool.models_by_id[A].hold = Hold.PINNED
+    run = pool.bring_adapter(NEW, 4)
+    assert run is not None
+
+    assert pool.place(B) == 4
+    pool.adapters.ended(run)
+    assert pool.place(B) == 0
+
+
+def test_an_adapter_gets_the_room_of_the_cheapest_idle_one_before_any_weights() -> None:
+    pool = pool_of(free_bytes=8, c=hosted(hold=Hold.RETAINED, floor_blocks=0))
+    idle(pool, DEAR, CHEAP)
+
+    assert pool.bring_adapter(NEW, 4) is not None
+
+    assert kinds(pool.orders) == [PlaceAdapter, DropAdapter, PlaceAdapter]
+    assert pool.adapter_bytes.keys() == {DEAR, NEW}
+
+
+def test_an_adapter_never_gets_the_kv_that_a_model_is_owed() -> None:
+    busy = hosted(num_blocks=2, running=(2,), floor_blocks=6)
+    pool = pool_of(free_bytes=6, a=busy)
+
+    assert pool.bring_adapter(NEW, 3) is None
+    assert pool.bring_adapter(NEW, 2) is not None
+    assert pool.before_step(A, num_wanted=4) == 4
+
+
+def test_running_requests_give_way_to_an_adapter_beyond_what_their_model_is_promised() -> None:
+    busy = hosted(num_blocks=8, running=(2, 2, 2, 2), floor_blocks=4)
+    pool = pool_of(a=busy)
+
+    assert pool.bring_adapter(NEW, 5, may_take=False) is None
+    assert pool.num_preempted == 0
+    assert pool.bring_adapter(NEW, 5) is None, "the rest is promised"
+    assert pool.bring_adapter(NEW, 4) is not None
+    assert (busy.num_blocks, pool.num_preempted) == (4, 2)
+
+
 # --- Any order of events ---
 
 
@@ -537,6 +611,14 @@ class AnyEvents(RuleBasedStateMachine):
                 self.pool.policy.room_may_have_come()
         if self._promised_bytes(self.pool.models_by_id[model]) <= self.pool.budget_bytes:
             self._begin_turn(model)
+
+    @rule(adapter=st.sampled_from([CHEAP, DEAR, NEW]), num_bytes=st.integers(1, 12), may_take=st.booleans())
+    def use_adapter(self, adapter: AdapterId, num_bytes: int, may_take: bool) -> None:
+        """A request for an adapter runs, and has ended before anything else happens."""
+        run = self.pool.bring_adapter(adapter, num_bytes, may_take=may_take)
+        if run is not None:
+            self.pool.adapters.ended(run)
+        self.pool.adapters.check()
 
     @rule(number=st.integers(0, 3), table=st.sampled_from(SamplingTable))
     def no_longer_need(self, number: int, table: SamplingTable) -> None:

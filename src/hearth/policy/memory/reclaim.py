@@ -1,6 +1,6 @@
 """Who gives way when a model on a worker needs memory. Pure: it yields orders that the worker carries out.
 
-    free memory, KV that nobody reads, weights of retained models, of warm ones, of paused ones,
+    free memory, KV that nobody reads, idle adapters, weights of retained models, of warm, of paused ones,
     and for what is promised alone: KV of paused models, KV of running requests, tables of samplers
 
 Each is touched only when all before it is used up. Models are promised no more than there is, so whatever is
@@ -8,6 +8,8 @@ promised can be had: what a model has beyond its promise is lent, and comes back
 is promised nothing: its requests wait for its turn, and lose their KV only when nothing else is left.
 Tables of a sampler are lent as well. Requests that need one must not wait for it, so where the pool has no
 room it lies outside, in memory that nobody promised: the last resort, and a fallback that is counted.
+Adapters are promised nothing either, and never get what a model is still owed of its KV. Whoever waits for
+one is served before who came later, so running requests give way to one beyond what their model is promised.
 
 A decision takes several orders, and each depends on what came of the one before. So whoever decides is a
 generator: it yields one order at a time and is sent the outcome, a number of blocks or of bytes. `carry_out`
@@ -23,8 +25,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.eviction import TAKEABLE
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 #: How often memory may come free without being of use before a model gives up what it is not promised.
 MAX_USELESS = 2
@@ -87,7 +90,28 @@ class DropTable:
     table: SamplingTable
 
 
-ReclaimOrder = GrowKv | ClearKv | TakeWeights | PlaceTable | SpillTable | DropTable
+@dataclass(frozen=True, slots=True)
+class PlaceAdapter:
+    """Give an adapter its pieces out of free memory. The outcome: its bytes, or 0 where that is short."""
+
+    adapter: AdapterId
+    sizes: tuple[int, ...]  #: of its pieces, in bytes
+    owed_bytes: int  #: that have to be free even then
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Take back the pieces of an idle adapter. The outcome: how many bytes came free.
+
+    That may be none though others of its kind have room then: several adapters lie on one page.
+    """
+
+    adapter: AdapterId
+
+
+ReclaimOrder = (
+    GrowKv | ClearKv | TakeWeights | PlaceTable | SpillTable | DropTable | PlaceAdapter | DropAdapter
+)
 #: Yields orders, is sent what came of each, and returns what came of all of them.
 Orders = Generator[ReclaimOrder, int, int]
 
@@ -175,9 +199,14 @@ class FutileTries:
 class ReclaimPolicy:
     """Mutable; written by the one thread that calls it and carries out its orders."""
 
-    def __init__(self, books: ModelBooks, *, keeps_addresses: bool) -> None:
-        """`keeps_addresses`: the pool maps pages, so any free memory fits anywhere."""
-        self._books, self._keeps_addresses = books, keeps_addresses
+    def __init__(
+        self, books: ModelBooks, *, keeps_addresses: bool, adapters: AdapterResidency | None = None
+    ) -> None:
+        """`keeps_addresses`: the pool maps pages, so any free memory fits anywhere.
+
+        `adapters`: None where there are none.
+        """
+        self._books, self._keeps_addresses, self._adapters = books, keeps_addresses, adapters
         #: Counts what may have made room: memory given back, requests that ended, a model that is held less.
         self.generation = 0
         #: The model that room is being made for: nothing is taken from a model for itself.
@@ -232,6 +261,7 @@ class ReclaimPolicy:
             return 0
         self.placing, freed = model, 0
         try:
+            freed += yield from self._free_adapters(num_bytes)
             for most in TAKEABLE:
                 if freed < num_bytes:
                     freed += yield TakeWeights(num_bytes - freed, most, cost_s_per_byte)
@@ -387,16 +417,70 @@ class ReclaimPolicy:
             self.room_may_have_come()
         return freed
 
+    # Adapters.
+
+    def place_adapter(self, adapter: AdapterId, sizes: Sequence[int], *, may_take: bool) -> Orders:
+        """Give an adapter pieces; returns their bytes, or 0: it has none. `may_take`: others may give way.
+
+        What models are owed of their KV is left to them, so clearing it is of no use.
+        """
+
+        def place() -> PlaceAdapter:
+            return PlaceAdapter(adapter, tuple(sizes), self._owed_bytes())
+
+        num_bytes = sum(sizes)
+        got_bytes = yield place()
+        if got_bytes or not may_take:
+            return got_bytes
+        if (yield from self._free_kv(num_bytes, None, may_preempt=False, keeps_floor=True)):
+            got_bytes = yield place()
+        for other in () if got_bytes or self._adapters is None else self._adapters.idle():
+            yield DropAdapter(other)
+            if got_bytes := (yield place()):
+                break
+        for may_preempt in (False, True):
+            num_tries = 0
+            while not got_bytes and num_tries < MAX_USELESS:
+                num_tries += 1
+                if not (yield from self._free(num_bytes, may_preempt=may_preempt, keeps_floor=True)):
+                    break
+                got_bytes = yield place()
+        self.room_may_have_come()
+        return got_bytes
+
+    def _owed_bytes(self) -> int:
+        """Return the bytes of KV that models are promised and have not got."""
+        views = map(self._books.kv_of, self._books.models())
+        return sum(max(0, kv.floor_blocks - kv.num_blocks) * kv.block_bytes for kv in views)
+
+    def _free_adapters(self, num_bytes: int) -> Orders:
+        """Have idle adapters go, those first that are cheapest to have back; return how many bytes came."""
+        freed = 0
+        for adapter in () if self._adapters is None else self._adapters.idle():
+            if freed >= num_bytes:
+                break
+            freed += yield DropAdapter(adapter)
+        return freed
+
     # Making room.
 
-    def _free(self, num_bytes: int, *, may_preempt: bool, beside: ModelId | None = None) -> Orders:
-        """Have at least so many bytes come free, or as many as can; return how many."""
-        freed = yield from self._free_kv(num_bytes, beside, may_preempt=False)
+    def _free(
+        self, num_bytes: int, *, may_preempt: bool, beside: ModelId | None = None, keeps_floor: bool = False
+    ) -> Orders:
+        """Have at least so many bytes come free, or as many as can; return how many.
+
+        `keeps_floor`: every model keeps the KV that it is promised.
+        """
+        freed = yield from self._free_kv(num_bytes, beside, may_preempt=False, keeps_floor=keeps_floor)
+        if freed < num_bytes:
+            freed += yield from self._free_adapters(num_bytes - freed)
         for most in TAKEABLE:
             if freed < num_bytes:
                 freed += yield TakeWeights(num_bytes - freed, most)
         if freed < num_bytes and may_preempt:
-            freed += yield from self._free_kv(num_bytes - freed, beside, may_preempt=True)
+            freed += yield from self._free_kv(
+                num_bytes - freed, beside, may_preempt=True, keeps_floor=keeps_floor
+            )
         if freed < num_bytes and may_preempt:
             freed += yield from self._spill_tables(num_bytes - freed)
         if freed:
@@ -412,13 +496,16 @@ class ReclaimPolicy:
                     freed += yield SpillTable(model, table)
         return freed
 
-    def _free_kv(self, num_bytes: int, beside: ModelId | None, *, may_preempt: bool) -> Orders:
+    def _free_kv(
+        self, num_bytes: int, beside: ModelId | None, *, may_preempt: bool, keeps_floor: bool = False
+    ) -> Orders:
         """Clear KV of the models that are held least, first; of paused ones, of those that are due last."""
         freed = 0
         views = {model: self._books.kv_of(model) for model in self._books.models() if model != beside}
         for model, kv in sorted(views.items(), key=lambda item: (item[1].hold, -item[1].due_in_s, item[0])):
             while freed < num_bytes:
-                if not (num_blocks := (yield from self._clear_one(model, may_preempt=may_preempt))):
+                clearing = self._clear_one(model, may_preempt=may_preempt, keeps_floor=keeps_floor)
+                if not (num_blocks := (yield from clearing)):
                     break
                 freed += num_blocks * kv.block_bytes
         return freed

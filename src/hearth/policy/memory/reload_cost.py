@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from hearth.policy.memory.demand import Demand
-from hearth.types import ModelId, Rung
+from hearth.types import AdapterId, ModelId, Rung
 
 #: Bytes are worth keeping for requests that come within this time.
 HORIZON_S = 600.0
@@ -154,26 +154,27 @@ class ReloadCosts:
 class DeviceReloadCosts:
     """The reload cost of a byte of each model on one worker's device, from what was asked and loaded there.
 
-    Mutable; one caller at a time. A model's bytes are taken to come back from where they came last.
+    Mutable; one caller at a time. A model's bytes are taken to come back from where they came last. Adapters
+    are models like all others here.
     """
 
     def __init__(self) -> None:
         self._costs = ReloadCosts()
-        self._weights: dict[ModelId, float] = {}
+        self._weights: dict[ModelId | AdapterId, float] = {}
         #: By model that was ever loaded here: the shares of its last load by rung.
-        self._shares: dict[ModelId, Mapping[Rung, float]] = {}
+        self._shares: dict[ModelId | AdapterId, Mapping[Rung, float]] = {}
 
-    def hosted(self, model: ModelId, weight: float) -> None:
+    def hosted(self, model: ModelId | AdapterId, weight: float) -> None:
         """Note how much a second of this model's start matters."""
         self._weights[model] = weight
 
-    def asked(self, model: ModelId, now_s: float) -> None:
+    def asked(self, model: ModelId | AdapterId, now_s: float) -> None:
         """Count a request for the model."""
         self._costs.asked(model, now_s)
 
     def learn_load(
         self,
-        model: ModelId,
+        model: ModelId | AdapterId,
         bytes_by_rung: Mapping[Rung, int],
         busy_s_by_rung: Mapping[Rung, float],
         total_s: float | None,
@@ -187,7 +188,7 @@ class DeviceReloadCosts:
         if num_bytes > 0:
             self._shares[model] = {rung: part / num_bytes for rung, part in bytes_by_rung.items()}
 
-    def forget(self, model: ModelId) -> None:
+    def forget(self, model: ModelId | AdapterId) -> None:
         """Drop what is known of a model: another of the same name may be nothing like it."""
         self._costs.forget(model)
         self._weights.pop(model, None)
@@ -197,17 +198,17 @@ class DeviceReloadCosts:
         """Return the bytes per second of the rungs that have delivered something to the device."""
         return self._costs.measured_rates()
 
-    def load_s_per_byte(self, model: ModelId) -> float:
+    def load_s_per_byte(self, model: ModelId | AdapterId) -> float:
         """Return how long one byte takes to come back; that of an unloaded model as if from host memory."""
         shares = self._shares.get(model, {Rung.HOST: 1.0})
         return sum(share / self._costs.bytes_per_s(rung) for rung, share in shares.items())
 
-    def cost_s_per_byte(self, model: ModelId, now_s: float) -> float:
+    def cost_s_per_byte(self, model: ModelId | AdapterId, now_s: float) -> float:
         """Return the reload cost of one byte."""
         weight = self._weights.get(model, 1.0)
         return self._costs.cost_s(model, self.load_s_per_byte(model), weight, now_s)
 
-    def paused_cost_s_per_byte(self, model: ModelId, due_in_s: float) -> float:
+    def paused_cost_s_per_byte(self, model: ModelId | AdapterId, due_in_s: float) -> float:
         """Return the reload cost of one byte of a model that waits for its turn, due in so many seconds.
 
         The bytes are wanted for sure, so only when counts: the cost is the time that a byte takes over the

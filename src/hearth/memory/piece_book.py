@@ -1,0 +1,164 @@
+"""Where the pieces of adapters lie in a row of pages, several adapters on one. Knows no page and no driver.
+
+slots    |     0     |     1     |     2     |     3     | ...      each has room for a page
+pages    | page      |           | page      | page      |          a slot without pieces has none
+pieces   |aa|bbb|  cc|           |d|      |eeeeeeee|     |          they may lie across slots
+
+A piece goes to the lowest address that has the room on pages that are there, and else to the lowest at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hearth.models.adapter import FACTOR_ALIGNMENT_BYTES
+from hearth.models.layout import ByteRange
+from hearth.types import AdapterId
+
+
+@dataclass(frozen=True, slots=True)
+class PiecePlan:
+    """Places for the pieces of one adapter."""
+
+    parts: tuple[ByteRange, ...]  #: by piece, rounded up
+    new_slots: tuple[int, ...]  #: slots that need a page first
+
+
+class PieceBook:
+    """Mutable; written only by the pool that owns it."""
+
+    def __init__(self, page_bytes: int, num_slots: int) -> None:
+        assert page_bytes % FACTOR_ALIGNMENT_BYTES == 0, f"{page_bytes=}"
+        self._page_bytes, self._num_slots = page_bytes, num_slots
+        self._parts: dict[AdapterId, tuple[ByteRange, ...]] = {}
+        #: Bytes of pages that no piece has, in order; no two of them touch.
+        self._holes: list[ByteRange] = []
+        self._num_pieces: Counter[int] = Counter()  #: by slot that has a page: at least one
+
+    @property
+    def slots(self) -> set[int]:
+        """The slots that have a page."""
+        return set(self._num_pieces)
+
+    def bytes_by_owner(self) -> dict[AdapterId, int]:
+        """Return the bytes of each adapter's pieces, rounded up, by its id."""
+        return {owner: sum(map(_size, parts)) for owner, parts in sorted(self._parts.items())}
+
+    def parts_of(self, owner: AdapterId) -> tuple[ByteRange, ...]:
+        return self._parts[owner]
+
+    def slots_of(self, owner: AdapterId) -> list[int]:
+        """Return the slots on whose pages an adapter has pieces, in order."""
+        return sorted({slot for part in self._parts[owner] for slot in self._slots_of(part)})
+
+    def plan(self, sizes: Sequence[int]) -> PiecePlan | None:
+        """Return places for pieces of these sizes, and change nothing; None: there are too few addresses."""
+        holes, slots = list(self._holes), self.slots
+        parts: list[ByteRange] = []
+        new_slots: list[int] = []
+        for size in sizes:
+            assert size > 0, f"a piece has no bytes: {sizes}"
+            num_bytes = piece_bytes(size)
+            index = _first_fit(holes, num_bytes)
+            if index is None:
+                added = self._slots_for(num_bytes, holes, slots)
+                if added is None:
+                    return None
+                new_slots += added
+                slots.update(added)
+                holes = _merged([*holes, *map(self._range_of, added)])
+                index = _first_fit(holes, num_bytes)
+                assert index is not None, f"{added=} have no room for {num_bytes} bytes"
+            begin, end = holes[index].begin, holes[index].end
+            parts.append(ByteRange(begin, begin + num_bytes))
+            holes[index : index + 1] = [ByteRange(begin + num_bytes, end)] if begin + num_bytes < end else []
+        return PiecePlan(tuple(parts), tuple(new_slots))
+
+    def take(self, owner: AdapterId, plan: PiecePlan) -> None:
+        """Give an adapter the places of a plan that was made a moment ago."""
+        assert owner not in self._parts, f"adapter {owner} has its pieces"
+        self._parts[owner] = plan.parts
+        self._num_pieces.update(slot for part in plan.parts for slot in self._slots_of(part))
+        self._holes = _without([*self._holes, *map(self._range_of, plan.new_slots)], plan.parts)
+
+    def give(self, owner: AdapterId) -> list[int]:
+        """Take the pieces of an adapter back. Returns the slots that have none any more, whose pages go."""
+        slots, parts = self.slots_of(owner), self._parts.pop(owner)
+        self._num_pieces.subtract(slot for part in parts for slot in self._slots_of(part))
+        empty = [slot for slot in slots if not self._num_pieces[slot]]
+        for slot in empty:
+            del self._num_pieces[slot]
+        self._holes = _without([*self._holes, *parts], list(map(self._range_of, empty)))
+        return empty
+
+    def check(self) -> None:
+        """Raise unless every byte of every page is in one hand. For tests."""
+        parts = [part for parts in self._parts.values() for part in parts]
+        assert self._holes == _merged(self._holes), f"holes touch: {self._holes}"
+        covered = _merged([*parts, *self._holes])
+        assert sum(map(_size, covered)) == sum(map(_size, [*parts, *self._holes])), "two have the same bytes"
+        assert covered == _merged(map(self._range_of, self.slots)), f"{covered=} {self.slots=}"
+        users = Counter(slot for part in parts for slot in self._slots_of(part))
+        assert users == self._num_pieces, f"{users=} {self._num_pieces=}"
+
+    def _slots_for(self, num_bytes: int, holes: Sequence[ByteRange], slots: set[int]) -> list[int] | None:
+        """Return the slots that need a page so that one hole has so many bytes; None: there are too few."""
+        num_more = -(-num_bytes // self._page_bytes)
+        last = min(max(slots, default=-1) + num_more + 1, self._num_slots)
+        pageless = [self._range_of(slot) for slot in range(last) if slot not in slots]
+        rooms = _merged([*holes, *pageless])
+        index = _first_fit(rooms, num_bytes)
+        if index is None:
+            return None
+        begin = rooms[index].begin
+        wanted = self._slots_of(ByteRange(begin, begin + num_bytes))
+        return [slot for slot in wanted if slot not in slots]
+
+    def _range_of(self, slot: int) -> ByteRange:
+        return ByteRange(slot * self._page_bytes, (slot + 1) * self._page_bytes)
+
+    def _slots_of(self, part: ByteRange) -> range:
+        return range(part.begin // self._page_bytes, -(-part.end // self._page_bytes))
+
+
+def piece_bytes(num_bytes: int) -> int:
+    """Return the bytes that a piece takes, which begins where kernels want it to."""
+    return -(-num_bytes // FACTOR_ALIGNMENT_BYTES) * FACTOR_ALIGNMENT_BYTES
+
+
+def _size(part: ByteRange) -> int:
+    return part.end - part.begin
+
+
+def _first_fit(holes: Sequence[ByteRange], num_bytes: int) -> int | None:
+    return next((index for index, hole in enumerate(holes) if _size(hole) >= num_bytes), None)
+
+
+def _merged(parts: Iterable[ByteRange]) -> list[ByteRange]:
+    """Return parts in order, those as one that touch."""
+    merged: list[ByteRange] = []
+    for part in sorted(parts, key=lambda part: part.begin):
+        if merged and merged[-1].end >= part.begin:
+            merged[-1] = ByteRange(merged[-1].begin, max(merged[-1].end, part.end))
+        else:
+            merged.append(part)
+    return merged
+
+
+def _without(parts: Iterable[ByteRange], taken: Iterable[ByteRange]) -> list[ByteRange]:
+    """Return parts, merged, less those bytes; each taken part lies within one of them."""
+    left: list[ByteRange] = []
+    rest = iter(sorted(taken, key=lambda part: part.begin))
+    gone = next(rest, None)
+    for part in _merged(parts):
+        begin = part.begin
+        while gone is not None and gone.end <= part.end:
+            if begin < gone.begin:
+                left.append(ByteRange(begin, gone.begin))
+            begin = gone.end
+            gone = next(rest, None)
+        if begin < part.end:
+            left.append(ByteRange(begin, part.end))
+    return left

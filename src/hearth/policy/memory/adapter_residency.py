@@ -1,0 +1,280 @@
+"""Which adapters come to a worker's device, which give way, and which requests wait for which. Pure.
+
+An adapter that is there takes its requests at once, so as long as all that are asked for fit together nobody
+waits but for a load. One that is not there comes when its oldest waiting request is the oldest of all that
+wait, and nobody is placed before it: age decides, as it does in the batcher. Its room comes from whoever
+`ReclaimPolicy` names, and of adapters from those without running requests, cheapest to have back first.
+
+When all others are in use, some of them drain: they take no new request until that room is there. Whoever
+comes takes all requests that wait for it then, and may be the next to drain. So while a request waits for
+room, every other adapter comes at most once: for a request that is older, and the next that it could come for
+is younger. A request hence waits for at most as many adapters as have older requests when it arrives, each
+until those running on the ones that drain have ended, however popular the others are. An adapter is in line
+once it is known what it takes: one that a slow store has still to look up holds up nobody.
+
+Models may take turns. Requests of a base that has not its turn wait for no room, and its adapters give way
+as if they were idle: before its next step they come back, which `lacking` tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hearth.types import AdapterId, ModelId
+
+
+class Residence(StrEnum):
+    """Where an adapter's bytes are, as far as the device is concerned."""
+
+    AWAY = "away"
+    COMING = "coming"  #: it has its memory, which is being filled
+    THERE = "there"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """How an adapter is used at one moment."""
+
+    adapter: AdapterId
+    residence: Residence
+    num_bytes: int  #: that it has on the device
+    num_running: int
+    num_waiting: int  #: requests that wait for it
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterRun:
+    """A request for an adapter."""
+
+    adapter: AdapterId
+    base: ModelId
+    arrived_s: float
+
+
+@dataclass(slots=True)
+class _KnownAdapter:
+    """An adapter that has bytes or requests here. Mutable; written by `AdapterResidency`."""
+
+    is_pinned: bool
+    num_bytes: int = 0  #: that it takes of the device unless it is away
+    residence: Residence = Residence.AWAY
+    is_found: bool = False  #: it is known what it takes
+    is_draining: bool = False  #: takes no new requests; only while it is there
+    waiting: set[int] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)
+
+
+class AdapterResidency:
+    """Mutable; written by the one thread that calls it and carries out what it decides."""
+
+    def __init__(
+        self, cost_s_per_byte: Callable[[AdapterId], float], is_active: Callable[[ModelId], bool]
+    ) -> None:
+        """`cost_s_per_byte` is the reload cost of an adapter; `is_active`: a base can step, now or soon."""
+        self._cost_s_per_byte, self._is_active = cost_s_per_byte, is_active
+        self._known: dict[AdapterId, _KnownAdapter] = {}
+        self._runs: dict[int, _AdapterRun] = {}  #: all that wait or run
+        #: Adapters of running requests that are not there: they gave way while their base had no turn.
+        self._lacking: set[AdapterId] = set()
+
+    # What happens.
+
+    def asked(
+        self, adapter: AdapterId, run: int, base: ModelId, arrived_s: float, *, is_pinned: bool
+    ) -> None:
+        """Note a request that waits for an adapter from now on."""
+        known = self._known.setdefault(adapter, _KnownAdapter(is_pinned))
+        known.is_pinned = is_pinned
+        known.waiting.add(run)
+        self._runs[run] = _AdapterRun(adapter, base, arrived_s)
+
+    def found(self, adapter: AdapterId) -> None:
+        """Note that it is known what an adapter takes, if anybody still asks for it."""
+        if (known := self._known.get(adapter)) is not None:
+            known.is_found = True
+
+    def started(self, run: int) -> None:
+        """Note that a request runs which `may_start`."""
+        known = self._known[self._runs[run].adapter]
+        known.waiting.remove(run)
+        known.running.add(run)
+
+    def ended(self, run: int) -> None:
+        """Note that a request has ended, wherever it was. One that is unknown wanted no adapter."""
+        if (ended := self._runs.pop(run, None)) is None:
+            return
+        known = self._known[ended.adapter]
+        known.waiting.discard(run)
+        known.running.discard(run)
+        if not known.running:
+            self._lacking.discard(ended.adapter)
+        self._forget_unused(ended.adapter)
+        if not any(one.waiting and one.residence is Residence.AWAY for one in self._known.values()):
+            self._stop_draining()  # nobody needs the room any more
+
+    def placed(self, adapter: AdapterId, num_bytes: int) -> None:
+        """Note that an adapter has its memory; those that drained for it take requests again."""
+        known = self._known[adapter]
+        assert known.residence is Residence.AWAY, f"adapter {adapter} is placed twice: {known}"
+        known.residence, known.num_bytes = Residence.COMING, num_bytes
+        self._stop_draining()
+
+    def loaded(self, adapter: AdapterId) -> None:
+        """Note that all bytes of an adapter are there."""
+        known = self._known[adapter]
+        assert known.residence is Residence.COMING, f"adapter {adapter} was not being loaded: {known}"
+        known.residence = Residence.THERE
+        self._lacking.discard(adapter)
+
+    def left(self, adapter: AdapterId) -> None:
+        """Note that an adapter has given up its memory."""
+        known = self._known[adapter]
+        known.residence, known.num_bytes, known.is_draining = Residence.AWAY, 0, False
+        if known.running:
+            self._lacking.add(adapter)
+        self._forget_unused(adapter)
+
+    # Who takes requests.
+
+    def residence(self, adapter: AdapterId) -> Residence:
+        """Return where an adapter is; one that is unknown is away."""
+        known = self._known.get(adapter)
+        return Residence.AWAY if known is None else known.residence
+
+    def may_start(self, run: int) -> bool:
+        """True if the adapter of a request is there and takes new ones."""
+        known = self._known[self._runs[run].adapter]
+        return known.residence is Residence.THERE and not known.is_draining
+
+    def startable(self) -> list[int]:
+        """Return the waiting requests that may start, the oldest first."""
+        runs = [run for one in self._known.values() if one.waiting for run in one.waiting]
+        return sorted(filter(self.may_start, runs), key=self._age)
+
+    def runs_of(self, adapter: AdapterId) -> list[int]:
+        """Return all requests for an adapter, the oldest first."""
+        known = self._known.get(adapter)
+        return [] if known is None else sorted(known.waiting | known.running, key=self._age)
+
+    def lacking(self, base: ModelId) -> bool:
+        """True if a running request of a model has an adapter that is not there: the model must not step."""
+        return any(self.is_run_by(adapter, base) for adapter in self._lacking)
+
+    def is_run_by(self, adapter: AdapterId, base: ModelId) -> bool:
+        """True if a running request of a model has an adapter."""
+        known = self._known.get(adapter)
+        return known is not None and any(self._runs[run].base == base for run in known.running)
+
+    # Who comes, and who gives way.
+
+    def next(self) -> AdapterId | None:
+        """Return the adapter to be placed next, for which others give way; None: nobody waits for room."""
+        wanted = (
+            run
+            for known in self._known.values()
+            if known.is_found and known.residence is Residence.AWAY
+            for run in known.waiting | known.running
+            if self._is_active(self._runs[run].base)
+        )
+        run = min(wanted, key=self._age, default=None)
+        return None if run is None else self._runs[run].adapter
+
+    def early(self) -> list[AdapterId]:
+        """Return adapters that are away and wanted by models that wait for their turn or are not there yet.
+
+        Nobody gives way for them: they come early where memory is free.
+        """
+        return [
+            adapter
+            for adapter, known in self._known.items()
+            if known.is_found and known.residence is Residence.AWAY
+            if not any(self._is_active(self._runs[run].base) for run in known.waiting | known.running)
+        ]
+
+    def idle(self) -> list[AdapterId]:
+        """Return the adapters that may give way, in this order: none that is pinned, or that steps use.
+
+        Those that somebody waits for go last, and before them those of models that wait for their turn.
+        """
+
+        def price(item: tuple[AdapterId, _KnownAdapter]) -> tuple[bool, bool, float, AdapterId]:
+            adapter, known = item
+            is_wanted = bool(known.waiting) and not known.is_draining
+            return is_wanted, bool(known.running), self._cost_s_per_byte(adapter), adapter
+
+        there = {
+            adapter: known
+            for adapter, known in self._known.items()
+            if known.residence is Residence.THERE and not known.is_pinned and not self._is_in_use(known)
+        }
+        return [adapter for adapter, _ in sorted(there.items(), key=price)]
+
+    def drain(self, need_bytes: int | None = None) -> bool:
+        """Have adapters that steps use take no new requests, until so many bytes of them will come free.
+
+        None: all of them, for a model that is promised its room. The cheapest to have back go first; those
+        that drain already count. False: none is in use that could.
+        """
+        in_use = {
+            adapter: known
+            for adapter, known in self._known.items()
+            if known.residence is Residence.THERE and not known.is_pinned and self._is_in_use(known)
+        }
+        left_bytes = math.inf if need_bytes is None else need_bytes
+        order = sorted(in_use, key=lambda one: (not in_use[one].is_draining, self._cost_s_per_byte(one), one))
+        for adapter in order:
+            if left_bytes > 0:
+                in_use[adapter].is_draining = True
+                left_bytes -= in_use[adapter].num_bytes
+        return bool(in_use)
+
+    @property
+    def is_any_draining(self) -> bool:
+        return any(known.is_draining for known in self._known.values())
+
+    @property
+    def is_any_coming(self) -> bool:
+        return any(known.residence is Residence.COMING for known in self._known.values())
+
+    def uses(self) -> list[AdapterUse]:
+        """Return the adapters that have memory or requests here, with how they are used."""
+        return [
+            AdapterUse(
+                *(adapter, known.residence, known.num_bytes, len(known.running), len(known.waiting)),
+                known.is_pinned,
+            )
+            for adapter, known in self._known.items()
+        ]
+
+    def check(self) -> None:
+        """Raise if the books contradict each other. For tests."""
+        for adapter, known in self._known.items():
+            assert not known.waiting & known.running, f"{adapter} {known}"
+            assert not known.is_draining or known.residence is Residence.THERE, f"{adapter} {known}"
+            assert bool(known.num_bytes) == (known.residence is not Residence.AWAY), f"{adapter} {known}"
+            assert known.waiting or known.running or known.num_bytes, f"{adapter} is of no use: {known}"
+            for run in known.waiting | known.running:
+                assert self._runs[run].adapter == adapter, f"{run=} {adapter} {known}"
+            is_lacking = bool(known.running) and known.residence is not Residence.THERE
+            assert is_lacking == (adapter in self._lacking), f"{adapter} {known} {self._lacking=}"
+        num_runs = sum(len(known.waiting) + len(known.running) for known in self._known.values())
+        assert num_runs == len(self._runs), f"{num_runs=} {len(self._runs)=}"
+
+    def _is_in_use(self, known: _KnownAdapter) -> bool:
+        return any(self._is_active(self._runs[run].base) for run in known.running)
+
+    def _age(self, run: int) -> tuple[float, int]:
+        return self._runs[run].arrived_s, run
+
+    def _stop_draining(self) -> None:
+        for known in self._known.values():
+            known.is_draining = False
+
+    def _forget_unused(self, adapter: AdapterId) -> None:
+        known = self._known[adapter]
+        if not known.waiting and not known.running and known.residence is Residence.AWAY:
+            del self._known[adapter]

@@ -1,0 +1,139 @@
+"""How an adapter comes to a worker's device: it is looked up, and its bytes are copied. Places nothing.
+
+Threads do both, beside the steps, and post news. The bytes pass the copy stream, as those of models do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hearth.errors import HearthError, ModelError, StoreError
+from hearth.messages import AdapterOrder
+from hearth.store.borrower import BorrowedAdapter, Prefetch
+from hearth.store.loader import Load, LoadPiece
+from hearth.store.patient_loan import PatientLoan, patiently
+from hearth.store.record import LoadRecord
+from hearth.types import AdapterId
+from hearth.worker.failure import Failure, failure_of
+from hearth.worker.runtime import HostingResources
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFound:
+    """The keeper has the adapter, and what it takes is known."""
+
+    borrowed: BorrowedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFilled:
+    """All bytes of the adapter are on the device."""
+
+    record: LoadRecord
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBroken:
+    """The adapter cannot be had."""
+
+    failure: Failure
+
+
+AdapterNews = AdapterFound | AdapterFilled | AdapterBroken
+PostAdapterNews = Callable[[AdapterId, AdapterNews], None]
+
+
+def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAdapterNews) -> None:
+    """Have the keeper look an adapter up, on a thread of its own."""
+
+    def look_up() -> None:
+        borrower = resources.borrower
+        borrowed = patiently(lambda: borrower.open_adapter(order.where, order.weight), lambda: False)
+        if AdapterId(borrowed.manifest.digest) != order.adapter:
+            raise ModelError(
+                f"the adapter `{order.name}` was changed since it was deployed (manifest "
+                f"{borrowed.manifest.digest}, deployed {order.adapter}); deploy it again"
+            )
+        post(order.adapter, AdapterFound(borrowed))
+
+    _start(look_up, order.adapter, resources, post)
+
+
+class AdapterClimb:
+    """An adapter on its way to host memory while it has no room on the device. Nobody waits for it."""
+
+    def __init__(self, borrowed: BorrowedAdapter, resources: HostingResources) -> None:
+        self._borrowed, self._resources = borrowed, resources
+        self._lock = threading.Lock()  #: keeps beginning and cancelling apart; guards the fields below
+        self._is_cancelled = False
+        self._prefetch: Prefetch | None = None
+        resources.loader.threads.start(self._run)
+
+    def cancel(self) -> None:
+        """Ask for no more of it: the adapter is loaded now, or nobody wants it."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._prefetch is not None:
+                self._prefetch.cancel()
+
+    def _run(self) -> None:
+        try:
+            with self._lock:
+                if self._is_cancelled:
+                    return
+                self._prefetch = self._resources.borrower.prefetch(self._borrowed)
+            self._prefetch.wait()
+        except HearthError:
+            pass  # whoever needs the adapter meets it again, and says so
+
+
+def load_adapter(
+    order: AdapterOrder,
+    borrowed: BorrowedAdapter,
+    pieces: Sequence[torch.Tensor],
+    prepare: Callable[[], None],
+    resources: HostingResources,
+    post: PostAdapterNews,
+) -> None:
+    """Have the bytes of an adapter copied to its pieces, once `prepare` has made them ready to be written."""
+    manifest = borrowed.manifest
+    parts = [LoadPiece(part, piece) for (_, part), piece in zip(manifest.layout.layers, pieces, strict=True)]
+
+    def end(outcome: LoadRecord | StoreError) -> None:
+        if isinstance(outcome, StoreError):
+            post(order.adapter, AdapterBroken(failure_of(outcome)))
+        else:
+            post(order.adapter, AdapterFilled(outcome))
+
+    def load() -> Load:
+        prepare()
+        return resources.loader.load(
+            order.name,
+            manifest,
+            parts,
+            lambda chunks: PatientLoan(resources.borrower, borrowed, chunks),
+            on_end=end,
+            is_idle=True,  # who prepared the pieces waited until the device is done with them
+        )
+
+    _start(load, order.adapter, resources, post)
+
+
+def _start(
+    act: Callable[[], object], adapter: AdapterId, resources: HostingResources, post: PostAdapterNews
+) -> None:
+    """Have `act` run beside the steps; what it raises is posted."""
+
+    def run() -> None:
+        try:
+            if resources.device.type == "cuda":
+                torch.cuda.set_device(resources.device)  # which every thread has to say for itself
+            act()
+        except Exception as error:  # the thread's top: whoever waits for the adapter is told
+            post(adapter, AdapterBroken(failure_of(error)))
+
+    resources.loader.threads.start(run)

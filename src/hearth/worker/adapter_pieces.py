@@ -1,0 +1,65 @@
+"""The memory of adapters on a worker's device, and the engines that compute with it. Loads nothing.
+
+An engine is told of an adapter when its first request starts, whichever engine that is: one that was retired,
+or put together anew, has nothing to be told before. It forgets the adapter when the bytes go. Where requests
+of a model that waits for its turn have the adapter, the engine keeps it, and is told where it is when it is
+back: it makes no step until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hearth.engine.engine import Engine
+from hearth.memory.pool import Pool
+from hearth.models.adapter import AdapterLayout
+from hearth.policy.memory.adapter_residency import AdapterResidency
+from hearth.types import AdapterId, ModelId
+
+
+@dataclass(slots=True)
+class AdapterPieces:
+    """Mutable; the step thread alone calls it."""
+
+    pool: Pool
+    residency: AdapterResidency
+    engines: Callable[[], Mapping[ModelId, Engine]]  #: of all models, also of retired ones
+    _pieces: dict[AdapterId, Sequence[torch.Tensor]] = field(default_factory=dict)
+    _layouts: dict[AdapterId, AdapterLayout] = field(default_factory=dict)  #: of those that are there
+
+    def __getitem__(self, adapter: AdapterId) -> Sequence[torch.Tensor]:
+        return self._pieces[adapter]
+
+    def place(self, adapter: AdapterId, sizes: Sequence[int]) -> bool:
+        """Give an adapter its memory; False: free memory does not suffice."""
+        pieces = self.pool.place_pieces(adapter, sizes)
+        if pieces is not None:
+            self._pieces[adapter] = pieces
+        return pieces is not None
+
+    def filled(self, adapter: AdapterId, layout: AdapterLayout) -> None:
+        """Note that all bytes of an adapter are there, and tell the engines that wait for them."""
+        self._layouts[adapter] = layout
+        for engine in self.engines().values():
+            if adapter in engine.adapters:
+                engine.move_adapter(adapter, layout, self._pieces[adapter])
+
+    def bind(self, adapter: AdapterId, engine: Engine) -> None:
+        """Have an engine know an adapter that is there."""
+        if adapter not in engine.adapters:
+            engine.add_adapter(adapter, self._layouts[adapter], self._pieces[adapter])
+
+    def drop(self, adapter: AdapterId) -> int:
+        """Take back the memory of an adapter that no step uses; return how many bytes came free."""
+        free_bytes = self.pool.free_bytes
+        for model, engine in self.engines().items():
+            if adapter in engine.adapters and not self.residency.is_run_by(adapter, model):
+                engine.remove_adapter(adapter)
+        self._layouts.pop(adapter, None)
+        del self._pieces[adapter]
+        self.pool.drop_pieces(adapter)
+        self.residency.left(adapter)
+        return self.pool.free_bytes - free_bytes

@@ -1,0 +1,270 @@
+"""The adapters of a worker as they are asked for, come, stay and go. Steps nothing and talks to nobody.
+
+`AdapterResidency` decides which comes next and who takes requests, `ReclaimPolicy` who gives way for it. An
+adapter is looked up as soon as a request for it is here, and comes while its model is loaded or waits for its
+turn, as far as memory is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from hearth.engine.engine import Engine
+from hearth.errors import DeviceError
+from hearth.messages import AdapterLoaded, AdapterOrder, AdapterUsage, RungBytes, StartRequest
+from hearth.policy.memory.adapter_residency import Residence
+from hearth.store.borrower import BorrowedAdapter
+from hearth.types import AdapterId, ModelId
+from hearth.worker.adapter_load import (
+    AdapterBroken,
+    AdapterClimb,
+    AdapterFilled,
+    AdapterFound,
+    AdapterNews,
+    PostAdapterNews,
+    find_adapter,
+    load_adapter,
+)
+from hearth.worker.failure import Failure, failure_of
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.runtime import HostingResources
+
+log = logging.getLogger(__name__)
+
+#: How many adapters stay looked up that nobody asks for, so that the next request costs no question.
+MAX_FOUND = 1024
+
+
+@dataclass(slots=True)
+class _WantedAdapter:
+    """An adapter that has memory or requests here. Mutable; written by `WorkerAdapters`."""
+
+    order: AdapterOrder
+    base: ModelId  #: of the last request
+    asked_s: float  #: since when it is waited for, on the clock of `time.perf_counter`
+    is_finding: bool = False  #: the keeper is being asked
+    climb: AdapterClimb | None = None
+    wait_s: float = 0.0  #: until it had its memory
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRuns:
+    """Requests whose adapter cannot be had."""
+
+    runs: Sequence[int]
+    failure: Failure
+
+
+class WorkerAdapters:
+    """Mutable; the step thread alone calls it. `post` is called by other threads."""
+
+    def __init__(
+        self,
+        resources: HostingResources,
+        reclaimer: Reclaimer,
+        hosted: Mapping[ModelId, HostedModel],
+        post: PostAdapterNews,
+    ) -> None:
+        """`hosted` are the hosted models, kept by whoever calls."""
+        self._resources, self._reclaimer, self._hosted, self._post = resources, reclaimer, hosted, post
+        self.residency, self._pieces = reclaimer.adapters, reclaimer.pieces
+        self._wanted: dict[AdapterId, _WantedAdapter] = {}
+        #: Adapters as they were found, the one that was used longest ago first.
+        self._found: dict[AdapterId, BorrowedAdapter] = {}
+        self._is_due = False  #: something has happened that may let an adapter come or a request start
+        self._seen_generation = -1  #: of the room that was looked for
+
+    # What happens.
+
+    def asked(self, request: StartRequest, order: AdapterOrder, arrived_s: float) -> None:
+        """Note a request that wants an adapter."""
+        adapter, now_s = order.adapter, time.perf_counter()
+        wanted = self._wanted.get(adapter)
+        if wanted is None:
+            wanted = self._wanted[adapter] = _WantedAdapter(order, request.model, now_s)
+        elif self.residency.residence(adapter) is Residence.AWAY and not self.residency.runs_of(adapter):
+            wanted.asked_s = now_s
+        wanted.order, wanted.base = order, request.model
+        self.residency.asked(adapter, request.run, request.model, arrived_s, is_pinned=order.is_pinned)
+        self._reclaimer.reload_costs.hosted(adapter, order.weight)
+        self._reclaimer.reload_costs.asked(adapter, time.monotonic())
+        if adapter in self._found:
+            self._found[adapter] = self._found.pop(adapter)
+            self.residency.found(adapter)
+        elif not wanted.is_finding:
+            wanted.is_finding = True
+            find_adapter(order, self._resources, self._post)
+        self.look_again()
+
+    def ended(self, run: int) -> None:
+        """Note that a request has ended, wherever it was. One that wants no adapter is unknown."""
+        self.residency.ended(run)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Note that something has happened: an adapter may come, or a request start."""
+        self._is_due = True
+
+    def take_news(self, adapter: AdapterId, news: AdapterNews) -> AdapterLoaded | FailedRuns | None:
+        """Note what a thread has to tell of an adapter. Returns what others have to be told then."""
+        self.look_again()
+        match news:
+            case AdapterFound(borrowed):
+                self._note_found(adapter, borrowed)
+                return None
+            case AdapterFilled():
+                return self._filled(adapter, news)
+            case AdapterBroken(failure):
+                return self._fail(adapter, failure)
+            case _:
+                assert_never(news)
+
+    # What follows.
+
+    @property
+    def is_due(self) -> bool:
+        """True if an adapter may come, or a request start, that could not before."""
+        return self._is_due or self._seen_generation != self._reclaimer.policy.generation
+
+    def advance(self) -> list[FailedRuns]:
+        """Have adapters come that requests wait for, as far as there is room; return those that never can."""
+        self._is_due = False
+        failed = []
+        while (adapter := self.residency.next()) is not None:
+            if self._may_have_room(adapter) and self._place(adapter, may_take=True):
+                continue
+            if self._waits_for_room(adapter):
+                self._climb(adapter)
+                break
+            failed.append(self._fail(adapter, failure_of(self._shortage(adapter))))
+        for adapter in self.residency.early():
+            if not self._place(adapter, may_take=False):
+                self._climb(adapter)
+        self._seen_generation = self._reclaimer.policy.generation
+        self._forget_unwanted()
+        return failed
+
+    def start(self, run: int, adapter: AdapterId, engine: Engine) -> None:
+        """Have an engine know the adapter of a request that starts now."""
+        self._pieces.bind(adapter, engine)
+        self.residency.started(run)
+
+    def usages(self) -> list[AdapterUsage]:
+        """Return all adapters that have memory or requests here."""
+        return [
+            AdapterUsage(
+                *(self._wanted[use.adapter].order.name, self._wanted[use.adapter].base, use.num_bytes),
+                *(use.num_running, use.num_waiting, use.is_pinned),
+            )
+            for use in self.residency.uses()
+        ]
+
+    def _note_found(self, adapter: AdapterId, borrowed: BorrowedAdapter) -> None:
+        if len(self._found) >= MAX_FOUND:
+            self._forget_oldest()
+        self._found[adapter] = borrowed
+        if (wanted := self._wanted.get(adapter)) is not None:
+            wanted.is_finding = False
+            self.residency.found(adapter)
+
+    def _forget_oldest(self) -> None:
+        """Forget the adapter that was asked for longest ago, of those that nobody wants."""
+        oldest = next((one for one in self._found if one not in self._wanted), None)
+        if oldest is not None:
+            del self._found[oldest]
+            self._reclaimer.reload_costs.forget(oldest)
+
+    def _may_have_room(self, adapter: AdapterId) -> bool:
+        """True unless those that drain for an adapter still run: to look again would preempt in vain."""
+        is_first = not self.residency.is_any_draining
+        num_bytes = self._found[adapter].manifest.layout.num_bytes
+        return is_first or bool(self.residency.idle()) or self._reclaimer.pool.free_bytes >= num_bytes
+
+    def _place(self, adapter: AdapterId, *, may_take: bool) -> bool:
+        """Give an adapter its memory, and have it filled; False: there is no room."""
+        wanted, borrowed = self._wanted[adapter], self._found[adapter]
+        layout = borrowed.manifest.layout
+        sizes = [part.end - part.begin for _, part in layout.layers]
+        if not self._reclaimer.place_adapter(adapter, sizes, may_take=may_take):
+            return False
+        self.residency.placed(adapter, layout.num_bytes)
+        if wanted.climb is not None:
+            wanted.climb.cancel()
+            wanted.climb = None
+        wanted.wait_s = time.perf_counter() - wanted.asked_s
+        pool = self._reclaimer.pool
+        load_adapter(
+            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
+            *(self._resources, self._post),
+        )
+        return True
+
+    def _climb(self, adapter: AdapterId) -> None:
+        """Have an adapter that has no room yet come to host memory meanwhile."""
+        wanted, borrowed = self._wanted[adapter], self._found[adapter]
+        if wanted.climb is None and not borrowed.is_in_host:
+            wanted.climb = AdapterClimb(borrowed, self._resources)
+
+    def _waits_for_room(self, adapter: AdapterId) -> bool:
+        """Have others make room when their requests end; False: nobody can."""
+        num_bytes = self._found[adapter].manifest.layout.num_bytes
+        return (
+            self.residency.drain(num_bytes)
+            or self.residency.is_any_coming
+            or any(one.is_loading for one in self._hosted.values())
+        )
+
+    def _filled(self, adapter: AdapterId, news: AdapterFilled) -> AdapterLoaded:
+        wanted, record = self._wanted[adapter], news.record
+        self.residency.loaded(adapter)
+        self._pieces.filled(adapter, self._found[adapter].manifest.layout)
+        rungs = tuple(RungBytes(rung, use.num_bytes, use.seconds) for rung, use in record.rungs.items())
+        self._reclaimer.reload_costs.learn_load(
+            adapter,
+            {use.rung: use.num_bytes for use in rungs},
+            {use.rung: use.seconds for use in rungs},
+            None if record.shared_bytes else record.total_s,
+        )
+        self._reclaimer.policy.room_may_have_come()  # what is there may be taken again
+        runs = tuple(self.residency.runs_of(adapter))
+        log.debug("adapter_loaded adapter=%s load_s=%.3f", wanted.order.name, record.total_s)
+        return AdapterLoaded(adapter, runs, record.num_bytes, rungs, wanted.wait_s, record.total_s)
+
+    def _fail(self, adapter: AdapterId, failure: Failure) -> FailedRuns:
+        """Give up an adapter that cannot be had, and whoever waits for it; the next request tries again."""
+        runs = self.residency.runs_of(adapter)
+        if adapter in self._wanted:
+            self._wanted[adapter].is_finding = False
+            name = self._wanted[adapter].order.name
+            log.error("adapter_failed adapter=%s label=%s reason=%s", name, failure.label, failure.reason)
+        if self.residency.residence(adapter) is not Residence.AWAY:
+            self._pieces.drop(adapter)
+            self._reclaimer.policy.room_may_have_come()
+        self._found.pop(adapter, None)  # it may be another one when it is asked for again
+        for run in runs:
+            self.residency.ended(run)
+        return FailedRuns(runs, failure)
+
+    def _shortage(self, adapter: AdapterId) -> DeviceError:
+        order, pool = self._wanted[adapter].order, self._reclaimer.pool
+        num_bytes = self._found[adapter].manifest.layout.num_bytes
+        return DeviceError(
+            f"the adapter `{order.name}` needs {num_bytes} bytes of device memory, and what models that are "
+            f"there are promised leaves less of {pool.budget_bytes}; stop another model, unpin adapters, or "
+            "raise `service.memory_bytes`"
+        )
+
+    def _forget_unwanted(self) -> None:
+        known = {use.adapter for use in self.residency.uses()}
+        for adapter in [one for one in self._wanted if one not in known]:
+            wanted = self._wanted[adapter]
+            if wanted.climb is not None:
+                wanted.climb.cancel()
+                wanted.climb = None
+            if not wanted.is_finding:
+                del self._wanted[adapter]

@@ -1,0 +1,272 @@
+"""Adapters come to a live worker, serve beside their base, give way and come back, against transformers.
+
+Whatever comes free is overwritten with 0xFF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from hearth.messages import AdapterLoaded, Pong, RunFailed
+from hearth.policy.turns.turn_policy import TurnRules
+from hearth.types import Hold, Rung
+from tests.engine.harness import assert_best, assert_greedy, prompts_for
+from tests.store.stored import tiers_at
+from tests.worker.harness import greedy
+from tests.worker.in_process import LoopGateway, working_in_process
+from tests.worker.stored_adapters import StoredAdapter, stored_adapter
+from tests.worker.test_disturbed import CONFIG, KINDS, SETTINGS, VOCABULARY, Setting
+from tests.worker.test_turns import RESTLESS, host, least_bytes
+
+BASE, OTHER = "llama-gqa", "qwen3"
+ROOMY = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    model: str
+    adapter: StoredAdapter | None
+    prompt: Sequence[int]
+    run: int
+
+
+@dataclass(slots=True)
+class AdapterRig:
+    """A worker with its models hosted. Mutable."""
+
+    gateway: LoopGateway
+    setting: Setting
+    asked: list[Asked] = field(default_factory=list)
+
+    def ask(
+        self, wanted: StoredAdapter | None, max_tokens: int = 8, model: str = "", **changes: object
+    ) -> int:
+        """Start a request with a prompt of its own; `changes` are of the adapter's order."""
+        model = model or base_of(self.setting)
+        (prompt,) = prompts_for(VOCABULARY, [3 + len(self.asked) % 20], seed=len(self.asked))
+        order = None if wanted is None else replace(wanted.order, **changes)
+        run = self.gateway.start(model, prompt, greedy(max_tokens, ignore_eos=True), adapter=order)
+        self.asked.append(Asked(model, wanted, prompt, run))
+        return run
+
+    def check(self, *runs: int) -> None:
+        """All of these requests, or all that were asked, end and say what the reference says."""
+        asked = [one for one in self.asked if not runs or one.run in runs]
+        answers = self.gateway.until_ended(*(one.run for one in asked))
+        for one, answer in zip(asked, answers, strict=True):
+            assert answer.tokens, one
+            if one.adapter is None:
+                assert_greedy(one.model, one.prompt, answer.tokens)
+            else:
+                logits = one.adapter.reference.logits((*one.prompt, *answer.tokens))
+                assert_best(logits, one.prompt, answer.tokens)
+
+    def there(self) -> dict[str, int]:
+        """The bytes of each adapter that has memory, by its name."""
+        return {use.name: use.num_bytes for use in self.ping().adapters if use.num_bytes}
+
+    def ping(self) -> Pong:
+        return self.gateway.ping()
+
+
+def base_of(setting: Setting) -> str:
+    """The model that is asked unless a test says otherwise."""
+    return setting.names[0]
+
+
+@contextmanager
+def serving(
+    kind: str,
+    root: Path,
+    *models: str,
+    budget_bytes: int | None = None,
+    spare_bytes: int = ROOMY,
+    turns: TurnRules | None = None,
+) -> Iterator[AdapterRig]:
+    """A worker that hosts these models, with so many bytes beyond what they are promised."""
+    setting, models = SETTINGS[kind], models or (base_of(SETTINGS[kind]),)
+    promised_bytes = sum(map(setting.promise_bytes, models)) if budget_bytes is None else budget_bytes
+    budget = (promised_bytes + spare_bytes) // setting.page_bytes * setting.page_bytes
+    with (
+        tiers_at(root) as tiers,
+        working_in_process(
+            *(tiers, lambda terms: setting.new_pool(setting, budget, terms), setting.device, CONFIG),
+            turns=turns,
+        ) as gateway,
+    ):
+        host(gateway, setting, *models)
+        yield AdapterRig(gateway, setting)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_adapters_and_their_base_serve_at_once(kind: str, tmp_path: Path) -> None:
+    """Also those that were asked for before their base was there."""
+    adapters = [stored_adapter(base_of(SETTINGS[kind]), seed) for seed in range(3)]
+    with serving(kind, tmp_path) as rig:
+        for adapter in (*adapters, None, *adapters, None):
+            rig.ask(adapter)
+        rig.check()
+
+        loads = {one.adapter: one for one in rig.gateway.adapter_loads}
+        assert loads.keys() == {one.order.adapter for one in adapters}
+        for one in adapters:
+            (use,) = loads[one.order.adapter].rungs
+            assert (use.rung, len(loads[one.order.adapter].runs)) == (Rung.DISK, 2)
+        sizes = {one.order.name: one.layout.num_bytes for one in adapters}
+        assert rig.there() == sizes
+
+        rig.ask(adapters[1])
+        rig.check()
+        assert len(rig.gateway.adapter_loads) == 3, "it was there"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_outlive_the_stay_of_their_base(kind: str, tmp_path: Path) -> None:
+    base = base_of(SETTINGS[kind])
+    adapter = stored_adapter(base)
+    with serving(kind, tmp_path) as rig:
+        rig.ask(adapter)
+        rig.check()
+
+        rig.gateway.retire(base)
+        assert rig.there() == {adapter.order.name: adapter.layout.num_bytes}
+        host(rig.gateway, rig.setting, base)
+        rig.ask(adapter)
+        rig.check()
+        rig.gateway.drop(base)
+        host(rig.gateway, rig.setting, base)
+        rig.ask(adapter)
+        rig.ask(None)
+        rig.check()
+
+        assert len(rig.gateway.adapter_loads) == 1
+
+
+def test_another_version_under_the_same_name_is_another_adapter(tmp_path: Path) -> None:
+    """Prompts are the same, so that what was cached of the first must not be found for the second."""
+    first, second = stored_adapter(BASE, 0), stored_adapter(BASE, 1)
+    with serving("mapped", tmp_path) as rig:
+        (prompt,) = prompts_for(VOCABULARY, [24])
+        for adapter in (first, second):
+            order = replace(adapter.order, name="mine")
+            run = rig.gateway.start(BASE, prompt, greedy(8, ignore_eos=True), adapter=order)
+            rig.asked.append(Asked(BASE, adapter, prompt, run))
+            rig.check(run)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(is_changed: bool, tmp_path: Path) -> None:
+    adapter, other = stored_adapter(BASE, 0), stored_adapter(BASE, 1)
+    wrong = {"adapter": other.order.adapter} if is_changed else {"where": str(tmp_path / "nowhere")}
+    with serving("mapped", tmp_path / "store") as rig:
+        fine = [rig.ask(None), rig.ask(other if not is_changed else None)]
+        broken = rig.ask(adapter, **wrong)
+        failed = rig.gateway.until(RunFailed)
+
+        assert failed.run == broken
+        assert ("was changed" if is_changed else "nowhere") in failed.reason
+        rig.check(*fine)
+        rig.check(rig.ask(adapter))
+
+
+def test_a_request_may_be_cancelled_while_it_waits_for_its_adapter(tmp_path: Path) -> None:
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path) as rig:
+        rig.gateway.cancel(rig.ask(adapter))
+        assert [use.num_waiting for use in rig.ping().adapters] in ([], [0])
+        rig.check(rig.ask(adapter))
+
+
+def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path, spare_bytes=0) as rig:
+        rig.ask(adapter)
+        failed = rig.gateway.until(RunFailed)
+
+        assert f"needs {adapter.layout.num_bytes} bytes of device memory" in failed.reason
+        rig.check(rig.ask(None))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_not_all_fit_they_take_each_other_s_place_and_nobody_starves(kind: str, tmp_path: Path) -> None:
+    """Room for two of four, and one of them is asked for all the time."""
+    setting = SETTINGS[kind]
+    adapters = [stored_adapter(base_of(setting), seed) for seed in range(4)]
+    room_bytes = 2 * max(setting.page_bytes, adapters[0].layout.num_bytes)
+    with serving(kind, tmp_path, spare_bytes=room_bytes) as rig:
+        for at in range(24):
+            rig.ask(adapters[0 if at % 2 else at // 2 % 4], max_tokens=4 + at % 5)
+        rig.ask(None)
+        rig.check()
+
+        pong = rig.ping()
+        assert pong.num_adapter_evictions > 0
+        assert sum(use.num_bytes > 0 for use in pong.adapters) < len(adapters)
+        assert not any(use.num_waiting or use.num_running for use in pong.adapters)
+
+
+def test_idle_adapters_give_way_before_weights_of_idle_models(tmp_path: Path) -> None:
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path, BASE, OTHER, spare_bytes=adapter.layout.num_bytes + (64 << 10)) as rig:
+        rig.ask(adapter)
+        rig.ask(None, model=OTHER)
+        rig.check()
+        rig.gateway.set_hold(OTHER, Hold.RETAINED)
+        assert rig.there()
+        before = {use.model: use.weights_bytes for use in rig.ping().models}
+
+        runs = [rig.ask(None, max_tokens=40) for _ in range(8)]  # more KV than is promised
+        rig.check(*runs)
+
+        assert not rig.there()
+        assert {use.model: use.weights_bytes for use in rig.ping().models}[BASE] == before[BASE]
+
+
+def test_a_pinned_adapter_stays(tmp_path: Path) -> None:
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path, spare_bytes=2 * SETTINGS["mapped"].page_bytes) as rig:
+        rig.ask(adapter, is_pinned=True)
+        rig.check()
+        rig.check(*(rig.ask(None, max_tokens=40) for _ in range(8)))
+
+        assert rig.there() == {adapter.order.name: adapter.layout.num_bytes}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_models_that_take_turns_come_back_with_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests pause with their adapter, whose room others need meanwhile."""
+    monkeypatch.setattr("hearth.worker.turns.SETTLED_S", 0.0)
+    setting = SETTINGS[kind]
+    models = (setting.names[0], setting.names[2])
+    adapters = {model: stored_adapter(model) for model in models}
+    spare_bytes = max(one.layout.num_bytes for one in adapters.values()) + 2 * setting.page_bytes
+    budget_bytes = least_bytes(setting, models)
+    with serving(
+        kind, tmp_path, *models, budget_bytes=budget_bytes, spare_bytes=spare_bytes, turns=RESTLESS
+    ) as rig:
+        for model in (*models, *models):
+            rig.ask(adapters[model], max_tokens=20, model=model)
+            rig.ask(None, max_tokens=20, model=model)
+        rig.check()
+
+        assert any(turn.ended for turn in rig.gateway.turns)
+
+
+def test_an_adapter_is_told_of_with_its_rung_once(tmp_path: Path) -> None:
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path) as rig:
+        run = rig.ask(adapter)
+        loaded = rig.gateway.until(AdapterLoaded)
+        rig.check()
+
+        assert (loaded.adapter, loaded.runs) == (adapter.order.adapter, (run,))
+        assert loaded.num_bytes == adapter.layout.num_bytes
+        assert loaded.total_s > 0
