@@ -22,7 +22,7 @@ NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_
 TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.
 TYPES := .mypy_cache/said
-BENCHES := engine traffic arrivals shapes eight_bit kernels load chunks service_gpu reuse elastic profile turns
+BENCHES := engine traffic arrivals shapes eight_bit kernels load chunks service_gpu reuse elastic profile turns coldstart
 CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
 MODULE_engine_cpu := engine.cpu

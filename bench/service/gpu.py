@@ -141,8 +141,10 @@ async def kill(service: Service, scale: Scale, bytes_per_s: float) -> Part:
         await asyncio.sleep(0.002)
         if asked.done():
             raise RuntimeError("the stream ended before its worker could be killed")
-    os.kill(service.client.ps().workers[0].pid, signal.SIGKILL)
+    worker = os.pidfd_open(service.client.ps().workers[0].pid)
+    signal.pidfd_send_signal(worker, signal.SIGKILL)
     killed_s = time.perf_counter()
+    gone_s = await _ended_s(worker)
     answer = good(await asked)
     connection.close()
     after_s = next(event.at_s for event in answer.events if event.at_s > killed_s + 0.05)
@@ -154,10 +156,25 @@ async def kill(service: Service, scale: Scale, bytes_per_s: float) -> Part:
         "characters": len(undisturbed.text),
         "num_tokens": answer.num_tokens,
         "pause_s": after_s - killed_s,
+        "teardown_s": gone_s - killed_s,
         "num_resumes": explained.num_resumes,
         **Asked(answer, explained).as_json(),
     }
-    return Part([row("worker killed in mid-stream, pause", "s", after_s - killed_s, None)], details)
+    rows = [
+        row("worker killed in mid-stream, pause", "s", after_s - killed_s, None),
+        row("until its process has given all memory back", "s", gone_s - killed_s, None),
+    ]
+    return Part(rows, details)
+
+
+async def _ended_s(process: int) -> float:
+    """Return when the process of a descriptor has ended, which is closed."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, ended.set)
+    await ended.wait()
+    loop.remove_reader(process)
+    os.close(process)
+    return time.perf_counter()
 
 
 async def beside(service: Service, scale: Scale, bytes_per_s: float) -> Part:

@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
-from hearth.errors import DeviceError
+from hearth.errors import DeviceError, OutOfDeviceMemory
 
 # From cuda.h, where these names have `CU_` in front.
 DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
@@ -24,7 +24,9 @@ MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
 MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 MEM_ALLOC_GRANULARITY_MINIMUM = 0
 MEMORYTYPE_HOST = 1
+MEMHOSTREGISTER_PORTABLE = 1
 POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+ERROR_OUT_OF_MEMORY = 2
 
 
 class _Location(ctypes.Structure):
@@ -94,7 +96,7 @@ class CudaDriver:
         return value.value
 
     def create(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> int:
-        """A handle to memory that is mapped nowhere yet."""
+        """A handle to memory that is mapped nowhere yet. Raises OutOfDeviceMemory if there is none."""
         properties, handle = self._properties(is_exportable, is_rdma_capable), ctypes.c_ulonglong()
         self.call(
             "cuMemCreate",
@@ -148,6 +150,17 @@ class CudaDriver:
         call = self._call_briefly if self._is_pinned(source) else self.call
         where, what = ctypes.c_ulonglong(destination), ctypes.c_void_p(source)
         call("cuMemcpyHtoDAsync_v2", where, what, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+
+    def register_host(self, address: int, num_bytes: int) -> int:
+        """Pin host memory for every device; returns the driver's code, 0 if it is pinned."""
+        self._enter_context()
+        where, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
+        flags = ctypes.c_uint(MEMHOSTREGISTER_PORTABLE)
+        return int(self._library.cuMemHostRegister_v2(where, size, flags))
+
+    def unregister_host(self, address: int) -> int:
+        self._enter_context()
+        return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _is_pinned(self, address: int) -> bool:
         """True if a host address was registered; of others the driver says that they are none of its own."""
@@ -230,4 +243,5 @@ class CudaDriver:
             self._library.cuGetErrorName(code, ctypes.byref(text))
             what = text.value.decode() if text.value else "unknown"
             values = ", ".join(str(getattr(argument, "value", "&")) for argument in arguments)
-            raise DeviceError(f"CUDA's driver refused {name}({values}): {what} ({code}); see `nvidia-smi`")
+            kind = OutOfDeviceMemory if code == ERROR_OUT_OF_MEMORY else DeviceError
+            raise kind(f"CUDA's driver refused {name}({values}): {what} ({code}); see `nvidia-smi`")

@@ -279,5 +279,7 @@ class CudaGraphs:
 
 def _rows(array: npt.NDArray[np.generic]) -> range:
     """Return the address of each row of an array."""
+    if not len(array):  # whose rows numpy says to be 0 bytes apart
+        return range(0)
     begin, step = array.ctypes.data, array.strides[0]
     return range(begin, begin + len(array) * step, step)

@@ -4,6 +4,7 @@
     ├── ConfigError           a configuration file or flag is wrong
     ├── DataDirError          the data directory cannot be used: newer, locked, unreadable
     ├── DeviceError           the device, its memory or a dtype on it cannot be had
+    │   └── OutOfDeviceMemory the device has no more of it now
     ├── EngineFailed          the engine broke or was closed while the request was live
     ├── LogitsNotFinite       the model computed NaN or infinity where a token was to be sampled
     ├── ModelError            a model directory cannot be served
@@ -74,6 +75,10 @@ class DataDirError(HearthError):
 
 class DeviceError(HearthError):
     http_status, label = 503, "device"
+
+
+class OutOfDeviceMemory(DeviceError):
+    label = "device_memory"
 
 
 class EngineFailed(HearthError):

@@ -14,8 +14,8 @@ import pytest
 from hearth.beacon import StepSigns
 from hearth.control import keeper_pulse
 from hearth.control import supervisor as supervision
-from hearth.control.supervisor import MAX_FAILED_STARTS, Supervisor, Vigilance
-from hearth.control.worker_ending import MAX_REASON, ending_of
+from hearth.control.supervisor import MAX_FAILED_STARTS, Supervisor, Vigilance, WorkerSeat
+from hearth.control.worker_ending import MAX_REASON, WorkerEnding, ending_of
 from hearth.control.worker_link import WorkerLink
 from hearth.errors import NoWorkers
 from hearth.messages import KeeperPulse, KeeperSetup, WorkerFarewell, WorkerHello, WorkerSetup
@@ -76,6 +76,82 @@ def test_a_worker_whose_long_step_advances_lives_and_one_that_hangs_is_killed() 
         assert beacon.read().model == "large", "of a worker that is gone it is still known what it did"
 
     asyncio.run(scene())
+
+
+def test_a_worker_that_is_replaced_is_to_have_the_memory_that_the_first_one_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is free is not yet what it will be: that of the one that was killed comes back bit by bit."""
+    asked: list[int | None] = []
+
+    async def spawn(supervisor: Supervisor, module: str, setup: WorkerSetup, *descriptors: int) -> None:
+        asked.append(setup.budget_bytes)
+
+    async def scene() -> None:
+        def unlimited(index: int, worker: WorkerId) -> WorkerSetup:
+            return msgspec.structs.replace(setup_of(index, worker), budget_bytes=None)
+
+        supervisor = Supervisor(unlimited, KEEPER, 1, Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED), None)
+        (seat,) = supervisor.seats
+        await supervisor._start_worker(seat)
+        link = WorkerLink(b"", supervisor.expects, supervisor)  # type: ignore[arg-type] # nothing comes by it
+        supervisor.joined(link, WorkerHello(1, seat.worker, b"", b"", 1, "cpu", "", 1 << 30, False))
+        await supervisor._start_worker(seat)
+        seat.num_failed_starts = 1  # perhaps it cannot be had any more
+        await supervisor._start_worker(seat)
+
+    monkeypatch.setattr(Supervisor, "_spawn", spawn)
+    asyncio.run(scene())
+    assert asked == [None, 1 << 30, None]
+
+
+class Killed:
+    """A process of a worker that has been killed already."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_eof()
+
+    async def wait(self) -> int:
+        return -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("are_ready", "expected"),
+    [
+        ([True] * 4, [0.0, 0.5, 1.0, 2.0]),
+        ([False] * 3, [0.5, 1.0, 2.0]),
+        ([True, False, True], [0.0, 1.0, 1.0]),
+    ],
+)
+def test_a_worker_that_was_ready_is_replaced_at_once_and_if_that_comes_again_ever_later(
+    monkeypatch: pytest.MonkeyPatch, are_ready: list[bool], expected: list[float]
+) -> None:
+    delays: list[float] = []
+
+    async def start_worker(supervisor: Supervisor, seat: WorkerSeat) -> None:
+        seat.process = Killed()  # type: ignore[assignment] # as much of one as is asked
+        if are_ready[len(delays)]:
+            seat.greeted.set()
+
+    async def pause(supervisor: Supervisor, seat: WorkerSeat, ending: WorkerEnding, delay_s: float) -> None:
+        delays.append(delay_s)
+        if len(delays) == len(are_ready):
+            raise asyncio.CancelledError
+
+    async def scene() -> None:
+        vigilance = Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED)
+        supervisor = Supervisor(setup_of, KEEPER, 1, vigilance, None)
+        supervisor._is_keeper_ready.set()
+        with pytest.raises(asyncio.CancelledError):
+            await supervisor._keep(supervisor.seats[0])
+
+    monkeypatch.setattr(Supervisor, "_start_worker", start_worker)
+    monkeypatch.setattr(Supervisor, "_pause", pause)
+    asyncio.run(scene())
+    assert delays == expected
 
 
 def test_a_step_has_as_long_as_slow_steps_of_its_model_tell() -> None:

@@ -38,6 +38,7 @@ from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.types import Rung
 from tests.models.zoo import build
+from tests.store.noted_driver import note_pins, places
 from tests.store.stored import PATIENCE_S, GatedTiers, gated_tiers
 
 CELL_BYTES = 8 << 10
@@ -140,7 +141,28 @@ def test_what_is_borrowed_for_a_cpu_is_not_pinned_for_the_gpu_beside_it(
     with lending(tmp_path, path):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with closing(Borrower(path, is_pinned=False)) as borrower:
-            assert borrower.segment._pinner is None
+            assert borrower.segment._pinning is None
+
+
+def test_a_loan_has_its_cells_pinned_and_until_it_ends_no_others(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = note_pins(monkeypatch, 16 * CELL_BYTES)
+    config = StoreConfig(path=str(tmp_path), host_bytes=NUM_CELLS * CELL_BYTES)
+    with (
+        closing(Tiers(config, CELL_BYTES, is_pinned=False)) as tiers,
+        closing(Lender(tiers, path)),
+        closing(Borrower(path, is_device_up=False)) as borrower,
+    ):
+        segment, borrowed = borrower.segment, borrower.open(model)
+        loan = borrower.fetch(borrowed, range(10))
+        borrower.device_is_up()
+        lent = list(loan)
+        assert set(places(driver, segment, 16 * CELL_BYTES)) == {chunk.cell // 16 for chunk in lent}
+        loan.release(*lent)
+        segment.wait_pinned()
+        assert segment.pinned_bytes == segment.num_bytes > sum(len(chunk.data) for chunk in lent)
+    assert driver.registered == {}
 
 
 def test_pages_that_are_given_back_are_not_lent_to_be_pinned(model: Path, tmp_path: Path, path: Path) -> None:

@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
-from hearth.api.app import ApiLimits, create_app
-from hearth.api.connections import MAX_STRANGERS, ConnectionLimits, Connections
-from hearth.api.protocol import LimitedConfig
+from hearth.api.connections import MAX_STRANGERS
 from hearth.cli.console import LOG_FORMAT
 from hearth.cli.upgrade import tell, upgrade_held
 from hearth.config import HearthConfig, ServiceConfig
@@ -58,14 +55,6 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
         runner.run(_serve(config, data_dir, devices, listener, on_ready))
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to `_serve`."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _serve(
     config: HearthConfig,
     data_dir: DataDir,
@@ -79,20 +68,9 @@ async def _serve(
         signals: asyncio.Queue[int] = asyncio.Queue()  # only now: until here they end it at once
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
-        server = _Server(
-            LimitedConfig(
-                create_app(
-                    gateway,
-                    ApiLimits(
-                        *(service.max_body_bytes, service.stream_heartbeat_s, service.response_store_bytes),
-                        service.allowed_origins,
-                    ),
-                ),
-                Connections(ConnectionLimits.within(max_open_files), gateway.count_closed_connection),
-                service.idle_connection_s,
-                gateway.exchange_ended,
-            )
-        )
+        from hearth.cli.http_server import http_server  # only now, beside the workers' own imports
+
+        server = http_server(gateway, service, max_open_files)
         url = _url_of(listener)
         announced = ServiceFile(os.getpid(), url, gateway.instance_id, str(gateway.keys.path.absolute()))
         data_dir.announce(announced, gateway.admin_token)

@@ -124,10 +124,8 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             stack.callback(access_log.close)
             stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
             sinks.append(access_log.write)
-        template = None
-        if devices.kind == "cpu":  # workers of GPUs are spawned until forked ones have been tried on one
-            count_spawned = metrics.fallbacks.labels("template").inc
-            template = WorkerTemplate(process_log.fd, service.start_s, count_spawned)
+        count_spawned = metrics.fallbacks.labels("template").inc
+        template = WorkerTemplate(process_log.fd, service.start_s, count_spawned)
         supervisor = Supervisor(
             setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
             keeper=KeeperSetup(

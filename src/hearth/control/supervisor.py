@@ -6,7 +6,7 @@ A worker is pinged at every heartbeat, and its step thread, which alone speaks, 
 a step, which may be long, its beacon shows how that advances (`beacon.py`). One that does neither for
 `max_missed` heartbeats, or longer where its steps were slow before (`policy/fleet/liveness.py`), hangs, and
 is killed; one that had no core to run on is only slow. One that dies, for whatever reason, is replaced: at
-once, or after a growing delay if it lived only shortly. One that says at its first start that its settings
+once, or after a growing delay if that comes soon again. One that says at its first start that its settings
 are wrong is not: no restart would help. Why workers are not up can be asked for, and once none of them comes
 up whoever waits for one is told. The processes end with this one, however it ends: their standard input
 closes, and the kernel kills what does not heed that.
@@ -41,8 +41,8 @@ from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetu
 from hearth.policy.fleet.liveness import Silence, max_silence_s
 from hearth.types import WorkerId
 
-#: A process that lived for less, or was never ready, is started again only after a delay, which doubles up to
-#: the longest.
+#: A process that was never ready, or one after the other that lived for less, is started again only after a
+#: delay, which doubles up to the longest.
 SHORT_LIFE_S = 30.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 #: Processes of a kind that end before they are ready, in a row, until none of them is expected to come up.
@@ -84,6 +84,7 @@ class WorkerSeat:
     num_restarts: int = 0
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     was_ever_ready: bool = False
+    budget_bytes: int | None = None  #: of the first process that was ready; None: there was none
     num_failed_starts: int = 0  #: in a row, without one that was ready
     killed_for: str | None = None  #: why the present process was killed here; None: it was not
     ending: WorkerEnding | None = None  #: of the process before; None: there was none, or this one is ready
@@ -176,6 +177,7 @@ class Supervisor:
         assert seat is not None, f"{hello.worker=} was not expected"
         seat.link, seat.hello, link.beacon = link, hello, seat.beacon
         seat.was_ever_ready, seat.num_failed_starts, seat.ending = True, 0, None
+        seat.budget_bytes = seat.budget_bytes or hello.budget_bytes
         seat.greeted.set()
         log.info("worker_ready worker=%s pid=%d device=%s", hello.worker, hello.pid, hello.device)
 
@@ -200,7 +202,7 @@ class Supervisor:
 
     async def _keep(self, seat: WorkerSeat) -> None:
         """Keep a seat taken: start a worker, wait for its end, start the next."""
-        delay_s = 0.0
+        num_short_lives = 0  # in a row
         for life in itertools.count():
             if life:
                 seat.worker = WorkerId(f"w{seat.index}.{life}")
@@ -212,8 +214,9 @@ class Supervisor:
                 await self._start_worker(seat)
             except OSError as error:  # the machine has no room for a process now
                 log.error("worker_not_started worker=%s reason=%s", seat.worker, error)
-                delay_s = _next_delay_s(delay_s, 0.0)
-                await self._pause(seat, WorkerEnding(f"it cannot be started: {error}"), delay_s)
+                num_short_lives += 1
+                ending = WorkerEnding(f"it cannot be started: {error}")
+                await self._pause(seat, ending, _delay_s(num_short_lives))
                 continue
             assert seat.process is not None, "it was started"
             watch = _vital(self._watch(seat, seat.process))
@@ -230,7 +233,10 @@ class Supervisor:
                 self.refusal = ConfigError(ending.reason)
                 self.refused.set()
                 return
-            delay_s = _next_delay_s(delay_s, lived_s if seat.greeted.is_set() else 0.0)
+            was_ready = seat.greeted.is_set()
+            num_short_lives = 0 if was_ready and lived_s >= SHORT_LIFE_S else num_short_lives + 1
+            # One that was ready may have been killed by chance, and once is forgiven.
+            delay_s = _delay_s(num_short_lives - was_ready)
             log.warning(
                 "worker_ended worker=%s code=%d lived_s=%.1f next_try_s=%g reason=`%s`",
                 *(seat.worker, code, lived_s, delay_s, ending.reason.replace("`", "")),
@@ -254,6 +260,9 @@ class Supervisor:
         try:
             seat.beacon = Beacon.at(descriptor)
             setup = msgspec.structs.replace(self._setup_of(seat.index, seat.worker), beacon=descriptor)
+            if setup.budget_bytes is None and not seat.num_failed_starts:
+                # The memory of a worker that was killed may not be free yet, and is all to be had again.
+                setup = msgspec.structs.replace(setup, budget_bytes=seat.budget_bytes)
             forked = None if self._template is None else await self._template.fork(setup, descriptor)
             seat.process = forked or await self._spawn("hearth.worker", setup, descriptor)
         finally:
@@ -318,7 +327,7 @@ class Supervisor:
         self._is_keeper_ready.set()
 
     async def _keep_keeper(self) -> None:
-        delay_s = 0.0
+        num_short_lives = 0
         while True:
             assert self._keeper is not None, "it was started before"
             began_s = asyncio.get_running_loop().time()
@@ -328,7 +337,9 @@ class Supervisor:
             finally:
                 watch.cancel()
             self._is_keeper_ready.clear()
-            delay_s = _next_delay_s(delay_s, asyncio.get_running_loop().time() - began_s)
+            lived_s = asyncio.get_running_loop().time() - began_s
+            num_short_lives = 0 if lived_s >= SHORT_LIFE_S else num_short_lives + 1
+            delay_s = _delay_s(num_short_lives)
             if self._keeper_trouble is None:
                 self._keeper_trouble = ending_of(code, b"", None).reason
             log.error("keeper_ended code=%d next_try_s=%g reason=`%s`", code, delay_s, self._keeper_trouble)
@@ -375,10 +386,11 @@ def _end_if_failed(task: asyncio.Task[None]) -> None:
         end_process("supervisor", error)
 
 
-def _next_delay_s(delay_s: float, lived_s: float) -> float:
-    if lived_s >= SHORT_LIFE_S:
+def _delay_s(num_failures: int) -> float:
+    """Return how long to wait before the next process, after so many in a row that did not last."""
+    if num_failures <= 0:
         return 0.0
-    return min(LONGEST_DELAY_S, max(FIRST_DELAY_S, 2 * delay_s))
+    return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 32))
 
 
 async def _farewell(process: Process | ForkedWorker) -> bytes:

@@ -6,8 +6,9 @@ They can be exported to other processes and reached by RDMA wherever the device 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -17,7 +18,7 @@ from hearth.cuda_driver import (
     DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
     CudaDriver,
 )
-from hearth.errors import DeviceError
+from hearth.errors import DeviceError, OutOfDeviceMemory
 from hearth.memory.pages import Mark
 from hearth.policy.memory.space_slots import NUM_SLOTS
 
@@ -29,6 +30,9 @@ BASE_ADDRESS = 0x18000000000
 SPACE_BYTES = 512 << 30
 #: Addresses that are the same in every process: the spaces of models, and that of libraries behind them.
 FIXED_ADDRESSES = range(BASE_ADDRESS, BASE_ADDRESS + (NUM_SLOTS + 1) * SPACE_BYTES)
+#: The memory of a process that was killed may come free a moment later. It is waited for until none has come
+#: for so long, looked for this often, and told of this often.
+MEMORY_PATIENCE_S, MEMORY_LOOK_S, MEMORY_TELL_S = 2.0, 0.005, 1.0
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ class CudaPages:
     """`Pages` of one device."""
 
     def __init__(self, device: torch.device, budget_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
-        """Create as many whole pages as the budget has.
+        """Create as many whole pages as the budget has, as memory comes free.
 
         Raises:
             NoMapping: the device cannot map memory.
@@ -163,8 +167,7 @@ class CudaPages:
 
     def _create(self) -> None:
         try:
-            while len(self._handles) < self._num_pages:
-                self._handles.append(self._create_one())
+            create_patiently(self._create_one, self._handles, self._num_pages)
         except DeviceError as error:
             had_bytes, wanted_bytes = (
                 num * self._page_bytes for num in (len(self._handles), self._num_pages)
@@ -179,3 +182,33 @@ class CudaPages:
         return self._driver.create(
             self._page_bytes, is_exportable=self._is_exportable, is_rdma_capable=self._is_rdma_capable
         )
+
+
+def create_patiently(
+    create: Callable[[], int],
+    handles: list[int],
+    num_wanted: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Append handles until there are as many as wanted, waiting for memory while some comes free.
+
+    Raises:
+        OutOfDeviceMemory: there is too little, and for `MEMORY_PATIENCE_S` none has come free.
+    """
+    waiting_s: float | None = None  #: since when none has come free; None: the last one was there at once
+    tell_s = clock()
+    while len(handles) < num_wanted:
+        try:
+            handles.append(create())
+            waiting_s = None
+        except OutOfDeviceMemory:
+            now_s = clock()
+            waiting_s = now_s if waiting_s is None else waiting_s
+            if now_s - waiting_s >= MEMORY_PATIENCE_S:
+                raise
+            if now_s >= tell_s:
+                log.info("pool_waits pages=%d of=%d reason=`no memory is free yet`", len(handles), num_wanted)
+                tell_s = now_s + MEMORY_TELL_S
+            pause(MEMORY_LOOK_S)

@@ -69,14 +69,17 @@ class Borrower:
     that is over leaves its line to the next one, which then has its first chunk after one question.
     """
 
-    def __init__(self, path: Path, *, is_pinned: bool = True) -> None:
+    def __init__(self, path: Path, *, is_pinned: bool = True, is_device_up: bool = True) -> None:
         """`is_pinned`: what is borrowed is copied to a CUDA device, if there is any.
+
+        `is_device_up`: it may be pinned at once, for the device that is the current one. Else `device_is_up`
+        has to be called, before anything is fetched.
 
         Raises:
             LenderGone: nobody lends at `path`.
             StoreError: it is no lender, or one whose memory cannot be pinned and has to be.
         """
-        self._path, self._is_pinned = path, is_pinned
+        self._path, self._is_pinned, self._is_device_up = path, is_pinned, is_device_up
         connection, segment = _introduce(path, is_pinned=is_pinned)
         connection.close()
         self.segment = self._pinned(segment)
@@ -88,6 +91,12 @@ class Borrower:
         self._standing: list[LenderLine] = []  #: lines of loads that are over
         self._is_closed = False
         self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
+
+    def device_is_up(self) -> None:
+        """Begin to pin, for the device that is current for the calling thread."""
+        with self._lock:
+            self._is_device_up = True
+            self._pinned(self.segment)
 
     def open(self, where: str | Path, weight: float = 1.0) -> BorrowedModel:
         """Have the lender open a converted model; its description is read here.
@@ -212,8 +221,10 @@ class Borrower:
             return connection, self.segment
 
     def _pinned(self, segment: Segment) -> Segment:
-        if self._is_pinned:
+        if self._is_pinned and self._is_device_up:
             segment.pin_in_background()
+        elif self._is_pinned:
+            segment.touch_in_background()
         return segment
 
     def _close_old(self) -> None:
@@ -302,6 +313,7 @@ class Loan:
         self._is_over = num_chunks == 0  #: nothing more will be yielded
         self._is_cancelled = False
         self._has_hung_up = False
+        self.segment.load_began()
         self._hang_up_if_done()
 
     @property
@@ -349,6 +361,7 @@ class Loan:
                 raise self._failure(message)
             self._num_yielded += 1
             self._is_over = self._num_yielded == self._num_chunks
+        self.segment.pin(message.cell)  # to be copied from next
         data = self.segment.memory(message.cell, message.num_bytes)
         return HostChunk(message.index, data, message.cell, message.delivery, message.is_shared)
 
@@ -363,6 +376,7 @@ class Loan:
         if self._has_hung_up or not self.is_finished:
             return
         self._has_hung_up = True
+        self.segment.load_ended()
         if self._num_yielded == self._num_chunks:
             self._keep(self._line)
         else:

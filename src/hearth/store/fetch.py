@@ -135,7 +135,9 @@ class Fetcher:
                 raise StoreError(f"`{model.name}` cannot be fetched: these tiers are closed; open new ones")
             if model.remote is not None and not self._far_readers:
                 self._far_readers = self._start_readers("hearth-read-far", self._far_jobs, NUM_FAR_READERS)
-            self._live.add(fetch)
+            if chunks:
+                self._live.add(fetch)
+                self.segment.load_began()
             self._round_robin.append(fetch)
             self._pump()
         return fetch
@@ -327,12 +329,17 @@ class Fetcher:
         if fetch.is_over:
             return
         fetch.is_over, fetch.error = True, error
-        self._live.discard(fetch)
+        self._forget(fetch)
         fetch.todo.clear()
         for index in fetch.ready:
             self.book.release(fetch.model.manifest.chunk_ids[index])
         fetch.ready.clear()
         fetch.arrived.notify_all()
+
+    def _forget(self, fetch: Fetch) -> None:
+        if fetch in self._live:
+            self._live.remove(fetch)
+            self.segment.load_ended()
 
 
 class Fetch:
@@ -360,7 +367,7 @@ class Fetch:
         self._fetcher = fetcher
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order; raises as `batches`."""
+        """Yield the chunks in order, to be copied from, as `batches`."""
         taken: deque[HostChunk] = deque()
         try:
             for batch in self.batches():
@@ -368,6 +375,7 @@ class Fetch:
                 while taken:
                     if self.is_over:
                         raise self._failure()
+                    self._fetcher.segment.pin(taken[0].cell)
                     yield taken.popleft()
         finally:
             self.release(*taken)
@@ -416,7 +424,7 @@ class Fetch:
                 self._fetcher.book.release(self.model.manifest.chunk_ids[chunk.index])
             self.num_open -= len(chunks)
             if not self.num_open and not self.todo:
-                self._fetcher._live.discard(self)
+                self._fetcher._forget(self)
             self._fetcher._pump()
 
     def cancel(self) -> None:

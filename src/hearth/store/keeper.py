@@ -37,10 +37,8 @@ def main() -> int:
     with ExitStack() as stack:
         try:
             config = StoreConfig(path=setup.path, disk_bytes=setup.disk_bytes, host_bytes=setup.host_bytes)
-            is_cuda = setup.kind == "cuda"
-            tiers = stack.enter_context(closing(Tiers(config, is_pinned=False, keeps_chunks=is_cuda)))
-            if is_cuda:
-                tiers.segment.touch_in_background()
+            keeps_chunks = setup.kind == "cuda"
+            tiers = stack.enter_context(closing(Tiers(config, is_pinned=False, keeps_chunks=keeps_chunks)))
             stack.enter_context(closing(Lender(tiers, Path(setup.socket))))
         except HearthError as error:
             _say({"error": error.label, "reason": str(error)})

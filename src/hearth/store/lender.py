@@ -75,6 +75,8 @@ class Lender:
         self._lock = threading.Lock()  #: guards the threads: sessions end on their own
         self._is_closing = threading.Event()
         self._listener = _listen(path)
+        if tiers.keeps_chunks:
+            tiers.segment.touch_in_background()  # for borrowers to pin: they leave it to their lender
         self._socket_file = path.lstat()
         self._thread = threading.Thread(target=self._accept, name="hearth-lend", daemon=True)
         self._thread.start()

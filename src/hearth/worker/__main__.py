@@ -39,6 +39,7 @@ from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
+from hearth.worker.start_times import StartTimes
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
@@ -91,8 +92,12 @@ def _say_farewell(fd: int, error: BaseException, reason: str) -> None:
 def _start(setup: WorkerSetup) -> WorkerLoop:
     """Return the loop of a worker that has everything it needs and has been welcomed by the gateway."""
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
-    runtime = start(setup, config)
-    borrower = Borrower(Path(setup.keeper_socket), is_pinned=runtime.device.type == "cuda")
+    times = StartTimes()
+    # First: the pages of host memory are found while the device comes up.
+    borrower = Borrower(Path(setup.keeper_socket), is_pinned=setup.kind == "cuda", is_device_up=False)
+    times.note("keeper")
+    runtime = start(setup, config, times)
+    borrower.device_is_up()
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=_kernels(setup, runtime),
@@ -101,11 +106,14 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         turns=TurnRules() if setup.turns else None,
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
     )
+    times.note("kernels")
     inbox: Inbox = SimpleQueue()
     link = connect(setup.host, setup.port)
     # First: it takes its memory, and a worker that cannot have that is not ready.
     loop = WorkerLoop(resources, inbox, link.send)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
+    times.note("gateway")
+    log.info("worker_started %s", times)
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
     return loop
 

@@ -118,7 +118,7 @@ class ModelLoad:
         self._watched: WatchedLoad | None = None
         threads = resources.loader.threads
         self._map_ahead = MapAhead(prepare, space.parts, threads) if space.parts else None
-        start_thread(lambda: self._run(engine), resources, post)
+        start_thread(lambda: self._prepare(engine), resources, post)
 
     @property
     def can_follow(self) -> bool:
@@ -139,6 +139,10 @@ class ModelLoad:
             if self._engine is not None:
                 self._engine.runner.follow(None)
             return self._engine
+
+    def _prepare(self, engine: Engine | None) -> None:
+        with self._resources.borrower.segment.loading():  # what it takes on the device must not have to wait
+            self._run(engine)
 
     def _run(self, engine: Engine | None) -> None:
         """Put the engine together, where there is none, and start to load what is missing."""

@@ -31,6 +31,7 @@ from hearth.store.loader import Loader
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
+from hearth.worker.start_times import StartTimes
 from hearth.worker.torch_limit import SPARE_BYTES, TorchLimit
 
 #: Memory on a device besides the pool: graphs of engines, what is sent for a step, the sampler's temporaries.
@@ -75,8 +76,8 @@ class HostingResources:
     torch_limit: TorchLimit | None = None  #: None: torch is not limited
 
 
-def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
-    """Bring the device up.
+def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
+    """Bring the device up. `times` is told how long that took.
 
     Raises:
         ConfigError: the device can never be had as it was asked for.
@@ -84,10 +85,11 @@ def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
     """
     if setup.num_threads is not None:
         torch.set_num_threads(setup.num_threads)
-    runtime = _start_cuda(setup, config) if setup.kind == "cuda" else _start_cpu(setup)
+    runtime = _start_cuda(setup, config, times) if setup.kind == "cuda" else _start_cpu(setup)
     dtype = torch.float32 if runtime.device.type == "cpu" else torch.bfloat16
     tile = torch.ones(128, 128, dtype=dtype, device=runtime.device)
     (tile @ tile).sum().item()  # the library of products comes up with the first one
+    times.note("products")
     return runtime
 
 
@@ -98,7 +100,7 @@ def _start_cpu(setup: WorkerSetup) -> Runtime:
     return Runtime(device, _processor(), machine_bytes(), budget_bytes, new_pool, shares_workspace=False)
 
 
-def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
+def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
     num_devices = torch.cuda.device_count()
     if setup.device_index >= num_devices:
         raise ConfigError(
@@ -108,8 +110,12 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
     torch.cuda.set_device(setup.device_index)
     device = torch.device("cuda", setup.device_index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    if setup.budget_bytes is not None:
-        _check_free(setup.budget_bytes, free_bytes, total_bytes, device)
+    times.note("context")
+    if setup.budget_bytes is not None and setup.budget_bytes > total_bytes:
+        raise ConfigError(
+            f"`service.memory_bytes` must be at most the {total_bytes} bytes of {device}, given: "
+            f"{setup.budget_bytes}; lower it"
+        )
     # Read once, when nothing of ours is there: from here on the pool's own books count.
     budget_bytes = setup.budget_bytes or int(free_bytes * config.memory_fraction) // setup.num_sharing
     most_bytes = UNBOOKED_BYTES + int(budget_bytes * UNBOOKED_SHARE)
@@ -118,12 +124,14 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
         pages = CudaPages(device, budget_bytes)
     except NoMapping as error:
         log.warning("fallback pool=arena reason=`%s`", error)
+        _check_free(budget_bytes, device)
         # The pool is torch's as well.
         limit = TorchLimit(most_bytes + budget_bytes, partial(_limit_torch, total_bytes, device))
         new_arena = partial(ArenaPool, device, budget_bytes, fallbacks={"arena": 1})
         return Runtime(
             *(device, name, total_bytes, budget_bytes, new_arena), shares_workspace=False, torch_limit=limit
         )
+    times.note("pages")
     limit = TorchLimit(most_bytes, partial(_limit_torch, total_bytes, device))
     fallbacks = _take_library_memory(device) if config.graphs != "off" else {}
     new_pool = partial(MappedPool, pages, fallbacks=fallbacks)
@@ -142,17 +150,13 @@ def _take_library_memory(device: torch.device) -> Mapping[str, int]:
     return {"library_address": library.num_fallbacks}
 
 
-def _check_free(budget_bytes: int, free_bytes: int, total_bytes: int, device: torch.device) -> None:
-    """Refuse a budget that the device has not, or has not now: whoever holds the rest may end."""
-    if budget_bytes > total_bytes:
-        raise ConfigError(
-            f"`service.memory_bytes` must be at most the {total_bytes} bytes of {device}, given: "
-            f"{budget_bytes}; lower it"
-        )
+def _check_free(budget_bytes: int, device: torch.device) -> None:
+    """Refuse a budget that the device has not now: whoever holds the rest may end."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if budget_bytes > free_bytes:
         raise DeviceError(
-            f"{device} has {free_bytes} of {total_bytes} bytes free, `service.memory_bytes` asks for "
-            f"{budget_bytes}; end what else uses the device, or lower it"
+            f"{device} has {free_bytes} of {total_bytes} bytes free, and the budget is {budget_bytes}; "
+            "end what else uses the device, or lower `service.memory_bytes`"
         )
 
 

@@ -34,6 +34,7 @@ DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")
 #: Where numpy's library of products reads how many threads to start when it is loaded. A worker computes
 #: nothing with it; torch's own reads the same variable, and has to find what the user has chosen.
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
+_CUDA_ERROR_NOT_INITIALIZED = 3
 _COMMAND, _WORKER_COMMAND = b"hearth.worker.template", b"hearth.worker"
 
 
@@ -81,10 +82,21 @@ def obstacle() -> str | None:
         return f"it must touch no device, and has opened {', '.join(sorted(opened))}"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch leaves it untyped
         return "it must touch no device, and torch has initialised CUDA"
+    if _is_driver_initialised():
+        return "it must touch no device, and CUDA's driver is initialised"
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
         return f"it must have one thread, and has {num_threads}"
     return None
+
+
+def _is_driver_initialised() -> bool:
+    """True if CUDA's driver is up in this process. Asking neither loads nor initialises it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nobody has loaded it
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED)
 
 
 def _opened(descriptor: str) -> str:

@@ -1,0 +1,36 @@
+"""The HTTP server of `hearth serve`. Imported once workers are starting, for that takes most of a second.
+
+Binds nothing and handles no signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from hearth.api.app import ApiLimits, create_app
+from hearth.api.connections import ConnectionLimits, Connections
+from hearth.api.protocol import LimitedConfig
+from hearth.config import ServiceConfig
+from hearth.control.gateway import Gateway
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to whoever runs it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(gateway: Gateway, service: ServiceConfig, max_open_files: int) -> HttpServer:
+    """Return a server of a gateway, for a process that may have so many files open."""
+    limits = ApiLimits(
+        *(service.max_body_bytes, service.stream_heartbeat_s, service.response_store_bytes),
+        service.allowed_origins,
+    )
+    connections = Connections(ConnectionLimits.within(max_open_files), gateway.count_closed_connection)
+    app = create_app(gateway, limits)
+    return HttpServer(LimitedConfig(app, connections, service.idle_connection_s, gateway.exchange_ended))
