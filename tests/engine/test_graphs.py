@@ -57,6 +57,7 @@ class Source:
     restored: dict[str, Graph] = field(default_factory=dict)
     coming: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
+    num_failed: int = 0
 
     def find(self, key: str) -> StepGraph | None:
         return self.restored.get(key)

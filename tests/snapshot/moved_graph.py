@@ -118,10 +118,10 @@ def save(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
 
 
 def load(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
-    handles, captures = KernelHandles(graphs, loaded_functions), GraphCapture()
+    handles = KernelHandles(graphs, loaded_functions)
     sections = {f"graph/{NAME}": memoryview((directory / "packed").read_bytes())}
     restored = RestoredGraphs(graphs, handles, sections, lambda reason: print("discarded", reason))
-    restored.restore(lambda name: handles.learn(captures.capture(toy.work).raw_cuda_graph()))
+    restored.restore(lambda name: handles.learn(GraphCapture().capture(toy.work).raw_cuda_graph()))
     graph = restored.find(NAME)
     assert graph is not None
     toy.fill(1)

@@ -98,6 +98,7 @@ def test_a_graph_whose_kernels_are_nowhere_is_left_out_visibly(caplog: pytest.Lo
     assert graphs.find("decode-8") is not None
     assert graphs.find("decode-64") is None
     assert not graphs.is_coming("decode-64")
+    assert graphs.num_failed == 1
     assert "fallback graphs=captured count=1 reason=`decode-64: 1 of 1 kernels" in caplog.text
 
 

@@ -60,6 +60,7 @@ class RestoredGraphs:
         self._driver, self._handles, self._on_discard = driver, handles, on_discard
         self._sections = sections
         self._restored: dict[str, RestoredGraph] = {}
+        self.num_failed = 0  #: graphs that could not be restored
         names = [name.removeprefix(_PREFIX) for name in sections if name.startswith(_PREFIX)]
         #: The smallest first: one request at a time is what a model begins with.
         self._coming = dict.fromkeys(sorted(names, key=_size))
@@ -72,6 +73,7 @@ class RestoredGraphs:
 
     def stop(self) -> None:
         """Restore no more graphs; those that are missing are captured when they are needed."""
+        self.num_failed += len(self._coming)
         self._coming = {}
 
     def discard(self, reason: str) -> None:
@@ -97,6 +99,7 @@ class RestoredGraphs:
                 self._restored[name] = rebuild(self._driver, graph, self._handles.resolve(graph.kernels))
             except (DeviceError, KernelsMissing) as error:
                 reasons.append(f"{name}: {error}")
+                self.num_failed += 1
             except SnapshotError as error:  # its bytes are not those of a graph
                 self.discard(str(error))
             del coming[name]  # behind the other: it is either coming or there
