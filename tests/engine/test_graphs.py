@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from hearth.engine.engine import Engine
-from hearth.engine.graphs import StepGraph, StepGraphs, Work
-from hearth.engine.step_shape import GraphKey, StepPart, StepShape
+from hearth.engine.graphs import CapturedGraph, StepGraph, StepGraphs, Work
+from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
 from hearth.errors import DeviceError
+from hearth.models.decoder import Decoder
+from hearth.models.weights import LayerWeights
 from hearth.policy.batch.plan import StepPlan
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
 from tests.models.zoo import build
@@ -30,14 +32,17 @@ class Graph:
         self.num_replays += 1
         self.effect()
 
+    def raw_cuda_graph(self) -> int:
+        return id(self)
+
 
 @dataclass
 class Captures:
-    """Makes graphs that do as `effect_of` says; without it, the work that they were captured from."""
+    """Makes graphs that do the work that they were captured from."""
 
     made: list[Graph] = field(default_factory=list)
 
-    def capture(self, work: Work) -> StepGraph:
+    def capture(self, work: Work) -> CapturedGraph:
         self.made.append(Graph(work))
         return self.made[-1]
 
@@ -52,6 +57,7 @@ class Source:
     restored: dict[str, Graph] = field(default_factory=dict)
     coming: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
+    num_failed: int = 0
 
     def find(self, key: str) -> StepGraph | None:
         return self.restored.get(key)
@@ -201,7 +207,7 @@ class Rig:
 
         return self.source.restored.setdefault(name, Graph(effect))
 
-    def capture(self, work: Work) -> StepGraph:
+    def capture(self, work: Work) -> CapturedGraph:
         """A graph captured here, which is right for any step of its size."""
         part = work.args[0]  # type: ignore[attr-defined] # the runner's partial
         return Graph(lambda: self.runner._run_part(part, *self.step))
@@ -290,3 +296,23 @@ def test_a_trial_is_over_before_blocks_move_or_the_model_rests(expected: list[li
     assert rig.runner._trial is None
     assert len(rig.source.reasons) == 1
     assert not torch.equal(written, rig.runner.kv), "the step did not run again"
+
+
+def test_rehearsing_captures_two_layers_of_a_part_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, captures, rows = engine_for("llama-gqa").runner, Captures(), list[int]()
+    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    project = Decoder.project
+
+    def noted(decoder: Decoder, weights: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+        rows.append(len(normed))
+        return project(decoder, weights, normed)
+
+    monkeypatch.setattr(Decoder, "project", noted)
+    names = ["decode-8", "mixed-16", "tail-8"]
+    assert [runner.rehearse(name, captures) for name in names] == captures.made
+    assert runner.rehearse("decode-16", captures) is None
+    assert rows == []
+    with torch.inference_mode():
+        for graph in captures.made:
+            graph.replay()
+    assert rows == [8, 8, 16, 16], "layers of decode and of mixed steps; a tail begins behind the last"

@@ -7,6 +7,7 @@ work of the first one. Whatever that work took from the plan instead of from dev
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -36,6 +37,12 @@ class FirstWork:
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self.work_by_key
+
+    def needs_capture(self, key: GraphKey) -> bool:
+        return key not in self.work_by_key
+
+    def begin_trial(self, keys: Sequence[GraphKey]) -> None:
+        """Nothing comes of a snapshot."""
 
     def run(self, key: GraphKey, work: Work) -> None:
         self.num_replayed += key in self.work_by_key

@@ -98,6 +98,7 @@ def test_a_graph_whose_kernels_are_nowhere_is_left_out_visibly(caplog: pytest.Lo
     assert graphs.find("decode-8") is not None
     assert graphs.find("decode-64") is None
     assert not graphs.is_coming("decode-64")
+    assert graphs.num_failed == 1
     assert "fallback graphs=captured count=1 reason=`decode-64: 1 of 1 kernels" in caplog.text
 
 
@@ -123,9 +124,19 @@ def test_a_graph_that_points_outside_of_fixed_addresses_is_not_packed() -> None:
         pack_graphs(machine.driver, {"decode-8": machine.capture(8, 0x7F0000001000)}, {}, FIXED)
 
 
-@pytest.mark.parametrize("name", ["decode-8", "nothing"])
-def test_a_damaged_section_is_refused_before_anything_is_restored(name: str) -> None:
-    sections = sections_of(["decode-8"])
-    packed = sections["graph/decode-8"]
-    with pytest.raises(GraphUnreadable):
-        Machine([8]).restored({f"graph/{name}": packed[:-64] if name == "decode-8" else packed})
+def test_a_section_that_no_graph_has_is_refused() -> None:
+    with pytest.raises(GraphUnreadable, match="`nothing` has no number of rows"):
+        Machine([8]).restored({"graph/nothing": b""})
+
+
+def test_a_damaged_graph_discards_the_snapshot() -> None:
+    sections = sections_of(["decode-8", "decode-16", "decode-64"])
+    sections["graph/decode-16"] = sections["graph/decode-16"][:-64]
+    machine = Machine([8, 16, 64])
+    graphs = machine.restored(sections)
+    graphs.restore(machine.rehearse)
+
+    (reason,) = machine.reasons
+    assert "a packed graph has" in reason
+    assert not any(graphs.find(name) for name in ("decode-8", "decode-16", "decode-64"))
+    assert not graphs.is_coming("decode-64")

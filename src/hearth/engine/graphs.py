@@ -41,6 +41,8 @@ class CapturedGraph(StepGraph, Protocol):
 class GraphSource(Protocol):
     """The graphs of a snapshot. Another thread restores them one by one, the steps' thread asks."""
 
+    num_failed: int  #: graphs that could not be restored
+
     def find(self, key: str) -> StepGraph | None:
         """Return a graph that is restored."""
 
@@ -88,6 +90,11 @@ class StepGraphs:
     def num_restored(self) -> int:
         """How many graphs of the snapshot serve, because they were tried."""
         return len(self._tried)
+
+    @property
+    def num_unrestored(self) -> int:
+        """How many graphs of the snapshot could not be restored, and are captured instead."""
+        return 0 if self._source is None else self._source.num_failed
 
     def restore_from(self, source: GraphSource) -> None:
         """Use the graphs of a snapshot where nothing is captured yet."""

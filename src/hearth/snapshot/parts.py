@@ -10,7 +10,7 @@ class SnapshotParts(Protocol):
     """State of one engine that is worth keeping, such as its graphs."""
 
     def save(self) -> Mapping[str, bytes]:
-        """Return the state by the names of sections; the engine rests, and has run every size."""
+        """Return the state by the names of sections, on a thread beside the steps; every size was run."""
 
     def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
         """Take the state over from a snapshot whose fingerprint is the engine's; not on the step thread.

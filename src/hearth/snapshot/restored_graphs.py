@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from hearth.cuda_graphs import CudaGraphs
-from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing
+from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
 from hearth.snapshot.graph_nodes import GraphNodes, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import RestoredGraph, rebuild
@@ -52,19 +52,18 @@ class RestoredGraphs:
         sections: Mapping[str, memoryview],
         on_discard: Callable[[str], None],
     ) -> None:
-        """Read the graphs of a snapshot. `on_discard` is told once why nobody may use it again.
+        """Look which graphs a snapshot has. `on_discard` is told once why nobody may use it again.
 
         Raises:
-            GraphUnreadable: one is damaged.
+            GraphUnreadable: one has no name that graphs have.
         """
         self._driver, self._handles, self._on_discard = driver, handles, on_discard
+        self._sections = sections
         self._restored: dict[str, RestoredGraph] = {}
+        self.num_failed = 0  #: graphs that could not be restored
+        names = [name.removeprefix(_PREFIX) for name in sections if name.startswith(_PREFIX)]
         #: The smallest first: one request at a time is what a model begins with.
-        self._coming = dict(sorted(_unpacked(sections).items(), key=lambda one: _size(one[0])))
-
-    @property
-    def num_coming(self) -> int:
-        return len(self._coming)
+        self._coming = dict.fromkeys(sorted(names, key=_size))
 
     def find(self, key: str) -> RestoredGraph | None:
         return self._restored.get(key)
@@ -74,6 +73,7 @@ class RestoredGraphs:
 
     def stop(self) -> None:
         """Restore no more graphs; those that are missing are captured when they are needed."""
+        self.num_failed += len(self._coming)
         self._coming = {}
 
     def discard(self, reason: str) -> None:
@@ -89,8 +89,9 @@ class RestoredGraphs:
         began_s, num_graphs, reasons = time.perf_counter(), len(self._coming), list[str]()
         coming, kinds = self._coming, set[str]()  # the first is another one once nobody wants the graphs
         while coming and coming is self._coming:
-            name, graph = next(iter(coming.items()))
+            name = next(iter(coming))
             try:
+                graph = GraphNodes.unpack(self._sections[_PREFIX + name])
                 kind, _, _ = name.rpartition("-")
                 if kind not in kinds or not self._handles.has(graph.kernels):
                     rehearse(name)
@@ -98,6 +99,9 @@ class RestoredGraphs:
                 self._restored[name] = rebuild(self._driver, graph, self._handles.resolve(graph.kernels))
             except (DeviceError, KernelsMissing) as error:
                 reasons.append(f"{name}: {error}")
+                self.num_failed += 1
+            except SnapshotError as error:  # its bytes are not those of a graph
+                self.discard(str(error))
             del coming[name]  # behind the other: it is either coming or there
         log.info(
             "graphs_restored graphs=%d of=%d seconds=%.3f",
@@ -105,14 +109,6 @@ class RestoredGraphs:
         )
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
-
-
-def _unpacked(sections: Mapping[str, memoryview]) -> dict[str, GraphNodes]:
-    return {
-        name.removeprefix(_PREFIX): GraphNodes.unpack(packed)
-        for name, packed in sections.items()
-        if name.startswith(_PREFIX)
-    }
 
 
 def _size(name: str) -> int:

@@ -84,6 +84,7 @@ class Reports:
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "prompt_attention": len(self._slow_models),
                 "graphs": len(self._uncaptured_models),
+                "graphs_not_restored": sum(map(_num_unrestored, self._hosted.values())),
             },
             models=tuple(self._uses(usage.holdings)),
             torch_limit_bytes=None if self._torch_limit is None else self._torch_limit.num_bytes,
@@ -124,6 +125,11 @@ class Reports:
             num_captured_graphs=0 if graphs is None else len(graphs.captured),
             num_restored_graphs=0 if graphs is None else graphs.num_restored,
         )
+
+
+def _num_unrestored(hosted: HostedModel) -> int:
+    graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
+    return 0 if graphs is None else graphs.num_unrestored
 
 
 def _attends_slowly(hosted: HostedModel) -> bool:

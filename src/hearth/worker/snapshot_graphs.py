@@ -33,7 +33,6 @@ class SnapshotGraphs:
         """Raises DeviceError where the driver cannot tell of graphs."""
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
-        self._capture = GraphCapture()
         self._thread = ThreadPoolExecutor(1, "hearth-graphs", lambda: torch.cuda.set_device(device))
 
     def parts_of(self, engine: Engine) -> EngineGraphs | None:
@@ -46,7 +45,8 @@ class SnapshotGraphs:
 
         The lists of which rows have adapters lie at addresses that differ from process to process.
         """
-        captured = {key: graph for key, graph in graphs.captured.items() if not key.has_adapters}
+        # At once, and kept: the steps' thread may add some, or drop all.
+        captured = {key: graph for key, graph in dict(graphs.captured).items() if not key.has_adapters}
         handles = {key.name: graph.raw_cuda_graph() for key, graph in captured.items()}
         binaries = {function: binary for binary, function in loaded_functions().items()}
         return pack_graphs(self._driver, handles, binaries, FIXED_ADDRESSES)
@@ -61,7 +61,8 @@ class SnapshotGraphs:
 
     def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
         def rehearse(name: str) -> None:
-            graph = runner.rehearse(name, self._capture)
+            # Each with memory of its own: torch refuses to fill that of a graph which is gone.
+            graph = runner.rehearse(name, GraphCapture())
             if graph is not None:
                 self._handles.learn(graph.raw_cuda_graph())
 

@@ -183,8 +183,7 @@ class SnapshotMaker:
             *(served, order.model, loaded, self._rates(), making.samples, self._snapshots.device_name)
         )
         sections = {cost_profile.SECTION: msgspec.json.encode(cost)}
-        if (parts := self._snapshots.parts_of(served.engine)) is not None:
-            sections.update(parts.save())
+        parts = self._snapshots.parts_of(served.engine)
         torch_bytes, library_bytes = self._torch_bytes(), making.free_bytes - self._beside_torch_bytes()
         pool = served.engine.runner.kv.untyped_storage() if self._device.type == "cpu" else None
         snapshots, post, fingerprint = self._snapshots, self._post, look.fingerprint
@@ -193,9 +192,14 @@ class SnapshotMaker:
             memory = MemoryProfile(torch_bytes, max(0, library_bytes), _resident_besides(pool))
             made = SnapshotMade(order.model, order.hosting, unbooked_bytes=memory.unbooked_bytes)
             try:
-                path = snapshots.save(fingerprint, {**sections, memory_profile.SECTION: memory.pack()})
+                kept = {} if parts is None else parts.save()
+                path = snapshots.save(
+                    fingerprint, {**sections, **kept, memory_profile.SECTION: memory.pack()}
+                )
                 num_bytes = path.stat().st_size
-            except (HearthError, OSError) as error:
+            except Exception as error:  # the thread's top: whoever ordered it is told
+                if not isinstance(error, (HearthError, OSError)):
+                    log.exception("snapshot_broke model=%s", order.model)
                 made = msgspec.structs.replace(made, failure=str(error))
             else:
                 seconds = time.perf_counter() - began_s
