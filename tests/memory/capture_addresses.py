@@ -1,6 +1,6 @@
 """Captures all steps of models over mapped pages and prints where all that they use lies. Has no tests.
 
-python tests/memory/capture_addresses.py MODEL ...
+python -m tests.memory.capture_addresses MODEL ...
 """
 
 from __future__ import annotations

@@ -59,11 +59,11 @@ def test_another_address_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.gpu
 def test_captured_steps_take_nothing_but_what_lies_there_and_in_every_process_at_the_same_place() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    script = Path(__file__).with_name("capture_addresses.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), *names],
+            [sys.executable, "-m", "tests.memory.capture_addresses", *names],
+            cwd=Path(__file__).parents[2],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
