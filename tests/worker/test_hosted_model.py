@@ -26,6 +26,7 @@ from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import Hold, Rung
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import EngineReady, ModelLoad
+from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
 from tests.worker.harness import BUDGET_BYTES, greedy
@@ -246,9 +247,9 @@ def test_a_model_is_there_when_both_its_bytes_and_its_engine_are(
     is_filled, may_open = Event(), Event()
     weights_loaded = HostedModel.weights_loaded
 
-    def late(engine: Engine, is_whole: bool) -> EngineReady:
+    def late(engine: Engine, is_whole: bool, look: SnapshotLook | None) -> EngineReady:
         may_open.wait(PATIENCE_S)
-        return EngineReady(engine, is_whole)
+        return EngineReady(engine, is_whole, look)
 
     def noted(hosted: HostedModel, news: WeightsLoaded) -> ModelLoaded | None:
         told = weights_loaded(hosted, news)
