@@ -36,6 +36,9 @@ class PieceBook:
         #: Bytes of pages that no piece has, in order; no two of them touch.
         self._holes: list[ByteRange] = []
         self._num_pieces: Counter[int] = Counter()  #: by slot that has a page: at least one
+        #: Slots that have no page, before the last that ever had one.
+        self._pageless: set[int] = set()
+        self._num_known = 0  #: slots that have or had a page are before this one
 
     @property
     def slots(self) -> set[int]:
@@ -55,7 +58,7 @@ class PieceBook:
 
     def plan(self, sizes: Sequence[int]) -> PiecePlan | None:
         """Return places for pieces of these sizes, and change nothing; None: there are too few addresses."""
-        holes, slots = list(self._holes), self.slots
+        holes, pageless, num_known = list(self._holes), set(self._pageless), self._num_known
         parts: list[ByteRange] = []
         new_slots: list[int] = []
         for size in sizes:
@@ -63,11 +66,14 @@ class PieceBook:
             num_bytes = piece_bytes(size)
             index = _first_fit(holes, num_bytes)
             if index is None:
-                added = self._slots_for(num_bytes, holes, slots)
+                num_more = -(-num_bytes // self._page_bytes) + 1
+                pageless.update(range(num_known, min(num_known + num_more, self._num_slots)))
+                num_known = max(num_known, min(num_known + num_more, self._num_slots))
+                added = self._slots_for(num_bytes, holes, pageless)
                 if added is None:
                     return None
                 new_slots += added
-                slots.update(added)
+                pageless.difference_update(added)
                 holes = _merged([*holes, *map(self._range_of, added)])
                 index = _first_fit(holes, num_bytes)
                 assert index is not None, f"{added=} have no room for {num_bytes} bytes"
@@ -81,6 +87,10 @@ class PieceBook:
         assert owner not in self._parts, f"adapter {owner} has its pieces"
         self._parts[owner] = plan.parts
         self._num_pieces.update(slot for part in plan.parts for slot in self._slots_of(part))
+        num_known = max(self._num_known, *(slot + 1 for slot in plan.new_slots), 0)
+        self._pageless.update(range(self._num_known, num_known))
+        self._pageless.difference_update(plan.new_slots)
+        self._num_known = num_known
         self._holes = _without([*self._holes, *map(self._range_of, plan.new_slots)], plan.parts)
 
     def give(self, owner: AdapterId) -> list[int]:
@@ -90,6 +100,7 @@ class PieceBook:
         empty = [slot for slot in slots if not self._num_pieces[slot]]
         for slot in empty:
             del self._num_pieces[slot]
+        self._pageless.update(empty)
         self._holes = _without([*self._holes, *parts], list(map(self._range_of, empty)))
         return empty
 
@@ -100,21 +111,19 @@ class PieceBook:
         covered = _merged([*parts, *self._holes])
         assert sum(map(_size, covered)) == sum(map(_size, [*parts, *self._holes])), "two have the same bytes"
         assert covered == _merged(map(self._range_of, self.slots)), f"{covered=} {self.slots=}"
+        assert self._pageless == set(range(self._num_known)) - self.slots, f"{self._pageless=} {self.slots=}"
         users = Counter(slot for part in parts for slot in self._slots_of(part))
         assert users == self._num_pieces, f"{users=} {self._num_pieces=}"
 
-    def _slots_for(self, num_bytes: int, holes: Sequence[ByteRange], slots: set[int]) -> list[int] | None:
+    def _slots_for(self, num_bytes: int, holes: Sequence[ByteRange], pageless: set[int]) -> list[int] | None:
         """Return the slots that need a page so that one hole has so many bytes; None: there are too few."""
-        num_more = -(-num_bytes // self._page_bytes)
-        last = min(max(slots, default=-1) + num_more + 1, self._num_slots)
-        pageless = [self._range_of(slot) for slot in range(last) if slot not in slots]
-        rooms = _merged([*holes, *pageless])
+        rooms = _merged([*holes, *map(self._range_of, pageless)])
         index = _first_fit(rooms, num_bytes)
         if index is None:
             return None
         begin = rooms[index].begin
         wanted = self._slots_of(ByteRange(begin, begin + num_bytes))
-        return [slot for slot in wanted if slot not in slots]
+        return [slot for slot in wanted if slot in pageless]
 
     def _range_of(self, slot: int) -> ByteRange:
         return ByteRange(slot * self._page_bytes, (slot + 1) * self._page_bytes)
