@@ -13,7 +13,6 @@ from hearth.engine.graphs import CapturedGraph, StepGraph, StepGraphs, Work
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
 from hearth.errors import DeviceError
 from hearth.models.decoder import Decoder
-from hearth.models.weights import LayerWeights
 from hearth.policy.batch.plan import StepPlan
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
 from tests.models.zoo import build
@@ -303,9 +302,9 @@ def test_rehearsing_captures_two_layers_of_a_part_and_runs_nothing(monkeypatch: 
     runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
     project = Decoder.project
 
-    def noted(decoder: Decoder, weights: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+    def noted(decoder: Decoder, layer: int, normed: torch.Tensor, adapters: None) -> torch.Tensor:
         rows.append(len(normed))
-        return project(decoder, weights, normed)
+        return project(decoder, layer, normed, adapters)
 
     monkeypatch.setattr(Decoder, "project", noted)
     names = ["decode-8", "mixed-16", "tail-8"]
