@@ -102,6 +102,18 @@ def test_a_graph_whose_kernels_are_nowhere_is_left_out_visibly(caplog: pytest.Lo
     assert "fallback graphs=captured count=1 reason=`decode-64: 1 of 1 kernels" in caplog.text
 
 
+def test_nothing_is_rehearsed_whose_triton_kernels_are_not_loaded() -> None:
+    """They would be compiled beside the steps of all models, which keeps the interpreter from these."""
+    captured, machine = Machine([8]), Machine([8])
+    graphs = {"decode-8": captured.capture(8)}
+    binaries = {captured.function_by_size[8]: "hash of source and variant"}
+    restored = machine.restored(pack_graphs(captured.driver, graphs, binaries, FIXED))
+    restored.restore(machine.rehearse)
+
+    assert machine.rehearsed == []
+    assert restored.num_failed == 1
+
+
 def test_a_discarded_snapshot_has_no_graphs_and_none_are_coming() -> None:
     machine = Machine([8, 64])
     graphs = machine.restored(sections_of(["decode-8", "decode-64"]))

@@ -92,6 +92,8 @@ class RestoredGraphs:
             name = next(iter(coming))
             try:
                 graph = GraphNodes.unpack(self._sections[_PREFIX + name])
+                # First our own: one that is not loaded would be compiled by a rehearsal, in this process.
+                self._handles.resolve([kernel for kernel in graph.kernels if kernel.binary is not None])
                 kind, _, _ = name.rpartition("-")
                 if kind not in kinds or not self._handles.has(graph.kernels):
                     rehearse(name)
