@@ -151,9 +151,9 @@ class WorkerAdapters:
         self._forget_unwanted()
         return failed
 
-    def start(self, run: int, adapter: AdapterId, engine: Engine) -> None:
-        """Have an engine know the adapter of a request that starts now."""
-        self._pieces.bind(adapter, engine)
+    def start(self, run: int, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
+        """Have the engine of a model know the adapter of a request that starts now."""
+        self._pieces.bind(adapter, model, engine)
         self.residency.started(run)
 
     def usages(self) -> list[AdapterUsage]:
