@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hearth.messages import AdapterLoaded, Pong, RunFailed
+from hearth.engine.engine import Engine
+from hearth.messages import AdapterLoaded, HostingFailed, Pong, RunFailed
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.types import Hold, Rung
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
@@ -173,6 +174,25 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(is_changed: b
         assert ("was changed" if is_changed else "nowhere") in failed.reason
         rig.check(*fine)
         rig.check(rig.ask(adapter))
+
+
+def test_a_model_that_breaks_when_it_is_told_of_an_adapter_leaves_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no memory for lists of rows")
+
+    with serving("mapped", tmp_path, BASE, OTHER) as rig:
+        beside = rig.ask(None, max_tokens=30, model=OTHER)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "add_adapter", broken)
+            rig.ask(stored_adapter(BASE))
+            failed = rig.gateway.until(HostingFailed)
+
+        assert (failed.model, "no memory for lists" in failed.reason) == (BASE, True)
+        rig.check(beside)
+        host(rig.gateway, rig.setting, BASE)
+        rig.check(rig.ask(stored_adapter(BASE)))
 
 
 def test_a_request_may_be_cancelled_while_it_waits_for_its_adapter(tmp_path: Path) -> None:

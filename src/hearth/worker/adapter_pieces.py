@@ -18,6 +18,7 @@ from hearth.memory.pool import Pool
 from hearth.models.adapter import AdapterLayout
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.types import AdapterId, ModelId
+from hearth.worker.failure import blaming
 
 
 @dataclass(slots=True)
@@ -43,21 +44,24 @@ class AdapterPieces:
     def filled(self, adapter: AdapterId, layout: AdapterLayout) -> None:
         """Note that all bytes of an adapter are there, and tell the engines that wait for them."""
         self._layouts[adapter] = layout
-        for engine in self.engines().values():
+        for model, engine in self.engines().items():
             if adapter in engine.adapters:
-                engine.move_adapter(adapter, layout, self._pieces[adapter])
+                with blaming(model):
+                    engine.move_adapter(adapter, layout, self._pieces[adapter])
 
-    def bind(self, adapter: AdapterId, engine: Engine) -> None:
-        """Have an engine know an adapter that is there."""
+    def bind(self, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
+        """Have the engine of a model know an adapter that is there."""
         if adapter not in engine.adapters:
-            engine.add_adapter(adapter, self._layouts[adapter], self._pieces[adapter])
+            with blaming(model):
+                engine.add_adapter(adapter, self._layouts[adapter], self._pieces[adapter])
 
     def drop(self, adapter: AdapterId) -> int:
         """Take back the memory of an adapter that no step uses; return how many bytes came free."""
         free_bytes = self.pool.free_bytes
         for model, engine in self.engines().items():
             if adapter in engine.adapters and not self.residency.is_run_by(adapter, model):
-                engine.remove_adapter(adapter)
+                with blaming(model):
+                    engine.remove_adapter(adapter)
         self._layouts.pop(adapter, None)
         del self._pieces[adapter]
         self.pool.drop_pieces(adapter)

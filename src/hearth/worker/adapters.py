@@ -93,7 +93,8 @@ class WorkerAdapters:
         self.residency.asked(adapter, request.run, request.model, arrived_s, is_pinned=order.is_pinned)
         self._reclaimer.reload_costs.hosted(adapter, order.weight)
         self._reclaimer.reload_costs.asked(adapter, time.monotonic())
-        if adapter in self._found:
+        found = self._found.get(adapter)
+        if found is not None and found.where == order.where:  # else it was removed, and deployed again
             self._found[adapter] = self._found.pop(adapter)
             self.residency.found(adapter)
         elif not wanted.is_finding:
@@ -133,25 +134,26 @@ class WorkerAdapters:
 
     def advance(self) -> list[FailedRuns]:
         """Have adapters come that requests wait for, as far as there is room; return those that never can."""
-        self._is_due = False
+        self._is_due = is_blocked = False
         failed = []
         while (adapter := self.residency.next()) is not None:
             if self._may_have_room(adapter) and self._place(adapter, may_take=True):
                 continue
             if self._waits_for_room(adapter):
                 self._climb(adapter)
+                is_blocked = True
                 break
             failed.append(self._fail(adapter, failure_of(self._shortage(adapter))))
         for adapter in self.residency.early():
-            if not self._place(adapter, may_take=False):
+            if is_blocked or not self._place(adapter, may_take=False):
                 self._climb(adapter)
         self._seen_generation = self._reclaimer.policy.generation
         self._forget_unwanted()
         return failed
 
-    def start(self, run: int, adapter: AdapterId, engine: Engine) -> None:
-        """Have an engine know the adapter of a request that starts now."""
-        self._pieces.bind(adapter, engine)
+    def start(self, run: int, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
+        """Have the engine of a model know the adapter of a request that starts now."""
+        self._pieces.bind(adapter, model, engine)
         self.residency.started(run)
 
     def usages(self) -> list[AdapterUsage]:

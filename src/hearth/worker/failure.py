@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +48,15 @@ class ModelBroke(Exception):
     def __init__(self, model: ModelId, error: Exception) -> None:
         super().__init__(f"`{model}`: {error!r}")
         self.model, self.error = model, error
+
+
+@contextmanager
+def blaming(model: ModelId) -> Iterator[None]:
+    """Have whatever breaks be this model's fault, and not that of the one it is done for."""
+    try:
+        yield
+    except Exception as error:  # it is only renamed: the step loop handles it as it does all others
+        raise ModelBroke(model, error) from error
 
 
 def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:

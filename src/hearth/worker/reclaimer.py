@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from hearth.engine.engine import Engine, StepOutcome
@@ -34,7 +33,7 @@ from hearth.policy.memory.reclaim import (
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.worker.adapter_pieces import AdapterPieces
-from hearth.worker.failure import ModelBroke
+from hearth.worker.failure import blaming
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.hosting_state import ServedModel
@@ -274,7 +273,7 @@ class Reclaimer:
     def _lift_table(self, model: ModelId, table: SamplingTable) -> int:
         """Have a table lie outside of the pool; return how many bytes came free there."""
         served = self._served(model)
-        with _blaming(model):
+        with blaming(model):
             served.engine.place_table(table, None)
         num_bytes = served.pooled_tables.pop(table, 0)
         if num_bytes:
@@ -292,7 +291,7 @@ class Reclaimer:
     def _clear(self, order: ClearKv) -> int:
         model, extent = order.model, order.extent
         engine = self._served(model).engine
-        with _blaming(model):
+        with blaming(model):
             if not order.may_forget and engine.batcher.blocks.cached_among(extent):
                 return 0
             is_cleared = engine.clear(
@@ -317,7 +316,7 @@ class Reclaimer:
 
     def _follow_moves(self) -> None:
         for model, places in self.pool.take_moved().items():
-            with _blaming(model):
+            with blaming(model):
                 self._served(model).rebind(places)
 
     def _shortage(self, model: ModelId, spec: HostingSpec, lack_bytes: int) -> str:
@@ -342,12 +341,3 @@ class Reclaimer:
             f"of {usage.budget_bytes} bytes are free and nobody can give way; drop another model, or raise "
             "`service.memory_bytes`"
         )
-
-
-@contextmanager
-def _blaming(model: ModelId) -> Iterator[None]:
-    """Have whatever breaks be this model's fault, and not that of the one it gives way to."""
-    try:
-        yield
-    except Exception as error:  # it is only renamed: the step loop handles it as it does all others
-        raise ModelBroke(model, error) from error

@@ -462,12 +462,17 @@ class WorkerLoop:
 
     def _serve_adapters(self) -> None:
         """Have adapters come that requests wait for, and those requests start whose adapter is there."""
-        if not self._adapters.is_due:
+        while self._adapters.is_due:
+            try:
+                self._start_adapted()  # first: an adapter that nobody uses yet would give way to the next
+                for failed in self._adapters.advance():
+                    self._fail_runs(failed)
+                self._start_adapted()
+            except ModelBroke as error:  # one that was to give way, or to be told of an adapter
+                self._fail(*blame(error.model, error))
+                self._adapters.look_again()
+                continue
             return
-        self._start_adapted()  # first: an adapter that nobody uses yet would give way to the next
-        for failed in self._adapters.advance():
-            self._fail_runs(failed)
-        self._start_adapted()
 
     def _start_adapted(self) -> None:
         """Have the requests start that waited for nothing but their adapter, which is there."""
@@ -476,12 +481,17 @@ class WorkerLoop:
             if (served := hosted.served) is None or (request := served.held.get(run)) is None:
                 continue  # it waits for more than its adapter
             assert request.adapter is not None, f"{run=} is held and has no adapter"
+            self._adapters.start(run, request.adapter, hosted.model, served.engine)
             del served.held[run]
-            self._adapters.start(run, request.adapter, served.engine)
             hosted.add(run, request)
 
     def _take_adapter_news(self, adapter: AdapterId, news: AdapterNews) -> None:
-        match self._adapters.take_news(adapter, news):
+        try:
+            told = self._adapters.take_news(adapter, news)
+        except ModelBroke as error:  # it was to be told where its adapter is
+            self._fail(*blame(error.model, error))
+            return
+        match told:
             case AdapterLoaded() as loaded:
                 self._send(loaded)
             case FailedRuns() as failed:
