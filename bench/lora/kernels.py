@@ -28,10 +28,10 @@ DIMENSIONS = replace(ARCH.dimensions, num_layers=NUM_LAYERS)
 DEFAULT = adapter_blocks(4096, ADAPTER_TILE_ROWS, torch.bfloat16)
 BLOCKS = [
     DEFAULT,
-    replace(DEFAULT, programs_per_processor=8),
-    replace(DEFAULT, row_chunk=4096, programs_per_processor=8),
-    replace(DEFAULT, row_inputs=512, row_chunk=4096, num_warps=2, programs_per_processor=16),
-    replace(DEFAULT, row_chunk=16384, num_warps=8),
+    replace(DEFAULT, row_chunk=8192),
+    replace(DEFAULT, max_registers=96, programs_per_processor=5),
+    replace(DEFAULT, row_chunk=2048, max_registers=64, programs_per_processor=8),
+    replace(DEFAULT, row_chunk=8192, num_warps=8, max_registers=96, programs_per_processor=2),
 ]
 
 Launches = list[Callable[[], object]]
@@ -94,7 +94,8 @@ def measure(name: str, num_rows: int, choices: Sequence[AdapterBlocks]) -> Itera
             yield {
                 "kernels": f"{projection} of {num_rows} rows, ranks {name}",
                 "blocks": f"{blocks.row_chunk} of {blocks.row_inputs}, {blocks.num_splits} splits, "
-                f"{blocks.num_warps} warps, {blocks.programs_per_processor} programs",
+                f"{blocks.num_warps} warps, {blocks.programs_per_processor} programs, "
+                f"{blocks.max_registers} registers",
                 "shrink_us": microseconds(work.shrinks() * 4),
                 "shrink_bound_us": us_of_rank * k,
                 "expand_us": microseconds(work.expands() * 4),

@@ -45,6 +45,7 @@ def expand_triton(
         ROW_CHUNK=blocks.row_chunk,
         num_warps=blocks.num_warps,
         num_stages=1,  # there is little to loop over, and shared memory is better left to other programs
+        maxnreg=blocks.max_registers,
     )
 
 
@@ -121,22 +122,49 @@ def _expand_kernel(
             if num == 1:
                 row = out + tl.load(order + begin) * n
                 if not is_even:
-                    _expand_row(row + to, b, left, apart, rank, size, block, SPLITS, ROW_CHUNK, 16)
+                    _expand_row(row + to, b, left, apart, rank, size, block, SPLITS, ROW_CHUNK // 64, 16)
                 elif rank <= 8:
                     _expand_row(
-                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK, 8
+                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK // 8, 8
                     )
                 elif rank <= 16:
                     _expand_row(
-                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK, 16
+                        row + even_to,
+                        b,
+                        left,
+                        apart,
+                        even_rank,
+                        even_size,
+                        block,
+                        SPLITS,
+                        ROW_CHUNK // 16,
+                        16,
                     )
                 elif rank <= 32:
                     _expand_row(
-                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK, 32
+                        row + even_to,
+                        b,
+                        left,
+                        apart,
+                        even_rank,
+                        even_size,
+                        block,
+                        SPLITS,
+                        ROW_CHUNK // 32,
+                        32,
                     )
                 else:
                     _expand_row(
-                        row + even_to, b, left, apart, even_rank, even_size, block, SPLITS, ROW_CHUNK, 64
+                        row + even_to,
+                        b,
+                        left,
+                        apart,
+                        even_rank,
+                        even_size,
+                        block,
+                        SPLITS,
+                        ROW_CHUNK // 64,
+                        64,
                     )
             else:
                 member = tl.arange(0, BLOCK_M)
@@ -195,7 +223,7 @@ def _expand_chunks(
 def _slice_chunks(rank, begin, size, num, BLOCK_N: tl.constexpr, ROW_CHUNK: tl.constexpr):
     """How many chunks a slice has. Those of a single row have as many outputs as its ranks leave room for."""
     width = tl.where(rank <= 8, 8, tl.where(rank <= 16, 16, tl.where(rank <= 32, 32, 64)))
-    width = tl.where(_is_even(rank, begin, size), width, 16)
+    width = tl.where(_is_even(rank, begin, size), width, 64)
     return tl.where(num == 1, tl.cdiv(size, ROW_CHUNK // width), tl.cdiv(size, BLOCK_N))
 
 
@@ -214,14 +242,14 @@ def _expand_row(
     size,
     block,
     SPLITS: tl.constexpr,
-    ROW_CHUNK: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Add a chunk of a slice to one row."""
-    output = block * (ROW_CHUNK // WIDTH) + tl.arange(0, ROW_CHUNK // WIDTH)
+    """Add a chunk of a slice to one row, by so many of its ranks at a time."""
+    output = block * OUTPUTS + tl.arange(0, OUTPUTS)
     in_slice = output < size
     before = tl.load(out + output, in_slice, other=0.0)
-    acc = tl.zeros([ROW_CHUNK // WIDTH, WIDTH], tl.float32)
+    acc = tl.zeros([OUTPUTS, WIDTH], tl.float32)
     split = tl.arange(0, SPLITS)
     for first in range(0, rank, WIDTH):
         ranks = first + tl.arange(0, WIDTH)

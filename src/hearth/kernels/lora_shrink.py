@@ -43,6 +43,7 @@ def shrink_triton(
         STAGES=blocks.num_stages,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
+        maxnreg=blocks.max_registers,
     )
 
 
