@@ -88,6 +88,7 @@ _CALLS: dict[str, tuple[type, ...]] = {
     "cuGraphDestroy": (c_void_p,),
     "cuGraphExecDestroy": (c_void_p,),
     "cuKernelGetFunction": (c_void_p, c_void_p),
+    "cuFuncLoad": (c_void_p,),
     "cuFuncGetName": (c_void_p, c_void_p),
     "cuFuncGetParamInfo": (c_void_p, c_size_t, c_void_p, c_void_p),
     "cuFuncGetAttribute": (c_void_p, c_int, c_void_p),
@@ -230,6 +231,10 @@ class CudaGraphs:
         self._driver.call("cuKernelGetFunction", ctypes.byref(function), kernel)
         return function.value or 0
 
+    def load(self, function: int) -> None:
+        """Load a function, as libraries do when they first use one; nothing happens where it is loaded."""
+        self._driver.call("cuFuncLoad", function)
+
     def name(self, function: int) -> str:
         """Return the name of a function, as its compiler has mangled it."""
         name = ctypes.c_char_p()
@@ -247,7 +252,7 @@ class CudaGraphs:
         return found
 
     def function_attribute(self, function: int, attribute: int) -> int:
-        """Return an attribute of a function, which is loaded if it is not."""
+        """Return an attribute of a function that is loaded."""
         value = c_int()
         self._driver.call("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
         return value.value

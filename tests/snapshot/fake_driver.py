@@ -65,6 +65,7 @@ class FakeDriver(CudaGraphs):
         self.executables: dict[int, Graph] = {}
         self.node_by_handle: dict[int, Node] = {}
         self.function_by_handle: dict[int, Function] = {}
+        self.unloaded: set[int] = set()  #: functions that no library has used yet
         self.launched: list[tuple[int, int]] = []
         self.num_attribute_calls = 0
 
@@ -200,6 +201,9 @@ class FakeDriver(CudaGraphs):
     def destroy_executable(self, executable: int) -> None:
         del self.executables[executable]
 
+    def load(self, function: int) -> None:
+        self.unloaded.discard(function)
+
     def name(self, function: int) -> str:
         return self.function_by_handle[function].name
 
@@ -207,6 +211,7 @@ class FakeDriver(CudaGraphs):
         return self.function_by_handle[function].parameters
 
     def function_attribute(self, function: int, attribute: int) -> int:
+        assert function not in self.unloaded, "the real one refuses: CUDA_ERROR_FUNCTION_NOT_LOADED"
         return self.function_by_handle[function].attributes[attribute]
 
     def set_function_attribute(self, function: int, attribute: int, value: int) -> None:

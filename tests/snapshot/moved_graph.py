@@ -121,7 +121,12 @@ def load(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
     handles = KernelHandles(graphs, loaded_functions)
     sections = {f"graph/{NAME}": memoryview((directory / "packed").read_bytes())}
     restored = RestoredGraphs(graphs, handles, sections, lambda reason: print("discarded", reason))
-    restored.restore(lambda name: handles.learn(GraphCapture().capture(toy.work).raw_cuda_graph()))
+
+    def rehearse(name: str) -> None:
+        captured = GraphCapture().capture(toy.work)  # kept while it is read
+        handles.learn(captured.raw_cuda_graph())
+
+    restored.restore(rehearse)
     graph = restored.find(NAME)
     assert graph is not None
     toy.fill(1)

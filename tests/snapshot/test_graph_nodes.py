@@ -266,6 +266,16 @@ class TestKernelHandles:
         with pytest.raises(KernelsMissing, match=r"1 of 3 .* first `other`"):
             handles.resolve(kernels)
 
+    def test_what_no_library_has_used_yet_is_loaded(self) -> None:
+        driver = FakeDriver()
+        shown, sibling = (driver.add_function(name, 1, [(0, 8)]) for name in ("shown", "sibling"))
+        kernel = KernelId.of(driver, sibling, None)
+        driver.unloaded.add(sibling)
+        handles = KernelHandles(driver, dict)
+        handles.learn(self.shown(driver, shown))
+
+        assert handles.resolve([kernel]).tolist() == [sibling]
+
     def test_a_function_of_that_name_with_other_code_is_not_taken(self) -> None:
         driver = FakeDriver()
         kernel = KernelId.of(driver, driver.add_function("f", 0, [(0, 8)], registers=40), None)

@@ -95,7 +95,7 @@ def serving(
     promised_bytes = sum(map(setting.promise_bytes, models)) if budget_bytes is None else budget_bytes
     budget = (promised_bytes + spare_bytes) // setting.page_bytes * setting.page_bytes
     with (
-        tiers_at(root) as tiers,
+        tiers_at(root, num_cells=(16 << 20) // max(setting.page_bytes, 256 << 10)) as tiers,
         working_in_process(
             *(tiers, lambda terms: setting.new_pool(setting, budget, terms), setting.device, CONFIG),
             turns=turns,

@@ -28,7 +28,7 @@ class AdapterBlocks:
     programs_per_processor: int
     num_warps: int
     num_stages: int
-    max_registers: int | None  #: of a thread; None: what the compiler takes
+    max_registers: int | None  #: of a thread of the first product; None: what the compiler takes
 
 
 #: Inputs of one row that a program reads at a time.
@@ -44,12 +44,13 @@ def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
         outputs=64 if is_float32 else 128,
         ranks=16 if is_small or is_float32 else 64,
         row_inputs=_ROW_INPUTS,
-        row_chunk=4096,
+        row_chunk=8192,
         # A power of two, and none of them shorter than what a program reads at a time.
         num_splits=min(ADAPTER_SPLITS, next_power_of_2(k // _ROW_INPUTS + 1) // 2 or 1) if is_small else 1,
         programs_per_processor=4,
         num_warps=4,
         num_stages=2 if is_float32 else 3,
-        # So that four programs fit on a multiprocessor: the compiler would take twice as many.
+        # So that four programs fit on a multiprocessor: the compiler would take twice as many. For the second
+        # product it is not set: that got slower by it.
         max_registers=128 if is_small else None,
     )

@@ -45,7 +45,6 @@ def expand_triton(
         ROW_CHUNK=blocks.row_chunk,
         num_warps=blocks.num_warps,
         num_stages=1,  # there is little to loop over, and shared memory is better left to other programs
-        maxnreg=blocks.max_registers,
     )
 
 
@@ -68,6 +67,7 @@ def _expand_kernel(
     ROW_CHUNK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     num_tiles = tl.load(count).to(tl.int32)
     total = 0
     for at in range(0, num_tiles, BLOCK_T):
@@ -83,7 +83,6 @@ def _expand_kernel(
             tile += tl.sum(is_before.to(tl.int32), 0)
             before += tl.sum(tl.where(is_before, chunks, 0), 0)
             passed += tl.sum(chunks, 0)
-    wait_for_inputs(OVERLAPS)
 
     apart = num_rows.to(tl.int64) * STRIDE
     while chunk < last:

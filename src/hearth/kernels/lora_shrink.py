@@ -47,10 +47,6 @@ def shrink_triton(
     )
 
 
-# A step's lists, the tables of adapters and their factors are in place before its first kernels have ended,
-# and those do not overlap with others. So they are read before the wait, which is for x, scratch and out.
-
-
 @triton.jit(do_not_specialize=["target", "num_rows"])
 def _shrink_kernel(
     scratch,
@@ -74,6 +70,7 @@ def _shrink_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     num_tiles = tl.load(count).to(tl.int32)
     total = 0
     for at in range(0, num_tiles, BLOCK_T):
@@ -90,7 +87,6 @@ def _shrink_kernel(
             tile += tl.sum(is_before.to(tl.int32), 0)
             before += tl.sum(tl.where(is_before, chunks, 0), 0)
             passed += tl.sum(chunks, 0)
-    wait_for_inputs(OVERLAPS)
 
     while chunk < last:
         begin = tl.load(tiles + tile * TILE_FIELDS + 1)

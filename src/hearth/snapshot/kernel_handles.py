@@ -86,6 +86,7 @@ class KernelHandles:
         else:
             candidates = self._functions_by_name.get(kernel.name, [])
         for function in candidates:
+            self._driver.load(function)  # for siblings of what a library has used may not be
             present = KernelId.of(self._driver, function, kernel.binary)
             if kernel.is_same_code(present):
                 self._allow(function, kernel, present)
