@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from hearth.cuda_graphs import KERNEL_NODE
 from hearth.errors import GraphUnreadable
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
+from hearth.snapshot.trial_mark import TrialMark
 from tests.snapshot.fake_driver import FakeDriver
 
 FIXED = range(0x18000000000, 0x20000000000)
@@ -50,7 +53,8 @@ class Machine:
 
     def restored(self, sections: dict[str, bytes]) -> RestoredGraphs:
         views = {name: memoryview(packed) for name, packed in sections.items()}
-        return RestoredGraphs(self.driver, self.handles, views, self.reasons.append)
+        mark = TrialMark(Path("nowhere.snapshot"))  # of which nothing is tried
+        return RestoredGraphs(self.driver, self.handles, views, mark, self.reasons.append)
 
 
 def sections_of(names: list[str]) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, Snapshot
 from hearth.snapshot.graph_nodes import GraphNodes, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import RestoredGraph, rebuild
+from hearth.snapshot.trial_mark import TrialMark
 
 #: Sections of a snapshot that hold graphs begin with this; the rest is a graph's name, as in `decode-8`.
 _PREFIX = "graph/"
@@ -50,6 +51,7 @@ class RestoredGraphs:
         driver: CudaGraphs,
         handles: KernelHandles,
         sections: Mapping[str, memoryview],
+        mark: TrialMark,
         on_discard: Callable[[str], None],
     ) -> None:
         """Look which graphs a snapshot has. `on_discard` is told once why nobody may use it again.
@@ -58,7 +60,7 @@ class RestoredGraphs:
             GraphUnreadable: one has no name that graphs have.
         """
         self._driver, self._handles, self._on_discard = driver, handles, on_discard
-        self._sections = sections
+        self._sections, self._mark = sections, mark
         self._restored: dict[str, RestoredGraph] = {}
         self.num_failed = 0  #: graphs that could not be restored
         names = [name.removeprefix(_PREFIX) for name in sections if name.startswith(_PREFIX)]
@@ -75,6 +77,12 @@ class RestoredGraphs:
         """Restore no more graphs; those that are missing are captured when they are needed."""
         self.num_failed += len(self._coming)
         self._coming = {}
+
+    def begin_trial(self) -> None:
+        self._mark.set()
+
+    def end_trial(self) -> None:
+        self._mark.clear()
 
     def discard(self, reason: str) -> None:
         self._coming, self._restored = {}, {}
