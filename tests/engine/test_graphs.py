@@ -285,6 +285,7 @@ def garbage(rig: Rig) -> None:
     shape, plan = rig.step
     rows = rig.runner._inputs.view(plan, shape).rows.kv_targets(rig.runner.kv.shape[3])
     rig.runner.kv[rows.blocks, :, :, rows.offsets] = 5.0
+    rig.runner._tables.counters.fill_(3)
 
 
 def refused(rig: Rig) -> None:
@@ -320,6 +321,7 @@ def test_a_trial_is_over_before_blocks_move_or_the_model_rests(expected: list[li
     assert rig.runner._trial is None
     assert len(rig.source.reasons) == 1
     assert not torch.equal(written, rig.runner.kv), "the step did not run again"
+    assert not rig.runner._tables.counters.any(), "the next step counts from where the graph ended"
 
 
 def test_a_trial_is_over_when_the_last_request_ends() -> None:

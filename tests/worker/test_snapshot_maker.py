@@ -24,7 +24,7 @@ from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.types import ModelId, Rung, SnapshotOutcome
 from hearth.worker import snapshot_maker
-from hearth.worker.model_snapshots import ModelSnapshots
+from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop
 from tests.engine.test_graphs import Captures, Graph, Source
 from tests.snapshot.test_trial_mark import die_in_a_trial_of
@@ -198,6 +198,17 @@ def test_a_snapshot_made_of_restored_graphs_has_them_all(
             names.append({name for name in opened if name.startswith("graph/")})
     assert len(names[0]) > 3
     assert names[1] == names[0]
+
+
+def test_a_worker_that_keeps_graphs_takes_no_snapshot_without_them(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    """Where addresses differ from process to process none are kept, and it may be another process's turn."""
+    with worker(directory, tmp_path / "one", parts_of=no_parts) as one:
+        assert one.make().failure is None
+    with worker(directory, tmp_path / "two", parts_of=GraphParts) as two:
+        assert two.looked.outcome is SnapshotOutcome.OUTDATED
+        assert "`engine` is graphs=on here and graphs=unkept there" in str(two.looked.reason)
 
 
 def test_a_snapshot_that_a_worker_died_of_is_not_used_again(

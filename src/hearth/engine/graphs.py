@@ -50,7 +50,7 @@ class GraphSource(Protocol):
         """True if a graph will be restored. Becomes false in any case, restored or not."""
 
     def begin_trial(self) -> None:
-        """Note, for whoever starts next, that graphs are tried: should this process die now, it was of them."""
+        """Note for whoever starts next that graphs are tried: should this process die now, it was of them."""
 
     def end_trial(self) -> None:
         """Note that the process lives. Of a trial that never began nothing is noted."""

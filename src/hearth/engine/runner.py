@@ -362,7 +362,7 @@ class Runner:
         graphs = self.graphs.begin_trial(shape.keys)
         if graphs is None:
             return None
-        trial = GraphTrial(graphs, partial(self._run_eagerly, shape, plan), self._sampler, self.kv)
+        trial = GraphTrial(graphs, partial(self._run_again, shape, plan), self._sampler, self.kv)
         rows, logits = self._inputs.view(plan, shape).rows, self.decoder.logits[: plan.num_rows]
         trial.begin(rows, plan.num_tokens, logits)
         return trial
@@ -396,6 +396,11 @@ class Runner:
                 work()
             else:
                 self.graphs.run(key, work)
+
+    def _run_again(self, shape: StepShape, plan: StepPlan) -> None:
+        """Run a step once more, behind graphs that did something else."""
+        self._tables.counters.zero_()  # as every step finds them, and leaves them
+        self._run_eagerly(shape, plan)
 
     def _run_eagerly(self, shape: StepShape, plan: StepPlan) -> None:
         for key in shape.keys:

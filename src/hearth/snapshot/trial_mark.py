@@ -1,4 +1,4 @@
-"""Marks on disk that graphs of a snapshot are being tried, for whoever starts after a process that died of it.
+"""Marks on disk that graphs of a snapshot are being tried, for whoever starts after a process died of it.
 
 A graph that touches memory which is not there takes its process along, and would do so with every one that
 uses the snapshot after that. So a file lies beside the snapshot while a trial runs, locked by whoever tries.

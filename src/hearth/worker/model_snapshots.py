@@ -101,6 +101,12 @@ class ModelSnapshots:
             parts.restore(opened, TrialMark(opened.path), discard)
         return memory
 
+    def _graphs(self) -> str:
+        """Say whether there are graphs, and whether they are kept: if not, whoever could keep them has to."""
+        if self._config.graphs == "off":
+            return "off"
+        return "unkept" if self.parts_of is no_parts else "on"
+
     def _fingerprint(self, spec: HostingSpec, space: Space) -> Fingerprint:
         manifest, model, found = spec.manifest, spec.model, software(self._device.type)
         # All of the configuration that steps depend on: the rest shares memory and time out.
@@ -111,7 +117,7 @@ class ModelSnapshots:
             addresses=_addresses(space) if self._device.type == "cuda" else "",
             dtype=name_of(model.dtype),
             limits=" ".join(f"{name}={value}" for name, value in limits.items()),
-            engine="graphs=off" if self._config.graphs == "off" else "graphs=on",
+            engine=f"graphs={self._graphs()}",
             device=self.device_name,
             device_bytes=self._device_bytes,
             driver=found.driver,
