@@ -167,6 +167,22 @@ def test_what_is_restored_and_wrong_is_discarded_for_everybody(
         assert two.make().failure is None
 
 
+class BrokenParts(FakeParts):
+    def restore(
+        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+    ) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+
+def test_a_model_starts_whatever_breaks_in_its_snapshot(directory: SnapshotDirectory, tmp_path: Path) -> None:
+    with worker(directory, tmp_path / "one", parts := BrokenParts()) as one:
+        assert one.make().failure is None
+    with worker(directory, tmp_path / "two", parts) as two:
+        assert two.looked.outcome is SnapshotOutcome.REFUSED
+        assert "cannot schedule new futures" in str(two.looked.reason)
+        assert len(two.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
+
+
 class GraphParts:
     """The graphs of an engine, of which a snapshot has names alone."""
 

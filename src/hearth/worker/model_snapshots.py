@@ -81,11 +81,15 @@ class ModelSnapshots:
                 memory = self._restore(opened, engine, discard)
                 log.info("snapshot_used path=%s", opened.path)
                 return SnapshotLook(fingerprint, SnapshotOutcome.USED, memory=memory)
+            differences = self._directory.differences(fingerprint)
         except SnapshotFatal as error:
             return SnapshotLook(fingerprint, SnapshotOutcome.DISCARDED, str(error))
         except SnapshotError as error:
             return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, str(error))
-        differences = self._directory.differences(fingerprint)
+        except Exception as error:  # whatever it is: no start depends on a snapshot
+            log.exception("snapshot_not_restored model=%s", spec.manifest.digest)
+            engine.runner.drop_restored()
+            return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, f"restoring it broke: {error!r}")
         if not differences:
             return SnapshotLook(fingerprint, SnapshotOutcome.MISSING)
         reason = "it was made for another start: " + "; ".join(map(str, differences))
