@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop
 from tests.engine.test_graphs import Captures, Graph, Source
 from tests.snapshot.test_trial_mark import die_in_a_trial_of
-from tests.store.stored import converted, gated_tiers, tiers_at
+from tests.store.stored import PATIENCE_S, converted, gated_tiers, tiers_at
 from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy
 from tests.worker.in_process import LoopGateway, working_in_process
 
@@ -198,7 +199,8 @@ class GraphParts:
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
     ) -> None:
         names = [name.removeprefix("graph/") for name in sections if name.startswith("graph/")]
-        self._graphs.restore_from(Source({name: Graph() for name in names}))
+        self.source = Source({name: Graph() for name in names})
+        self._graphs.restore_from(self.source)
 
 
 def test_a_snapshot_made_of_restored_graphs_has_them_all(
@@ -214,6 +216,41 @@ def test_a_snapshot_made_of_restored_graphs_has_them_all(
             names.append({name for name in opened if name.startswith("graph/")})
     assert len(names[0]) > 3
     assert names[1] == names[0]
+
+
+def test_a_load_that_is_called_off_has_no_more_graphs_restored(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    restoring, may_go_on, parts = threading.Event(), threading.Event(), list[GraphParts]()
+
+    class SlowParts(GraphParts):
+        def restore(
+            self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+        ) -> None:
+            super().restore(sections, mark, discard)
+            parts.append(self)
+            restoring.set()
+            assert may_go_on.wait(PATIENCE_S)
+
+    with worker(directory, tmp_path / "one", parts_of=GraphParts) as one:
+        assert one.make().failure is None
+    device = torch.device("cpu")
+    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34, SlowParts)
+    with (
+        tiers_at(tmp_path / "two") as tiers,
+        working_in_process(
+            tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms), snapshots=snapshots
+        ) as gateway,
+    ):
+        gateway.host("a", converted("llama-gqa"))
+        assert restoring.wait(PATIENCE_S)
+        gateway.drop("a")
+        gateway.ping()
+        may_go_on.set()
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not parts[0].source.is_stopped:
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
 
 
 def test_a_worker_that_keeps_graphs_takes_no_snapshot_without_them(
