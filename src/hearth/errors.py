@@ -37,6 +37,7 @@
     │   ├── KernelsMissing    a snapshot's graph runs kernels that this process does not have
     │   ├── SnapshotTruncated the file has fewer or more bytes than were written
     │   ├── SnapshotCorrupt   its bytes are not those that were written
+    │   ├── SnapshotFatal     a process died while it tried what the snapshot holds
     │   ├── SnapshotForeign   it was made for another model, machine, software or format
     │   └── SnapshotUnauthenticated  it was not written by this installation
     └── StoreError            a rung of the store cannot deliver or take what it should
@@ -221,6 +222,10 @@ class SnapshotTruncated(SnapshotError):
 
 class SnapshotCorrupt(SnapshotError):
     label = "snapshot_corrupt"
+
+
+class SnapshotFatal(SnapshotError):
+    label = "snapshot_fatal"
 
 
 class SnapshotForeign(SnapshotError):

@@ -57,12 +57,23 @@ class Source:
     coming: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
     num_failed: int = 0
+    is_marked: bool = False
+    is_stopped: bool = False
 
     def find(self, key: str) -> StepGraph | None:
         return self.restored.get(key)
 
     def is_coming(self, key: str) -> bool:
         return key in self.coming
+
+    def begin_trial(self) -> None:
+        self.is_marked = True
+
+    def end_trial(self) -> None:
+        self.is_marked = False
+
+    def stop(self) -> None:
+        self.is_stopped = True
 
     def discard(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -155,12 +166,26 @@ class TestBooks:
         assert len(captures.made) == 1
 
     def test_forgetting_drops_what_was_restored_as_well(self, graphs: StepGraphs) -> None:
-        graphs.restore_from(Source({DECODE.name: Graph()}))
+        source = Source({DECODE.name: Graph()})
+        graphs.restore_from(source)
         graphs.begin_trial([DECODE])
         graphs.forget()
         graphs.accept()
 
         assert graphs.needs_capture(DECODE)
+        assert source.is_stopped, "graphs are restored that nobody wants"
+
+    @pytest.mark.parametrize("end", ["accept", "reject", "forget", "drop_restored"])
+    def test_a_trial_is_marked_until_it_is_over(self, graphs: StepGraphs, end: str) -> None:
+        source = Source({key.name: Graph() for key in (DECODE, MIXED)})
+        graphs.restore_from(source)
+        assert graphs.begin_trial([TAIL]) is None
+        assert not source.is_marked
+        graphs.begin_trial([DECODE])
+        assert source.is_marked
+        getattr(graphs, end)(*(["3 numbers differ"] if end == "reject" else []))
+
+        assert not source.is_marked
 
 
 class Rig:
@@ -260,6 +285,7 @@ def garbage(rig: Rig) -> None:
     shape, plan = rig.step
     rows = rig.runner._inputs.view(plan, shape).rows.kv_targets(rig.runner.kv.shape[3])
     rig.runner.kv[rows.blocks, :, :, rows.offsets] = 5.0
+    rig.runner._tables.counters.fill_(3)
 
 
 def refused(rig: Rig) -> None:
@@ -295,6 +321,46 @@ def test_a_trial_is_over_before_blocks_move_or_the_model_rests(expected: list[li
     assert rig.runner._trial is None
     assert len(rig.source.reasons) == 1
     assert not torch.equal(written, rig.runner.kv), "the step did not run again"
+    assert not rig.runner._tables.counters.any(), "the next step counts from where the graph ended"
+
+
+def test_a_trial_is_over_when_the_last_request_ends() -> None:
+    """Nobody would wait for it, and a worker that is killed then would be taken to have died of it."""
+    rig = Rig()
+    prompts = prompts_for(build("llama-gqa").model.config.vocab_size, [5])
+    ask(rig.engine, prompts, replace(greedy(), max_tokens=1))
+
+    assert rig.runner._trial is None
+    assert not rig.source.is_marked
+    assert rig.runner.graphs is not None
+    assert rig.runner.graphs.num_restored > 0
+
+
+def test_an_engine_that_is_closed_in_a_trial_has_no_more_graphs_restored() -> None:
+    rig = Rig()
+    (prompt,) = prompts_for(build("llama-gqa").model.config.vocab_size, [5])
+    rig.engine.add(rig.engine.request("r", prompt, greedy()))  # type: ignore[arg-type]
+    rig.engine.step()
+    assert rig.source.is_marked
+    rig.engine.close()
+
+    assert rig.source.is_stopped
+    assert not rig.source.is_marked
+
+
+def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    (prompt,) = prompts_for(build("llama-gqa").model.config.vocab_size, [5])
+    rig.engine.add(rig.engine.request("r", prompt, greedy()))  # type: ignore[arg-type]
+    rig.engine.step()
+
+    def lost() -> None:
+        raise DeviceError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(rig.runner, "synchronize", lost)
+    with pytest.raises(DeviceError):
+        rig.engine.close()
+    assert rig.source.is_marked
 
 
 def test_rehearsing_captures_two_layers_of_a_part_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

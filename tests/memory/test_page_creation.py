@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from hearth.errors import DeviceError, OutOfDeviceMemory
-from hearth.memory.cuda_pages import MEMORY_PATIENCE_S, create_patiently
+from hearth.memory.cuda_pages import MEMORY_PATIENCE_S, CudaPages, create_patiently
 
 
 @dataclass(slots=True)
@@ -66,3 +67,27 @@ def test_what_is_no_lack_of_memory_is_not_waited_for() -> None:
     with pytest.raises(DeviceError, match="the device is gone"):
         create_patiently(refuse, device.handles, 1, pause=device.pause)
     assert device.now_s == 0
+
+
+class SlowDriver:
+    """A driver whose first page is not free yet: that of a killed process still has it."""
+
+    def __init__(self, num_refusals: int) -> None:
+        self._num_refusals = num_refusals
+
+    def create(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> int:
+        self._num_refusals -= 1
+        if self._num_refusals >= 0:
+            raise OutOfDeviceMemory("no memory")
+        return 7
+
+    def release(self, handle: int) -> None:
+        assert handle == 7
+
+
+def test_memory_that_is_not_free_yet_takes_no_ability_from_the_device() -> None:
+    pages = CudaPages.__new__(CudaPages)  # without a device
+    pages._driver, pages._page_bytes, pages._fallbacks = SlowDriver(3), 16, Counter()  # type: ignore[assignment]
+    pages._is_exportable = pages._is_rdma_capable = True
+    pages._probe()
+    assert (pages.is_exportable, pages._is_rdma_capable, pages.fallbacks) == (True, True, {})

@@ -25,6 +25,7 @@ from hearth.memory.cuda_pages import FIXED_ADDRESSES, CudaPages
 from hearth.memory.library_memory import LibraryMemory
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
+from hearth.snapshot.trial_mark import TrialMark
 
 DEVICE = torch.device("cuda", 0)
 ROWS, WIDTH = 64, 512
@@ -120,7 +121,8 @@ def save(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
 def load(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
     handles = KernelHandles(graphs, loaded_functions)
     sections = {f"graph/{NAME}": memoryview((directory / "packed").read_bytes())}
-    restored = RestoredGraphs(graphs, handles, sections, lambda reason: print("discarded", reason))
+    mark = TrialMark(directory / "packed")
+    restored = RestoredGraphs(graphs, handles, sections, mark, lambda reason: print("discarded", reason))
 
     def rehearse(name: str) -> None:
         captured = GraphCapture().capture(toy.work)  # kept while it is read

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hearth.errors import SnapshotTruncated, StoreFull
+from hearth.errors import SnapshotFatal, SnapshotTruncated, StoreFull
 from hearth.snapshot.directory import SnapshotDirectory, keep_quota, remove_others
 from hearth.snapshot.fingerprint import Fingerprint
+from hearth.snapshot.trial_mark import TrialMark
 from tests.snapshot.fingerprints import FINGERPRINT
+from tests.snapshot.test_trial_mark import die_in_a_trial_of
 
 SECTIONS = {"memory": b"x" * 10_000}
 
@@ -91,3 +93,30 @@ def test_a_damaged_snapshot_is_refused(directory: SnapshotDirectory) -> None:
     with pytest.raises(SnapshotTruncated):
         directory.load(of("a"))
     assert directory.newest("a") is None
+
+
+def test_a_snapshot_that_a_process_died_of_is_removed(directory: SnapshotDirectory) -> None:
+    path = directory.save(of("a"), SECTIONS)
+    die_in_a_trial_of(path)
+    with pytest.raises(SnapshotFatal, match="a worker ended while it tried"):
+        directory.load(of("a"))
+    assert directory.load(of("a")) is None
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_snapshot_that_another_process_tries_is_used(directory: SnapshotDirectory) -> None:
+    mark = TrialMark(directory.save(of("a"), SECTIONS))
+    mark.set()
+    with directory.load(of("a")) as found:  # type: ignore[union-attr] # it is there
+        assert bytes(found["memory"]) == SECTIONS["memory"]
+    mark.clear()
+
+
+def test_a_new_snapshot_does_not_answer_for_the_one_before(directory: SnapshotDirectory) -> None:
+    """The old one went by the quota, before anybody looked for it again."""
+    path = directory.save(of("a"), SECTIONS)
+    die_in_a_trial_of(path)
+    path.unlink()
+    directory.save(of("a"), SECTIONS)
+    with directory.load(of("a")) as found:  # type: ignore[union-attr] # it is there
+        assert found.num_bytes > 0

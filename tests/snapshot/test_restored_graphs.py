@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from hearth.cuda_graphs import KERNEL_NODE
 from hearth.errors import GraphUnreadable
+from hearth.snapshot import restored_graphs
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
+from hearth.snapshot.trial_mark import TrialMark
 from tests.snapshot.fake_driver import FakeDriver
 
 FIXED = range(0x18000000000, 0x20000000000)
@@ -50,7 +54,8 @@ class Machine:
 
     def restored(self, sections: dict[str, bytes]) -> RestoredGraphs:
         views = {name: memoryview(packed) for name, packed in sections.items()}
-        return RestoredGraphs(self.driver, self.handles, views, self.reasons.append)
+        mark = TrialMark(Path("nowhere.snapshot"))  # of which nothing is tried
+        return RestoredGraphs(self.driver, self.handles, views, mark, self.reasons.append)
 
 
 def sections_of(names: list[str]) -> dict[str, bytes]:
@@ -152,3 +157,30 @@ def test_a_damaged_graph_discards_the_snapshot() -> None:
     assert "a packed graph has" in reason
     assert not any(graphs.find(name) for name in ("decode-8", "decode-16", "decode-64"))
     assert not graphs.is_coming("decode-64")
+
+
+def test_a_rehearsal_waits_for_the_memory_of_weights_that_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restored_graphs, "MEMORY_LOOK_S", 0.0)
+    machine, refusals = Machine([8]), [None, None]
+
+    def rehearse(name: str) -> None:
+        if refusals:
+            refusals.pop()
+            raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+        machine.rehearse(name)
+
+    graphs = machine.restored(sections_of(["decode-8"]))
+    graphs.restore(rehearse)
+    assert graphs.find("decode-8") is not None
+
+
+def test_a_rehearsal_waits_for_no_memory_once_nobody_wants_the_graphs() -> None:
+    machine = Machine([8])
+    graphs = machine.restored(sections_of(["decode-8"]))
+
+    def rehearse(name: str) -> None:
+        graphs.stop()  # its engine is closed, and its memory gone
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    graphs.restore(rehearse)
+    assert graphs.find("decode-8") is None

@@ -9,16 +9,19 @@ from hearth.snapshot.software import software, sources_digest
 
 def test_any_change_of_what_steps_are_made_of_is_another_digest(tmp_path: Path) -> None:
     package = tmp_path / "hearth"
-    for name in ("engine", "kernels", "models"):
-        shutil.copytree(Path(hearth.__file__).parent / name, package / name)
-    shutil.copy(Path(hearth.__file__).parent / "sizes.py", package)
+    shutil.copytree(Path(hearth.__file__).parent, package)
     before = sources_digest(package)
     assert before == software("cpu").sources
-    with (package / "kernels" / "norm.py").open("a") as file:
-        file.write("#")
-    changed = sources_digest(package)
+    (package / "api" / "another.py").touch()
+    assert sources_digest(package) == before, "nothing that requests go through"
+    found = {before}
+    # Behind the first: where libraries find their memory, and how nodes are read.
+    for name in ("kernels/norm.py", "policy/memory/space_slots.py", "memory/cuda_pages.py", "cuda_graphs.py"):
+        with (package / name).open("a") as file:
+            file.write("#")
+        found.add(sources_digest(package))
     (package / "models" / "another.py").touch()
-    assert len({before, changed, sources_digest(package)}) == 3
+    assert len({*found, sources_digest(package)}) == 6
 
 
 def test_a_cpu_depends_on_no_software_of_gpus() -> None:

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from hearth.errors import DeviceError
 from hearth.store.segment import Segment
 from tests.store.noted_driver import PATIENCE_S, NotedDriver, is_resident, note_pins
 from tests.store.noted_driver import places as places_of
@@ -130,3 +131,23 @@ def test_closing_ends_pinning_and_wakes_a_load_that_waits(driver: NotedDriver) -
             assert not thread.is_alive()
     assert driver.registered == {}
     assert driver.most_at_once == 1
+
+
+def test_a_driver_that_breaks_lets_nobody_wait(
+    driver: NotedDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Copies from such a region are slow, and the load that asked for it goes on."""
+
+    def broken(address: int, num_bytes: int) -> int:
+        raise DeviceError("CUDA's driver refused cuCtxSetCurrent")
+
+    monkeypatch.setattr(driver, "register", broken)
+    with new_segment(4) as segment:
+        segment.load_began()
+        segment.pin_in_background()
+        segment.pin(0)
+        segment.pin(0)
+        segment.load_ended()
+        segment.wait_pinned()
+        assert segment.pinned_bytes == 0
+    assert "fallback copies=pageable" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,17 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from hearth.engine.engine import Engine
+from hearth.engine.graphs import StepGraphs
 from hearth.memory.arena import ArenaPool
 from hearth.messages import MakeSnapshot, ModelLoaded, SnapshotLooked, SnapshotMade, SnapshotProgress
 from hearth.sim.profile import Profile
 from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile
+from hearth.snapshot.parts import SnapshotParts
+from hearth.snapshot.trial_mark import TrialMark
 from hearth.types import ModelId, Rung, SnapshotOutcome
 from hearth.worker import snapshot_maker
-from hearth.worker.model_snapshots import ModelSnapshots
+from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop
-from tests.store.stored import converted, gated_tiers, tiers_at
+from tests.engine.test_graphs import Captures, Graph, Source
+from tests.snapshot.test_trial_mark import die_in_a_trial_of
+from tests.store.stored import PATIENCE_S, converted, gated_tiers, tiers_at
 from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy
 from tests.worker.in_process import LoopGateway, working_in_process
 
@@ -60,18 +67,26 @@ class FakeParts:
     def save(self) -> dict[str, bytes]:
         return {"graphs": b"captured"}
 
-    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
+    def restore(
+        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+    ) -> None:
         self.restored.append(bytes(sections["graphs"]))
         self.discard = discard
 
 
 @contextmanager
 def worker(
-    directory: SnapshotDirectory, place: Path, parts: FakeParts | None = None, **changes: object
+    directory: SnapshotDirectory,
+    place: Path,
+    parts: SnapshotParts | None = None,
+    parts_of: Callable[[Engine], SnapshotParts | None] | None = None,
+    **changes: object,
 ) -> Iterator[SnapshotWorker]:
     """A worker that has loaded a model, `changes` being those of its order."""
     device = torch.device("cpu")
-    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34, lambda engine: parts)
+    snapshots = ModelSnapshots(
+        directory, CONFIG, device, "a processor", 1 << 34, parts_of or (lambda engine: parts)
+    )
     with (
         tiers_at(place) as tiers,
         working_in_process(
@@ -151,6 +166,115 @@ def test_what_is_restored_and_wrong_is_discarded_for_everybody(
         fact = two.gateway.until(SnapshotLooked)
         assert (fact.outcome, fact.reason) == (SnapshotOutcome.DISCARDED, "size 4 computes something else")
         assert two.make().failure is None
+
+
+class BrokenParts(FakeParts):
+    def restore(
+        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+    ) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+
+def test_a_model_starts_whatever_breaks_in_its_snapshot(directory: SnapshotDirectory, tmp_path: Path) -> None:
+    with worker(directory, tmp_path / "one", parts := BrokenParts()) as one:
+        assert one.make().failure is None
+    with worker(directory, tmp_path / "two", parts) as two:
+        assert two.looked.outcome is SnapshotOutcome.REFUSED
+        assert "cannot schedule new futures" in str(two.looked.reason)
+        assert len(two.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
+
+
+class GraphParts:
+    """The graphs of an engine, of which a snapshot has names alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.runner.graphs is None:
+            engine.runner.graphs = StepGraphs(Captures())
+        self._graphs = engine.runner.graphs
+
+    def save(self) -> dict[str, bytes]:
+        return {f"graph/{key.name}": b"captured" for key in self._graphs.captured}
+
+    def restore(
+        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+    ) -> None:
+        names = [name.removeprefix("graph/") for name in sections if name.startswith("graph/")]
+        self.source = Source({name: Graph() for name in names})
+        self._graphs.restore_from(self.source)
+
+
+def test_a_snapshot_made_of_restored_graphs_has_them_all(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    names = []
+    for place in ("one", "two"):
+        with worker(directory, tmp_path / place, parts_of=GraphParts) as one:
+            for _ in range(2):  # before the first of the first worker, steps have no graphs
+                assert one.make().failure is None
+        (entry,) = directory.entries()
+        with directory.open_file(entry.path) as opened:
+            names.append({name for name in opened if name.startswith("graph/")})
+    assert len(names[0]) > 3
+    assert names[1] == names[0]
+
+
+def test_a_load_that_is_called_off_has_no_more_graphs_restored(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    restoring, may_go_on, parts = threading.Event(), threading.Event(), list[GraphParts]()
+
+    class SlowParts(GraphParts):
+        def restore(
+            self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+        ) -> None:
+            super().restore(sections, mark, discard)
+            parts.append(self)
+            restoring.set()
+            assert may_go_on.wait(PATIENCE_S)
+
+    with worker(directory, tmp_path / "one", parts_of=GraphParts) as one:
+        assert one.make().failure is None
+    device = torch.device("cpu")
+    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34, SlowParts)
+    with (
+        tiers_at(tmp_path / "two") as tiers,
+        working_in_process(
+            tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms), snapshots=snapshots
+        ) as gateway,
+    ):
+        gateway.host("a", converted("llama-gqa"))
+        assert restoring.wait(PATIENCE_S)
+        gateway.drop("a")
+        gateway.ping()
+        may_go_on.set()
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not parts[0].source.is_stopped:
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+
+
+def test_a_worker_that_keeps_graphs_takes_no_snapshot_without_them(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    """Where addresses differ from process to process none are kept, and it may be another process's turn."""
+    with worker(directory, tmp_path / "one", parts_of=no_parts) as one:
+        assert one.make().failure is None
+    with worker(directory, tmp_path / "two", parts_of=GraphParts) as two:
+        assert two.looked.outcome is SnapshotOutcome.OUTDATED
+        assert "`engine` is graphs=on here and graphs=unkept there" in str(two.looked.reason)
+
+
+def test_a_snapshot_that_a_worker_died_of_is_not_used_again(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    with worker(directory, tmp_path / "one") as one:
+        assert one.make().failure is None
+    (entry,) = directory.entries()
+    die_in_a_trial_of(entry.path)
+    with worker(directory, tmp_path / "two") as two:
+        assert two.looked.outcome is SnapshotOutcome.DISCARDED
+        assert "a worker ended while it tried" in str(two.looked.reason)
+        assert directory.entries() == []
 
 
 def test_a_request_is_answered_in_between(

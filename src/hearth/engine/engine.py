@@ -330,7 +330,10 @@ class Engine:
         assert launched or previous or not self.has_work or blocks.num_blocks < blocks.floor_blocks, (
             f"there is work, but nothing to compute and to wait for: {self.usage}"
         )
-        return self._take_in(previous, launched)
+        outcome = self._take_in(previous, launched)
+        if launched is None or not self.has_work:
+            self.runner.settle()  # perhaps no step follows, and what is on trial uses the model's memory
+        return outcome
 
     def flush(self) -> StepOutcome:
         """Take in the step in flight, if there is one, and launch none.

@@ -49,6 +49,15 @@ class GraphSource(Protocol):
     def is_coming(self, key: str) -> bool:
         """True if a graph will be restored. Becomes false in any case, restored or not."""
 
+    def begin_trial(self) -> None:
+        """Note for whoever starts next that graphs are tried: should this process die now, it was of them."""
+
+    def end_trial(self) -> None:
+        """Note that the process lives. Of a trial that never began nothing is noted."""
+
+    def stop(self) -> None:
+        """Restore no more graphs: nobody wants them."""
+
     def discard(self, reason: str) -> None:
         """Have the snapshot used no more, by anybody: a graph of it does not compute what the step does."""
 
@@ -130,12 +139,13 @@ class StepGraphs:
         if not untried or any(key not in known for key in keys):
             return None
         self._on_trial = untried
+        self._source.begin_trial()
         return [known[key] for key in keys]
 
     def accept(self) -> None:
         """Have the graphs on trial serve from now on."""
         self._tried.update(self._on_trial)
-        self._on_trial = {}
+        self._end_trial()
 
     def reject(self, reason: str) -> None:
         """Drop all graphs of the snapshot, because those on trial did not do what the step does."""
@@ -143,19 +153,32 @@ class StepGraphs:
         log.error("snapshot_discarded graphs=%s reason=`%s`", keys, reason)
         if self._source is not None:  # else all graphs were forgotten meanwhile
             self._source.discard(reason)
-        self._drop_restored()
+        self.drop_restored()
 
     def forget(self) -> None:
         """Drop every graph, because what they point at has moved."""
         self._captured.clear()
         self._capturer.forget()
-        self._drop_restored()
+        self.drop_restored()
+
+    def drop_restored(self) -> None:
+        """Drop the graphs of the snapshot: those that were not captured are when they are next needed."""
+        self.stop_restoring()
+        self._end_trial()
+        self._source, self._tried = None, {}
+
+    def stop_restoring(self) -> None:
+        """Have no more graphs restored. Those that are there stay, be they on trial or not."""
+        if self._source is not None:
+            self._source.stop()
+
+    def _end_trial(self) -> None:
+        self._on_trial = {}
+        if self._source is not None:
+            self._source.end_trial()
 
     def _is_restored(self, key: GraphKey) -> bool:
         """True if the snapshot has a graph that does not serve yet."""
         source = self._source
         # In this order: one that is restored between the two questions is seen by the second.
         return source is not None and (source.is_coming(key.name) or source.find(key.name) is not None)
-
-    def _drop_restored(self) -> None:
-        self._source, self._tried, self._on_trial = None, {}, {}

@@ -203,6 +203,7 @@ class Runner:
     def run_padding(self, shape: StepShape) -> None:
         """Queue a step that is all padding, which touches nobody's KV."""
         self.settle()
+        self._drop_open_gate()
         self._inputs.park(shape)
         if shape.has_adapters:
             self.allow_adapters().park()
@@ -262,8 +263,12 @@ class Runner:
 
     def close(self) -> None:
         """Wait for all that was launched. No other call may follow."""
+        if self.graphs is not None:
+            self.graphs.stop_restoring()
         self.synchronize()
         self._trial = None  # which keeps the runner, and so all of its memory
+        if self.graphs is not None:  # not before: the device might be lost by what is on trial
+            self.graphs.drop_restored()
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -275,7 +280,14 @@ class Runner:
         if (reason := trial.end()) is None:
             self.graphs.accept()
         else:
+            self.synchronize()  # with the step that ran again: nobody else waits for it
             self.graphs.reject(reason)
+
+    def drop_restored(self) -> None:
+        """Capture here what was restored from a snapshot, when it is next needed: so that one can be made."""
+        self.settle()
+        if self.graphs is not None:
+            self.graphs.drop_restored()
 
     def rebind(self, weights: Weights) -> None:
         """Follow weights that were moved; graphs are captured anew when next needed."""
@@ -350,7 +362,7 @@ class Runner:
         graphs = self.graphs.begin_trial(shape.keys)
         if graphs is None:
             return None
-        trial = GraphTrial(graphs, partial(self._run_eagerly, shape, plan), self._sampler, self.kv)
+        trial = GraphTrial(graphs, partial(self._run_again, shape, plan), self._sampler, self.kv)
         rows, logits = self._inputs.view(plan, shape).rows, self.decoder.logits[: plan.num_rows]
         trial.begin(rows, plan.num_tokens, logits)
         return trial
@@ -384,6 +396,11 @@ class Runner:
                 work()
             else:
                 self.graphs.run(key, work)
+
+    def _run_again(self, shape: StepShape, plan: StepPlan) -> None:
+        """Run a step once more, behind graphs that did something else."""
+        self._tables.counters.zero_()  # as every step finds them, and leaves them
+        self._run_eagerly(shape, plan)
 
     def _run_eagerly(self, shape: StepShape, plan: StepPlan) -> None:
         for key in shape.keys:

@@ -66,12 +66,15 @@ def loaded_functions() -> dict[str, int]:
     Two processes have the same hash for the same source, variant and compiler.
     """
     device = triton.runtime.driver.active.get_current_device()
-    modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGE)]
+    # Lists are made at once: other threads may import and compile meanwhile.
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_PACKAGE)]
     found = {}
-    for kernel in (member for module in modules for member in vars(module).values()):
+    for kernel in (member for module in modules for member in list(vars(module).values())):
         if isinstance(kernel, triton.runtime.JITFunction) and device in kernel.device_caches:
             compiled, *_ = kernel.device_caches[device]
-            found.update({one.hash: one.function for one in compiled.values() if one.function is not None})
+            found.update(
+                {one.hash: one.function for one in list(compiled.values()) if one.function is not None}
+            )
     return found
 
 

@@ -141,7 +141,9 @@ class CudaPages:
         """Create one page as all will be: some systems name an ability and then refuse it."""
         while self._is_rdma_capable or self._is_exportable:
             try:
-                self._driver.release(self._create_one())
+                handles = list[int]()
+                create_patiently(self._create_one, handles, 1)  # memory that is not free yet says nothing
+                self._driver.release(handles[0])
                 return
             except DeviceError as error:
                 self._go_without("rdma" if self._is_rdma_capable else "export", str(error))

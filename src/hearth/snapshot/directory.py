@@ -2,6 +2,7 @@
 
     key                               of the installation
     MODEL/FINGERPRINT.snapshot        by the digest of the model's manifest and that of the fingerprint
+    MODEL/FINGERPRINT.*.trial         while a process tries what is in it (`trial_mark.py`)
 
 When a file was last used is its time of modification, which every use sets. Those that were used longest ago
 go first where all together would take more than the quota. Processes may share the directory: files come and
@@ -19,10 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.errors import SnapshotError, StoreFull
+from hearth.errors import SnapshotError, SnapshotFatal, StoreFull
 from hearth.snapshot.file import OpenSnapshot, open_any, open_snapshot, write_snapshot
 from hearth.snapshot.fingerprint import FieldDifference, Fingerprint
 from hearth.snapshot.key import installation_key
+from hearth.snapshot.trial_mark import abandoned_marks
 
 SUFFIX = ".snapshot"
 _KEY = "key"
@@ -82,6 +84,8 @@ class SnapshotDirectory:
             )
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
+            for mark in abandoned_marks(path):  # of the one before
+                mark.unlink(missing_ok=True)
         except OSError as error:
             raise SnapshotError(f"the snapshot `{path}` cannot be written: {error}") from error
         write_snapshot(path, fingerprint, sections, self.key)
@@ -92,10 +96,12 @@ class SnapshotDirectory:
         """Return the snapshot of a fingerprint, used from now on; None: there is none.
 
         Raises:
+            SnapshotFatal: a process died while it tried the snapshot, which is removed.
             SnapshotError: there is one that must not be used.
         """
         path = self.path_of(fingerprint)
         try:
+            self._remove_fatal(path)
             opened = open_snapshot(path, fingerprint, self.key)
         except FileNotFoundError:
             return None
@@ -104,6 +110,17 @@ class SnapshotDirectory:
         with suppress(OSError):  # it is used all the same
             os.utime(path)
         return opened
+
+    def _remove_fatal(self, path: Path) -> None:
+        """Remove a snapshot that a process died of, and raise SnapshotFatal. Raises OSError."""
+        if not (marks := abandoned_marks(path)):
+            return
+        was_there = path.exists()
+        path.unlink(missing_ok=True)
+        for mark in marks:  # not before: whoever dies in between leaves one
+            mark.unlink(missing_ok=True)
+        if was_there:
+            raise SnapshotFatal(f"a worker ended while it tried the graphs of `{path}`, which is removed")
 
     def discard(self, fingerprint: Fingerprint) -> None:
         """Remove the snapshot of a fingerprint, if there is one. Raises OSError."""

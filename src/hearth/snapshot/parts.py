@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from hearth.snapshot.trial_mark import TrialMark
+
 
 class SnapshotParts(Protocol):
     """State of one engine that is worth keeping, such as its graphs."""
@@ -12,10 +14,13 @@ class SnapshotParts(Protocol):
     def save(self) -> Mapping[str, bytes]:
         """Return the state by the names of sections, on a thread beside the steps; every size was run."""
 
-    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
+    def restore(
+        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+    ) -> None:
         """Take the state over from a snapshot whose fingerprint is the engine's; not on the step thread.
 
-        The views may be kept; the file stays mapped as long as one of them lives. `discard` is called, by any
-        thread and with the reason, if the state turns out to be wrong later: nobody uses the snapshot again.
+        The views may be kept; the file stays mapped as long as one of them lives. `mark` is set while state
+        is tried that may end the process. `discard` is called, by any thread and with the reason, if the
+        state turns out to be wrong later: nobody uses the snapshot again.
         Raises SnapshotError: it cannot be used, and the engine is as it was.
         """

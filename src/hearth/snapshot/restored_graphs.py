@@ -11,7 +11,10 @@ from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, Snapshot
 from hearth.snapshot.graph_nodes import GraphNodes, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import RestoredGraph, rebuild
+from hearth.snapshot.trial_mark import TrialMark
 
+#: For memory to be mapped that rehearsals of a snapshot refer to, and how often one is tried meanwhile.
+MEMORY_PATIENCE_S, MEMORY_LOOK_S = 5.0, 0.02
 #: Sections of a snapshot that hold graphs begin with this; the rest is a graph's name, as in `decode-8`.
 _PREFIX = "graph/"
 
@@ -50,6 +53,7 @@ class RestoredGraphs:
         driver: CudaGraphs,
         handles: KernelHandles,
         sections: Mapping[str, memoryview],
+        mark: TrialMark,
         on_discard: Callable[[str], None],
     ) -> None:
         """Look which graphs a snapshot has. `on_discard` is told once why nobody may use it again.
@@ -58,7 +62,7 @@ class RestoredGraphs:
             GraphUnreadable: one has no name that graphs have.
         """
         self._driver, self._handles, self._on_discard = driver, handles, on_discard
-        self._sections = sections
+        self._sections, self._mark = sections, mark
         self._restored: dict[str, RestoredGraph] = {}
         self.num_failed = 0  #: graphs that could not be restored
         names = [name.removeprefix(_PREFIX) for name in sections if name.startswith(_PREFIX)]
@@ -75,6 +79,12 @@ class RestoredGraphs:
         """Restore no more graphs; those that are missing are captured when they are needed."""
         self.num_failed += len(self._coming)
         self._coming = {}
+
+    def begin_trial(self) -> None:
+        self._mark.set()
+
+    def end_trial(self) -> None:
+        self._mark.clear()
 
     def discard(self, reason: str) -> None:
         self._coming, self._restored = {}, {}
@@ -96,7 +106,8 @@ class RestoredGraphs:
                 self._handles.resolve([kernel for kernel in graph.kernels if kernel.binary is not None])
                 kind, _, _ = name.rpartition("-")
                 if kind not in kinds or not self._handles.has(graph.kernels):
-                    rehearse(name)
+                    if not self._rehearse(rehearse, name, began_s + MEMORY_PATIENCE_S):
+                        break
                     kinds.add(kind)
                 self._restored[name] = rebuild(self._driver, graph, self._handles.resolve(graph.kernels))
             except (DeviceError, KernelsMissing) as error:
@@ -111,6 +122,18 @@ class RestoredGraphs:
         )
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
+
+    def _rehearse(self, rehearse: Callable[[str], None], name: str, give_up_s: float) -> bool:
+        """Rehearse a graph, once there is memory where weights arrive; False: nobody wants it any more."""
+        while self.is_coming(name):
+            try:
+                rehearse(name)
+                return True
+            except ValueError:  # Triton's, of an address where nothing is mapped yet
+                if self.is_coming(name) and time.perf_counter() >= give_up_s:
+                    raise
+            time.sleep(MEMORY_LOOK_S)
+        return False
 
 
 def _size(name: str) -> int:

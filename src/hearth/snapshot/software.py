@@ -13,8 +13,12 @@ import torch
 
 from hearth.kernels.jit import HAS_TRITON, triton
 
-#: Rooms and files whose code decides which kernels a step launches, and with which parameters.
-_SOURCES = ("engine", "kernels", "models", "sizes.py")
+#: Rooms and files whose code decides which kernels a step launches, with which parameters and at which
+#: addresses, and how a snapshot holds them.
+_SOURCES = (
+    *("engine", "kernels", "models", "sizes.py"),
+    *("memory", "policy/memory/space_slots.py", "snapshot", "cuda_graphs.py"),
+)
 _PACKAGE = Path(__file__).parents[1]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")

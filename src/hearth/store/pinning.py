@@ -20,6 +20,7 @@ from types import ModuleType
 
 from hearth.cpus import num_usable_cores
 from hearth.cuda_driver import CudaDriver
+from hearth.errors import DeviceError
 from hearth.policy.memory.region_order import RegionOrder
 
 #: Bytes that are registered at once: a millisecond of the driver's lock. More are no faster.
@@ -33,6 +34,8 @@ PAUSE_S = 0.001
 #: Between two looks whether another process has made the pages of a region.
 LOOK_S = 0.025
 
+#: CUDA's code of a region whose thread found no device, as `cuda.h` has it.
+_NO_CONTEXT = 201
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in every Python's mmap module
 
 log = logging.getLogger(__name__)
@@ -229,7 +232,10 @@ class Pinning:
         with self._one_at_a_time:
             if self._is_closed:
                 return
-            code = self._register(self._address + part.start, len(part))
+            try:
+                code = self._register(self._address + part.start, len(part))
+            except DeviceError:  # told of below: whoever waits for it must not wait for ever
+                code = _NO_CONTEXT
             with self._changed:
                 is_first_failure = code != 0 and not any(self._codes.values())
                 self._codes[region] = code

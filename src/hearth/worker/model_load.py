@@ -169,6 +169,8 @@ class ModelLoad:
             if self._is_cancelled or engine is None:
                 if loan is not None:
                     loan.cancel()
+                if is_new and engine is not None:
+                    engine.runner.close()  # graphs of it may be on their way
                 return
             if is_new:
                 engine.runner.fill_tables()  # under the lock: it touches the space

@@ -12,7 +12,7 @@ import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
-from hearth.errors import SnapshotError
+from hearth.errors import SnapshotError, SnapshotFatal
 from hearth.memory.pool import Space
 from hearth.models.buffers import name_of
 from hearth.snapshot.directory import SnapshotDirectory
@@ -21,6 +21,7 @@ from hearth.snapshot.fingerprint import Fingerprint
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.software import software
+from hearth.snapshot.trial_mark import TrialMark
 from hearth.types import SnapshotOutcome
 from hearth.worker.hosting_spec import HostingSpec
 
@@ -69,9 +70,8 @@ class ModelSnapshots:
         fingerprint = self._fingerprint(spec, space)
 
         def discard(reason: str) -> None:
-            with suppress(
-                OSError
-            ):  # it is not used any more in any case, and told of again by the next start
+            # It is not used any more in any case, and told of again by the next start.
+            with suppress(OSError):
                 self._directory.discard(fingerprint)
             discarded(reason)
 
@@ -81,9 +81,15 @@ class ModelSnapshots:
                 memory = self._restore(opened, engine, discard)
                 log.info("snapshot_used path=%s", opened.path)
                 return SnapshotLook(fingerprint, SnapshotOutcome.USED, memory=memory)
+            differences = self._directory.differences(fingerprint)
+        except SnapshotFatal as error:
+            return SnapshotLook(fingerprint, SnapshotOutcome.DISCARDED, str(error))
         except SnapshotError as error:
             return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, str(error))
-        differences = self._directory.differences(fingerprint)
+        except Exception as error:  # whatever it is: no start depends on a snapshot
+            log.exception("snapshot_not_restored model=%s", spec.manifest.digest)
+            engine.runner.drop_restored()
+            return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, f"restoring it broke: {error!r}")
         if not differences:
             return SnapshotLook(fingerprint, SnapshotOutcome.MISSING)
         reason = "it was made for another start: " + "; ".join(map(str, differences))
@@ -96,8 +102,14 @@ class ModelSnapshots:
     def _restore(self, opened: OpenSnapshot, engine: Engine, discard: Callable[[str], None]) -> MemoryProfile:
         memory = MemoryProfile.of(opened)
         if (parts := self.parts_of(engine)) is not None:
-            parts.restore(opened, discard)
+            parts.restore(opened, TrialMark(opened.path), discard)
         return memory
+
+    def _graphs(self) -> str:
+        """Say whether there are graphs, and whether they are kept: if not, whoever could keep them has to."""
+        if self._config.graphs == "off":
+            return "off"
+        return "unkept" if self.parts_of is no_parts else "on"
 
     def _fingerprint(self, spec: HostingSpec, space: Space) -> Fingerprint:
         manifest, model, found = spec.manifest, spec.model, software(self._device.type)
@@ -109,7 +121,7 @@ class ModelSnapshots:
             addresses=_addresses(space) if self._device.type == "cuda" else "",
             dtype=name_of(model.dtype),
             limits=" ".join(f"{name}={value}" for name, value in limits.items()),
-            engine="graphs=off" if self._config.graphs == "off" else "graphs=on",
+            engine=f"graphs={self._graphs()}",
             device=self.device_name,
             device_bytes=self._device_bytes,
             driver=found.driver,

@@ -22,6 +22,7 @@ from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
+from hearth.snapshot.trial_mark import TrialMark
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,11 @@ class SnapshotGraphs:
         binaries = {function: binary for binary, function in loaded_functions().items()}
         return pack_graphs(self._driver, handles, binaries, FIXED_ADDRESSES)
 
-    def restored(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> RestoredGraphs:
+    def restored(
+        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+    ) -> RestoredGraphs:
         """Return the graphs of a snapshot, none of them restored yet. Raises GraphUnreadable."""
-        return RestoredGraphs(self._driver, self._handles, sections, discard)
+        return RestoredGraphs(self._driver, self._handles, sections, mark, discard)
 
     def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
         """Have the thread restore graphs."""
@@ -82,7 +85,9 @@ class EngineGraphs:
     def save(self) -> Mapping[str, bytes]:
         return self._shared.pack(self._graphs)
 
-    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
-        restored = self._shared.restored(sections, discard)
+    def restore(
+        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+    ) -> None:
+        restored = self._shared.restored(sections, mark, discard)
         self._graphs.restore_from(restored)
         self._shared.start(restored, self._runner)

@@ -137,6 +137,7 @@ class SnapshotMaker:
         engine = served.engine
         if making.began_s is None:
             engine.flush()  # what was under way when its requests ended
+            engine.runner.drop_restored()  # it would be missing from this one
             making.began_s = time.perf_counter()
             making.shapes = [shape for shape in _shapes(engine) for _ in range(NUM_RUNS)]
             making.num_steps = len(making.shapes)
