@@ -19,7 +19,7 @@ from tests.kernels.test_decode_attention import scratch_for
 
 FOLDER = Path(jit.__file__).parent
 TOUCHES_MEMORY = ("tl.load", "tl.store", "tl.atomic_")
-#: How many of a step's adapters there are: in place before the step's first product, which overlaps with none.
+#: How many tiles of adapters a step has: in place before its embedding, which overlaps with nothing.
 MAY_BE_EARLY = "tl.load(count)"
 
 
