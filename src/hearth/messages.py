@@ -4,7 +4,8 @@
     (connects)                                Challenge
     WorkerHello, with a proof of the secret   Welcome, with the gateway's own proof; or the connection ends
     StepDone, one per step, ...               PrepareModel, HostModel, RetireModel, DropModel, HoldModel,
-                                              MakeSnapshot, StartRequest, CancelRequest, Ping, Shutdown
+                                              ForgetAdapter, MakeSnapshot, StartRequest, CancelRequest, Ping,
+                                              Shutdown
 
 Both directions keep their order, and that is part of the contract: a worker carries out orders one after
 the other, so a model that is retired before another is hosted may be taken from by then. The gateway sees to
@@ -267,6 +268,12 @@ class AdapterOrder(Struct, frozen=True):
     is_pinned: bool = False  #: it gives way to nobody once it is there
 
 
+class ForgetAdapter(Struct, frozen=True, tag=True):
+    """Give back the memory of an adapter that was removed, pinned or not, when its last request has ended."""
+
+    adapter: AdapterId
+
+
 class StartRequest(Struct, frozen=True, tag=True):
     """Run a request, from its prompt or from where a lost worker left it."""
 
@@ -500,6 +507,7 @@ Order = (
     | RetireModel
     | DropModel
     | HoldModel
+    | ForgetAdapter
     | MakeSnapshot
     | StartRequest
     | CancelRequest

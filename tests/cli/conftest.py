@@ -9,6 +9,7 @@ import pytest
 
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder
+from hearth.control.deployed import AdapterFacts, DeployedAdapter
 from hearth.control.deployer import carry_out
 from hearth.control.registry import Registry
 from tests.cli.fake_service import FakeService, serving
@@ -47,3 +48,14 @@ def tiny(data_dir: Path, chatty: Path) -> Path:
     with Registry.open(opened) as registry:
         registry.add(carry_out(order, opened, lambda *progress: None))
     return chatty
+
+
+@pytest.fixture
+def shop(data_dir: Path, tiny: Path) -> DeployedAdapter:
+    """An adapter of `tiny`, which was deployed where there is a GPU."""
+    with Registry.open(DataDir.open(data_dir)) as registry:
+        (base,) = registry.all()
+        facts = AdapterFacts(4096, 64, base.facts.dtype, 8, ("qkv", "o"), base.facts.dimensions)
+        adapter = DeployedAdapter("shop", "tiny", "/loras/shop", "/m/shop", "/m/shop", "d2", facts, 1.0)
+        registry.add(adapter)
+    return adapter

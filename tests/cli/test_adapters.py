@@ -5,28 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from hearth.cli import local_models
-from hearth.control.datadir import DataDir
-from hearth.control.deployed import AdapterFacts, DeployedAdapter
-from hearth.control.registry import Registry
+from hearth.control.deployed import DeployedAdapter
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
 from tests.cli.test_tab_completion import completed
 from tests.models.zoo import build
 from tests.store.peft_files import write_peft
-
-
-@pytest.fixture
-def shop(data_dir: Path, tiny: Path) -> DeployedAdapter:
-    """An adapter of `tiny`, which was deployed where there is a GPU."""
-    with Registry.open(DataDir.open(data_dir)) as registry:
-        (base,) = registry.all()
-        facts = AdapterFacts(4096, 64, base.facts.dtype, 8, ("qkv", "o"), base.facts.dimensions)
-        adapter = DeployedAdapter("shop", "tiny", "/loras/shop", "/m/shop", "/m/shop", "d2", facts, 1.0)
-        registry.add(adapter)
-    return adapter
 
 
 def test_list_shows_adapters_below_their_base(hearth: Hearth, shop: DeployedAdapter) -> None:
@@ -53,7 +38,8 @@ def test_rm_takes_adapters_only_if_that_is_said(
     assert "shop; remove them first" in refused.err
     assert "--with-adapters" in refused.err
     assert local_models.names(data_dir) == ["tiny", "shop"]
-    assert hearth("rm", "tiny", "--yes", "--with-adapters").code == 0
+    removed = hearth("rm", "tiny", "--yes", "--with-adapters")
+    assert (removed.code, removed.out) == (0, "removed tiny, shop\n")
     assert local_models.names(data_dir) == []
 
 
@@ -93,7 +79,7 @@ def test_deploy_and_rm_tell_a_service_of_bases_and_adapters(
     deployed = hearth("deploy", str(tmp_path), "--name", "shop", "--base", "smol", "--url", service.url)
     assert deployed.code == 0
     assert hearth("rm", "smol", "--yes", "--with-adapters", "--url", service.url).code == 0
-    (_, _, body), (method, path, _) = service.asked[-2:]
+    (_, _, body), (method, path, _) = service.asked[0], service.asked[-1]
     assert body is not None
     assert body["base"] == "smol"
     assert (method, path) == ("DELETE", "/hearth/models/smol?with_adapters=true")

@@ -12,6 +12,7 @@ import pytest
 
 from hearth.cli import local_models
 from hearth.control.datadir import DataDir
+from hearth.control.deployed import DeployedAdapter
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile
@@ -109,6 +110,14 @@ def test_snapshots_go_alone_or_with_their_model(hearth: Hearth, snapshot: Path, 
     assert hearth("rm", "tiny", "--yes").code == 0
     assert not snapshot.parent.exists()
     assert (DataDir(data_dir).snapshots_path / "key").exists()
+
+
+def test_the_snapshots_of_an_adapter_are_those_of_its_base(
+    hearth: Hearth, snapshot: Path, shop: DeployedAdapter
+) -> None:
+    assert hearth("snapshot", "verify", shop.name).out.startswith(f"ok: {snapshot}")
+    assert "removed 1 snapshot" in hearth("snapshot", "rm", shop.name, "--yes").out
+    assert not snapshot.exists()
 
 
 def test_nothing_is_made_by_looking(hearth: Hearth, data_dir: Path) -> None:

@@ -71,8 +71,8 @@ def test_without_a_name_the_base_is_what_the_adapter_was_trained_on(
 @pytest.mark.parametrize(
     ("trained_on", "reason"),
     [
-        ("org/Unknown", "it says `org/Unknown`, and no deployed model is that; .*--base NAME"),
-        (None, "it does not say which.*--base NAME"),
+        ("org/Unknown", "an adapter of `org/Unknown`, and no deployed model is that; .*--base NAME"),
+        (None, "an adapter that does not say of which; .*--base NAME"),
         ("meta/Original", "that may be other, tiny; .*--base NAME"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_no_adapter_can_have_is_refused(
         with pytest.raises((BadCheckpoint, RequestError), match=r"adapter"):
             deploy(data_dir, model, name="new", is_adapter=True)
     deploy(data_dir, lora, base="tiny", name="first")
-    with pytest.raises(UnknownModel, match="no model is deployed under `first`"):
+    with pytest.raises(RequestError, match="`first` is an adapter itself, of `tiny`, and"):
         deploy(data_dir, lora, base="first", name="second")
     with pytest.raises(NameTaken):
         deploy(data_dir, lora, base="tiny", name="first")

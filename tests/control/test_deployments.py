@@ -34,6 +34,7 @@ from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.convert import convert
 from hearth.store.keeper_client import KeeperClient
+from hearth.types import AdapterId
 from tests.store.peft_files import write_peft
 from tests.store.stored import files_of, serving
 
@@ -397,13 +398,15 @@ def test_a_row_that_cannot_be_read_can_be_removed(data_dir: DataDir, checkpoint:
     assert list(data_dir.models_path.iterdir()) == []
 
 
-def test_a_base_goes_with_its_adapters_and_their_files(
-    data_dir: DataDir, checkpoint: Path, tmp_path: Path
+def test_a_base_goes_with_its_adapters_and_their_files_and_memory(
+    data_dir: DataDir, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = made(data_dir, checkpoint, "tiny")
     lora = write_peft(tmp_path / "lora", targets=["q_proj"])
 
     async def scene(rig: DeploymentsRig) -> None:
+        told = list[AdapterId]()
+        monkeypatch.setattr(rig.driver, "forget_adapter", told.append)
         order = DeployOrder(str(lora), "shop", base="tiny")
         adapter = carry_out(order, data_dir, lambda *_: None)
         assert isinstance(adapter, DeployedAdapter)
@@ -415,8 +418,13 @@ def test_a_base_goes_with_its_adapters_and_their_files(
         with pytest.raises(HasAdapters, match="shop"):
             await rig.deployments.remove("tiny")
         assert len(list(data_dir.models_path.iterdir())) == 2
+        with Registry.open(data_dir) as other:  # the same once more
+            other.add(replace(adapter, name="stall"))
+        await rig.deployments.remove("stall")
+        assert told == []
         await rig.deployments.remove("tiny", with_adapters=True)
         assert rig.keeper.forgotten == [base.where, adapter.where]
+        assert told == [adapter.adapter_id]
         assert list(data_dir.models_path.iterdir()) == []
         assert rig.deployments.entries() == rig.deployments.adapters() == []
 

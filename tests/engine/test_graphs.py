@@ -368,7 +368,7 @@ def test_rehearsing_captures_two_layers_of_a_part_and_runs_nothing(monkeypatch: 
     runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
     project = Decoder.project
 
-    def noted(decoder: Decoder, layer: int, normed: torch.Tensor, adapters: None) -> torch.Tensor:
+    def noted(decoder: Decoder, layer: int, normed: torch.Tensor, adapters: object = None) -> torch.Tensor:
         rows.append(len(normed))
         return project(decoder, layer, normed, adapters)
 

@@ -98,6 +98,9 @@ def test_requests_of_an_adapter_that_is_removed_end_as_if_it_were_there(service:
     assert refused.status_code == 404
     last = [first, *running][-1]
     assert last.choices[0].finish_reason == "length"
+    adapters = service.residents()[BASE]["adapters"]
+    assert isinstance(adapters, list)
+    assert "first" not in {one["name"] for one in adapters if isinstance(one, dict)}, "its memory stays"
 
 
 def test_what_an_adapter_was_trained_to_say_can_be_read(service: Service) -> None:

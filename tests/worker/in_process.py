@@ -23,6 +23,7 @@ from hearth.messages import (
     CancelRequest,
     DropModel,
     Fact,
+    ForgetAdapter,
     GuideOrder,
     HoldModel,
     HostingFailed,
@@ -43,7 +44,7 @@ from hearth.store.borrower import Borrower
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader
 from hearth.store.tiers import Tiers
-from hearth.types import Hold, ModelId, TokenLogprobs
+from hearth.types import AdapterId, Hold, ModelId, TokenLogprobs
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
@@ -134,6 +135,9 @@ class LoopGateway:
 
     def drop(self, name: str) -> None:
         self.inbox.put(DropModel(ModelId(name)))
+
+    def forget_adapter(self, adapter: AdapterId) -> None:
+        self.inbox.put(ForgetAdapter(adapter))
 
     def set_hold(self, name: str, hold: Hold) -> None:
         self.inbox.put(HoldModel(ModelId(name), hold))

@@ -258,6 +258,24 @@ def test_a_pinned_adapter_stays(tmp_path: Path) -> None:
         assert rig.there() == {adapter.order.name: adapter.layout.num_bytes}
 
 
+def test_an_adapter_that_was_removed_leaves_with_its_last_request_also_if_it_is_pinned(
+    tmp_path: Path,
+) -> None:
+    removed, kept = stored_adapter(BASE, 0), stored_adapter(BASE, 1)
+    with serving("mapped", tmp_path) as rig:
+        rig.check(rig.ask(kept), rig.ask(removed, is_pinned=True))
+        running = rig.ask(removed, max_tokens=30, is_pinned=True)
+        for adapter in (removed, stored_adapter(BASE, 2)):
+            rig.gateway.forget_adapter(adapter.order.adapter)
+        rig.check(running)
+        assert rig.there() == {kept.order.name: kept.layout.num_bytes}
+
+        rig.check(rig.ask(removed))
+        assert rig.there().keys() == {kept.order.name, removed.order.name}, "it was deployed again"
+        rig.gateway.forget_adapter(removed.order.adapter)
+        assert rig.there().keys() == {kept.order.name}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_of_models_that_take_turns_come_back_with_them(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -173,12 +173,15 @@ def rm(
             raise ConfigError(f"nobody can be asked whether to remove `{name}`; add `--yes`")
         typer.confirm(f"Remove {name}{' and its adapters' if with_adapters else ''}?", abort=True)
     client = running(context, url, api_key, data_dir)
+    known = list[ModelView]()
     if client is None:
+        known = local_models.views(data_dir) if with_adapters else known
         local_models.remove(data_dir, name, with_adapters=with_adapters)
     else:
         with client:
+            known = client.models() if with_adapters else known
             client.remove(name, with_adapters=with_adapters)
-    typer.echo(f"removed {name}")
+    typer.echo(f"removed {', '.join([name, *(view.name for view in known if view.base == name)])}")
 
 
 def _listed(client: Client) -> list[ModelView]:

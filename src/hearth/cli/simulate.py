@@ -107,7 +107,7 @@ def simulate(
 
       hearth simulate --trace gamma:2:4 --models "3b*20" --workers 4 --json
 
-      hearth simulate --trace poisson:1 --profile snapshot:qwen-7b --models "qwen-7b*4"
+      hearth simulate --trace poisson:1 --profile snapshot:mine --models "mine*4"
     """
     setting = SimulationSetting(
         shapes=parse_models(models),

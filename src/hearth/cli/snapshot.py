@@ -174,7 +174,7 @@ def remove(
 
       hearth snapshot rm qwen-7b --yes
     """
-    digest = local_models.find(data_dir, name).digest
+    digest = _digest_of(data_dir, name)
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError(f"nobody can be asked whether to remove snapshots of `{name}`; add `--yes`")
@@ -198,7 +198,7 @@ def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> N
 
       hearth snapshot verify qwen-7b
     """
-    digest = None if name is None else local_models.find(data_dir, name).digest
+    digest = None if name is None else _digest_of(data_dir, name)
     directory, bad = _LocalSnapshots.of(data_dir).directory, 0
     if directory is None:
         return
@@ -245,14 +245,20 @@ class _LocalSnapshots:
             return _Found(*known, device="", unbooked_bytes=0, sections=[], problem=str(error))
 
 
+def _digest_of(data_dir: Path, name: str) -> str:
+    """Return the digest of the model whose snapshots are meant: for an adapter those of its base."""
+    view = local_models.find(data_dir, name)
+    return view.digest if view.base is None else local_models.find(data_dir, view.base).digest
+
+
 def cost_profile(data_dir: Path, name: str) -> MeasuredProfile:
     """Return what was measured of a model, by the snapshot of it that was used last.
 
     Raises:
         HearthError: there is no such model, or no snapshot of it.
     """
-    view, directory = local_models.find(data_dir, name), _LocalSnapshots.of(data_dir).directory
-    opened = None if directory is None else directory.newest(view.digest)
+    digest, directory = _digest_of(data_dir, name), _LocalSnapshots.of(data_dir).directory
+    opened = None if directory is None else directory.newest(digest)
     if opened is None:
         raise SnapshotError(f"`{name}` has no snapshot; make one with `hearth snapshot {name}`")
     with opened:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder
-from hearth.control.deployed import AdapterFacts, Deployed
+from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
 from hearth.control.names import Names, listed
 from hearth.control.registry import Registry
 from hearth.control.sources import PathSource, default_name
@@ -22,7 +22,8 @@ def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> 
     `trained_on` is a path or a repository, as PEFT has written it down.
 
     Raises:
-        RequestError: a dtype or quantisation is ordered, which are the base's, or nobody knows which model.
+        RequestError: a dtype or quantisation is ordered, which are the base's, an adapter is named as the
+            base, or nobody knows which model.
         UnknownModel: there is no model of the name that was ordered.
     """
     if order.dtype != "auto" or order.quant != "none":
@@ -31,20 +32,24 @@ def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> 
             f"{order.dtype}, {order.quant}"
         )
     with Registry.open(data_dir) as registry:
-        models = registry.all()
+        models, adapters = registry.all(), registry.adapters()
     if order.base is not None:
         wanted = order.aliases.get(order.base, order.base)
-        found = Names(models, {}).resolve(wanted)
-        assert isinstance(found, Deployed), f"only models were asked for: {found.name}"
+        found = Names([*models, *adapters], {}).resolve(wanted)
+        if isinstance(found, DeployedAdapter):
+            raise RequestError(
+                f"`{order.base:.80}` is an adapter itself, of `{found.base}`, and adapters are not stacked; "
+                "name the model that this one was trained on"
+            )
         return found
     meant = [model for model in models if trained_on is not None and _is_meant(model, trained_on, order)]
     if len(meant) == 1:
         return meant[0]
-    what = "it does not say which" if trained_on is None else f"it says `{trained_on:.120}`"
     which = "no deployed model is that" if not meant else f"that may be {listed([one.name for one in meant])}"
+    what = f"of `{trained_on:.120}`, and {which}" if trained_on is not None else "that does not say of which"
     raise RequestError(
-        f"`{order.source}` is an adapter for another model: {what}, and {which}; name the deployed model "
-        "with `--base NAME` (`base` in a request)"
+        f"`{order.source}` is an adapter {what}; name the deployed model "
+        "with `--base NAME` (in a request `base`, or `base_model_name`)"
     )
 
 

@@ -18,7 +18,7 @@ from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import LoadModel, ModelProfile
 from hearth.policy.fleet.footprint import Facts, context_of, fitted_context, footprint
 from hearth.sizes import StepLimits, computed_dtype
-from hearth.types import ModelId, Pace
+from hearth.types import AdapterId, ModelId, Pace
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +177,10 @@ class Catalog:
             for adapter in self._adapters.values()
             if (names is None or adapter.name in names) and self._misfit(adapter) is None
         ]
+
+    def adapter_ids(self) -> set[AdapterId]:
+        """Return what workers know the deployed adapters by; the same one may have several names."""
+        return {adapter.adapter_id for adapter in self._adapters.values()}
 
     def adapter(self, name: str, allowed: Collection[str] | None = None) -> DeployedAdapter | None:
         """Return the adapter that a name or an alias means, if it is `allowed`; None: it means a model.

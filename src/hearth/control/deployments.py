@@ -34,7 +34,7 @@ from hearth.policy.fleet import events
 from hearth.policy.fleet.events import ModelProfile
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.upstream import note_version, read_upstream
-from hearth.types import ModelId
+from hearth.types import AdapterId, ModelId
 
 #: Time for the keeper to forget a model, which takes it milliseconds.
 FORGET_S = 10.0
@@ -149,7 +149,7 @@ class Deployments:
         """
         if not Path(deployed.directory).is_dir():
             raise StoreError(f"the files of `{deployed.name}` were removed meanwhile; deploy it again")
-        known = self._profiles()
+        known, adapters = self._profiles(), self._catalog.adapter_ids()
         try:
             with self._registry.transaction():
                 before = switch(deployed, overwrite, self._registry)
@@ -158,7 +158,7 @@ class Deployments:
             self._catalog.refresh()  # to what it was
             raise
         known.pop(ModelId(deployed.name), None)  # the same once more is news, too
-        self._post_changes(known)
+        self._post_changes(known, adapters)
         return before
 
     def _follow(self) -> None:
@@ -170,15 +170,17 @@ class Deployments:
             log.warning("registry_not_followed reason=%s", error)
 
     def _refresh(self) -> None:
-        known = self._profiles()
+        known, adapters = self._profiles(), self._catalog.adapter_ids()
         self._catalog.refresh()
-        self._post_changes(known)
+        self._post_changes(known, adapters)
 
     def _profiles(self) -> dict[ModelId, ModelProfile]:
         return {entry.profile.model: entry.profile for entry in self._catalog.entries()}
 
-    def _post_changes(self, known: dict[ModelId, ModelProfile]) -> None:
-        """Tell the brain which models differ from the known ones."""
+    def _post_changes(self, known: dict[ModelId, ModelProfile], adapters: set[AdapterId]) -> None:
+        """Tell the brain which models differ from the known ones, and workers which adapters are gone."""
+        for adapter in adapters - self._catalog.adapter_ids():
+            self._driver.forget_adapter(adapter)
         profiles = self._profiles()
         for model in known.keys() - profiles.keys():
             self._driver.post(events.ModelRemoved(self._driver.now_s, model))

@@ -27,7 +27,7 @@ from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, Event, RejectReason
 from hearth.policy.fleet.fleet import Fleet
-from hearth.types import FinishReason, ModelId, RequestId, WorkerId
+from hearth.types import AdapterId, FinishReason, ModelId, RequestId, WorkerId
 
 #: The error that a rejected request ends with.
 _ERRORS: dict[RejectReason, type[HearthError]] = {
@@ -237,6 +237,11 @@ class Driver:
         """Have all workers prepare for a model that was deployed just now."""
         for worker in self._links:
             self._send_prepare(worker, order)
+
+    def forget_adapter(self, adapter: AdapterId) -> None:
+        """Have all workers give back the memory of an adapter that was removed."""
+        for worker in self._links:
+            self._send(worker, messages.ForgetAdapter(adapter))
 
     def _send_prepare(self, worker: WorkerId, order: messages.PrepareModel) -> None:
         if self.fleet.workers[worker].kind == "cuda":  # a CPU runs no kernels that are compiled

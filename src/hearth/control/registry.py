@@ -232,8 +232,13 @@ class Registry:
         """Refuse an adapter without a base, and whatever would leave others so."""
         mine = self._adapters_of(deployed.name)
         if isinstance(deployed, DeployedAdapter):
+            if deployed.base == deployed.name:
+                raise UnknownModel(
+                    f"an adapter needs a name of its own, and `{deployed.name}` is its base; choose another "
+                    "with `--name`"
+                )
             is_base = "select 1 from models where name = ? and base is null"
-            if deployed.base == deployed.name or not self._execute(is_base, deployed.base).fetchall():
+            if not self._execute(is_base, deployed.base).fetchall():
                 raise UnknownModel(
                     f"the base of `{deployed.name}` is no model that is deployed: `{deployed.base}`; deploy "
                     "that first, or name another with `--base`"

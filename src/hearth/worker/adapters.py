@@ -76,6 +76,8 @@ class WorkerAdapters:
         self._wanted: dict[AdapterId, _WantedAdapter] = {}
         #: Adapters as they were found, the one that was used longest ago first.
         self._found: dict[AdapterId, BorrowedAdapter] = {}
+        #: Adapters that were removed and still have memory or requests.
+        self._forgotten: set[AdapterId] = set()
         self._is_due = False  #: something has happened that may let an adapter come or a request start
         self._seen_generation = -1  #: of the room that was looked for
 
@@ -84,6 +86,7 @@ class WorkerAdapters:
     def asked(self, request: StartRequest, order: AdapterOrder, arrived_s: float) -> None:
         """Note a request that wants an adapter."""
         adapter, now_s = order.adapter, time.perf_counter()
+        self._forgotten.discard(adapter)  # it was deployed again
         wanted = self._wanted.get(adapter)
         if wanted is None:
             wanted = self._wanted[adapter] = _WantedAdapter(order, request.model, now_s)
@@ -105,6 +108,11 @@ class WorkerAdapters:
     def ended(self, run: int) -> None:
         """Note that a request has ended, wherever it was. One that wants no adapter is unknown."""
         self.residency.ended(run)
+        self.look_again()
+
+    def forget(self, adapter: AdapterId) -> None:
+        """Note that an adapter was removed: its memory goes with its last request."""
+        self._forgotten.add(adapter)
         self.look_again()
 
     def look_again(self) -> None:
@@ -135,6 +143,7 @@ class WorkerAdapters:
     def advance(self) -> list[FailedRuns]:
         """Have adapters come that requests wait for, as far as there is room; return those that never can."""
         self._is_due = is_blocked = False
+        self._drop_forgotten()
         failed = []
         while (adapter := self.residency.next()) is not None:
             if self._may_have_room(adapter) and self._place(adapter, may_take=True):
@@ -260,6 +269,18 @@ class WorkerAdapters:
             f"there are promised leaves less of {pool.budget_bytes}; stop another model, unpin adapters, or "
             "raise `service.memory_bytes`"
         )
+
+    def _drop_forgotten(self) -> None:
+        for adapter in [one for one in self._forgotten if not self.residency.runs_of(one)]:
+            match self.residency.residence(adapter):
+                case Residence.COMING:
+                    continue  # until it is there
+                case Residence.THERE:
+                    self._pieces.drop(adapter)
+                    self._reclaimer.policy.room_may_have_come()
+            self._forgotten.remove(adapter)
+            if self._found.pop(adapter, None) is not None:
+                self._reclaimer.reload_costs.forget(adapter)
 
     def _forget_unwanted(self) -> None:
         known = {use.adapter for use in self.residency.uses()}

@@ -22,6 +22,7 @@ from hearth.messages import (
     CancelRequest,
     DropModel,
     Fact,
+    ForgetAdapter,
     HoldModel,
     HostingFailed,
     HostModel,
@@ -315,6 +316,8 @@ class WorkerLoop:
                 self._drop(model)
             case HoldModel(model, hold):
                 self._models.set_hold(model, hold)
+            case ForgetAdapter(adapter):
+                self._adapters.forget(adapter)
             case MakeSnapshot():
                 self._make_snapshot(message)
             case SnapshotWritten():
