@@ -14,8 +14,8 @@ pytestmark = pytest.mark.e2e
 
 MODEL = "tiny-a"
 NUM_EXAMPLES = 10
-#: Each of these may start a process.
-NUM_DEPLOYMENTS = 3
+#: Each of these may start a process, of either of two routes.
+NUM_DEPLOYMENTS = 2
 #: A wish for more tokens or choices is cut to this, where it is a number at all.
 MOST = {
     **{"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "num_predict": 4},

@@ -212,7 +212,8 @@ def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> N
         else:
             typer.echo(f"ok: {entry.path}, {size(entry.num_bytes)}")
     if bad:
-        raise SnapshotError(f"{bad} snapshots are of no use; remove them, and new ones are made")
+        what = "1 snapshot is" if bad == 1 else f"{bad} snapshots are"
+        raise SnapshotError(f"{what} of no use; `hearth snapshot rm` it, and the service makes a new one")
 
 
 @dataclass(frozen=True, slots=True)
