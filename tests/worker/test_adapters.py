@@ -355,3 +355,21 @@ def test_an_adapter_that_is_replaced_is_pinned_no_more(tmp_path: Path) -> None:
     with serving("mapped", tmp_path, spare_bytes=2 * SETTINGS["mapped"].page_bytes) as rig:
         for version in versions:
             rig.check(rig.ask(version, name="mine", is_pinned=True))
+
+
+def test_many_that_cannot_be_found_are_looked_up_few_at_once_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of them are cancelled before it is their turn."""
+    monkeypatch.setattr("hearth.worker.adapters.MAX_FINDING", 2)
+    adapter, gone = stored_adapter(BASE), str(tmp_path / "gone")
+    with serving("mapped", tmp_path / "store") as rig:
+        runs = [rig.ask(adapter, adapter=str(number), where=gone) for number in range(40)]
+        for run in runs[1::2]:
+            rig.gateway.cancel(run)
+        failed: set[int] = set()
+        while not failed >= set(runs[::2]):  # and of the others those that were looked up at once
+            failed.add(rig.gateway.until(RunFailed).run)
+
+        assert rig.ping().adapters == ()
+        rig.check(rig.ask(adapter))
