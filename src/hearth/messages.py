@@ -265,7 +265,7 @@ class AdapterOrder(Struct, frozen=True):
     name: str  #: that it is deployed under, for people
     where: str  #: a directory or a URL
     weight: float = 1.0  #: how much a second of its start matters; see the reload cost
-    is_pinned: bool = False  #: it gives way to nobody once it is there
+    is_pinned: bool = False  #: once it is there, it gives way to nobody but what models are promised
 
 
 class ForgetAdapter(Struct, frozen=True, tag=True):

@@ -228,6 +228,19 @@ def test_numbers_and_patterns_out_of_range_are_refused(tmp_path: Path, config: d
     assert len(str(caught.value)) < 1000
 
 
+def test_a_pattern_that_takes_too_long_for_the_names_at_hand_is_refused(tmp_path: Path) -> None:
+    """As many repetitions as may be, on a name that may be so long, keep the machine busy for hours."""
+
+    def lengthen(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.replace(".layers.", f".{'a.' * 150}layers.")] = tensors.pop(name)
+
+    config = {"alpha_pattern": {".*.*.*.*x": 4}}
+    write_peft(tmp_path, targets=["q_proj"], config=config, change=lengthen)
+    with pytest.raises(BadCheckpoint, match="too costly to try on 3 modules"):
+        open_peft(tmp_path)
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner, max_size=2),

@@ -27,6 +27,7 @@ from tests.worker.test_turns import RESTLESS, host, least_bytes
 
 BASE, OTHER = "llama-gqa", "qwen3"
 ROOMY = 16 << 20
+ADAPTER_BYTES = 46848  #: of each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,3 +309,49 @@ def test_an_adapter_is_told_of_with_its_rung_once(tmp_path: Path) -> None:
         assert (loaded.adapter, loaded.runs) == (adapter.order.adapter, (run,))
         assert loaded.num_bytes == adapter.layout.num_bytes
         assert loaded.total_s > 0
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_comes_gets_what_it_is_promised_from_adapters(
+    kind: str, is_pinned: bool, tmp_path: Path
+) -> None:
+    """They had its room before anybody knew of it, and are in use, or idle and pinned."""
+    setting = SETTINGS[kind]
+    base, other = setting.names[0], setting.names[2]
+    promised_bytes = setting.promise_bytes(base) + setting.promise_bytes(other)
+    num_adapters = setting.promise_bytes(other) // ADAPTER_BYTES * 7 // 8
+    adapters = [stored_adapter(base, seed) for seed in range(num_adapters)]
+    spare_bytes = ADAPTER_BYTES + 2 * setting.page_bytes
+    with serving(kind, tmp_path, base, budget_bytes=promised_bytes, spare_bytes=spare_bytes) as rig:
+        for adapter in adapters:
+            rig.ask(adapter, is_pinned=is_pinned)
+        if is_pinned:
+            rig.check()
+        else:
+            rig.gateway.until(AdapterLoaded)
+        host(rig.gateway, setting, other)
+        for _ in range(2):
+            rig.ask(None, max_tokens=30, model=other)
+            if not is_pinned:
+                rig.ask(adapters[0])
+        rig.check()
+
+
+def test_a_copy_that_is_gone_fails_nobody_whose_adapter_was_found_elsewhere(tmp_path: Path) -> None:
+    """Two names may mean the same bytes, whose digest is one."""
+    adapter, gone = stored_adapter(BASE), str(tmp_path / "gone")
+    with serving("mapped", tmp_path / "store") as rig:
+        runs = [rig.ask(adapter, max_tokens=30), rig.ask(adapter, max_tokens=30)]
+        rig.gateway.until(AdapterLoaded)
+        runs += [rig.ask(adapter, where=gone, name="copy"), rig.ask(adapter)]
+        rig.check(*runs)
+        assert len(rig.gateway.adapter_loads) == 1
+
+
+def test_an_adapter_that_is_replaced_is_pinned_no_more(tmp_path: Path) -> None:
+    """There is not room for all of its versions, each of which is deployed under the same name."""
+    versions = [stored_adapter(BASE, seed) for seed in range(6)]
+    with serving("mapped", tmp_path, spare_bytes=2 * SETTINGS["mapped"].page_bytes) as rig:
+        for version in versions:
+            rig.check(rig.ask(version, name="mine", is_pinned=True))

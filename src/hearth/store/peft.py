@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,9 @@ _REPEAT = re.compile(r"[*+{]|(?<!\()\?")
 #: The most patterns, and the most modules that they are tried on: several times those of the largest models.
 MAX_PATTERNS, MAX_MODULES = 4096, 4096
 MAX_NAME_CHARS = 512  #: of a tensor
+#: The most ways, over all patterns and modules, to share out the longest name among a pattern's repetitions:
+#: a second or so.
+MAX_TRIES = 10**10
 #: The largest `lora_alpha`, of either sign.
 MAX_ALPHA = 1e6
 
@@ -186,8 +189,8 @@ class _Config:
 
     def scale_of(self, shapes: Mapping[str, Shape]) -> dict[str, float]:
         """Return how much the factors of each module count, whose `a` has that shape."""
-        ranks = self._by_pattern("rank_pattern", self.fields.get("r", 8))
-        alphas = self._by_pattern("alpha_pattern", self.fields.get("lora_alpha", 8))
+        ranks = self._by_pattern("rank_pattern", self.fields.get("r", 8), shapes)
+        alphas = self._by_pattern("alpha_pattern", self.fields.get("lora_alpha", 8), shapes)
         return {
             module: self._scale(module, shape, ranks.of(module), alphas.of(module))
             for module, shape in shapes.items()
@@ -211,12 +214,19 @@ class _Config:
             )
         return alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
 
-    def _by_pattern(self, name: str, otherwise: object) -> _ByPattern:
+    def _by_pattern(self, name: str, otherwise: object, modules: Collection[str]) -> _ByPattern:
         patterns = self.fields.get(name) or {}
         if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
             raise BadCheckpoint(
                 f"`{name}` of `{self.path}` must be an object of up to {MAX_PATTERNS} patterns, given: "
                 f"{brief(patterns)}"
+            )
+        longest = max(map(len, modules))
+        num_tries = len(modules) * sum(longest ** (1 + len(_REPEAT.findall(one))) for one in patterns)
+        if num_tries > MAX_TRIES:
+            raise BadCheckpoint(
+                f"`{name}` of `{self.path}` is too costly to try on {len(modules)} modules, whose names have "
+                f"up to {longest} characters: {brief(patterns)}; write the names of modules instead"
             )
         compiled = [(self._compiled(name, pattern), value) for pattern, value in patterns.items()]
         return _ByPattern(tuple(compiled), otherwise)

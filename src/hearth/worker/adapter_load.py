@@ -30,6 +30,13 @@ class AdapterFound:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterMissing:
+    """The keeper does not have the adapter where it was looked for."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFilled:
     """All bytes of the adapter are on the device."""
 
@@ -38,12 +45,12 @@ class AdapterFilled:
 
 @dataclass(frozen=True, slots=True)
 class AdapterBroken:
-    """The adapter cannot be had."""
+    """The bytes of the adapter cannot be had."""
 
     failure: Failure
 
 
-AdapterNews = AdapterFound | AdapterFilled | AdapterBroken
+AdapterNews = AdapterFound | AdapterMissing | AdapterFilled | AdapterBroken
 PostAdapterNews = Callable[[AdapterId, AdapterNews], None]
 
 
@@ -60,7 +67,7 @@ def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAda
             )
         post(order.adapter, AdapterFound(borrowed))
 
-    _start(look_up, order.adapter, resources, post)
+    _start(look_up, resources, lambda failure: post(order.adapter, AdapterMissing(failure)))
 
 
 class AdapterClimb:
@@ -71,6 +78,7 @@ class AdapterClimb:
         self._lock = threading.Lock()  #: keeps beginning and cancelling apart; guards the fields below
         self._is_cancelled = False
         self._prefetch: Prefetch | None = None
+        self.is_over = False  #: written by the thread that waits
         resources.loader.threads.start(self._run)
 
     def cancel(self) -> None:
@@ -89,6 +97,8 @@ class AdapterClimb:
             self._prefetch.wait()
         except HearthError:
             pass  # whoever needs the adapter meets it again, and says so
+        finally:
+            self.is_over = True
 
 
 def load_adapter(
@@ -120,13 +130,13 @@ def load_adapter(
             is_idle=True,  # who prepared the pieces waited until the device is done with them
         )
 
-    _start(load, order.adapter, resources, post)
+    _start(load, resources, lambda failure: post(order.adapter, AdapterBroken(failure)))
 
 
 def _start(
-    act: Callable[[], object], adapter: AdapterId, resources: HostingResources, post: PostAdapterNews
+    act: Callable[[], object], resources: HostingResources, on_failure: Callable[[Failure], None]
 ) -> None:
-    """Have `act` run beside the steps; what it raises is posted."""
+    """Have `act` run beside the steps; `on_failure` is told what it raises."""
 
     def run() -> None:
         try:
@@ -134,6 +144,6 @@ def _start(
                 torch.cuda.set_device(resources.device)  # which every thread has to say for itself
             act()
         except Exception as error:  # the thread's top: whoever waits for the adapter is told
-            post(adapter, AdapterBroken(failure_of(error)))
+            on_failure(failure_of(error))
 
     resources.loader.threads.start(run)

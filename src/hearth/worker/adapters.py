@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -24,6 +25,7 @@ from hearth.worker.adapter_load import (
     AdapterClimb,
     AdapterFilled,
     AdapterFound,
+    AdapterMissing,
     AdapterNews,
     PostAdapterNews,
     find_adapter,
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 #: How many adapters stay looked up that nobody asks for, so that the next request costs no question.
 MAX_FOUND = 1024
+#: How many adapters are looked up at once, and how many come to host memory: each takes a thread.
+MAX_FINDING, MAX_CLIMBING = 16, 8
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ class _WantedAdapter:
     order: AdapterOrder
     base: ModelId  #: of the last request
     asked_s: float  #: since when it is waited for, on the clock of `time.perf_counter`
-    is_finding: bool = False  #: the keeper is being asked
+    is_finding: bool = False  #: the keeper is being asked, or will be
     climb: AdapterClimb | None = None
     wait_s: float = 0.0  #: until it had its memory
 
@@ -79,7 +83,10 @@ class WorkerAdapters:
         #: Adapters that were removed and still have memory or requests.
         self._forgotten: set[AdapterId] = set()
         self._is_due = False  #: something has happened that may let an adapter come or a request start
-        self._seen_generation = -1  #: of the room that was looked for
+        #: When room was looked for last: the generation of memory, and whether a promise was short.
+        self._seen: tuple[int, bool] | None = None
+        self._to_find: deque[AdapterOrder] = deque()  #: adapters that the keeper will be asked for
+        self._num_finding = 0
 
     # What happens.
 
@@ -93,6 +100,8 @@ class WorkerAdapters:
         elif self.residency.residence(adapter) is Residence.AWAY and not self.residency.runs_of(adapter):
             wanted.asked_s = now_s
         wanted.order, wanted.base = order, request.model
+        if order.is_pinned:
+            self._unpin_others(order)
         self.residency.asked(adapter, request.run, request.model, arrived_s, is_pinned=order.is_pinned)
         self._reclaimer.reload_costs.hosted(adapter, order.weight)
         self._reclaimer.reload_costs.asked(adapter, time.monotonic())
@@ -102,7 +111,8 @@ class WorkerAdapters:
             self.residency.found(adapter)
         elif not wanted.is_finding:
             wanted.is_finding = True
-            find_adapter(order, self._resources, self._post)
+            self._to_find.append(order)
+            self._find_more()
         self.look_again()
 
     def ended(self, run: int) -> None:
@@ -124,8 +134,12 @@ class WorkerAdapters:
         self.look_again()
         match news:
             case AdapterFound(borrowed):
+                self._looked_up()
                 self._note_found(adapter, borrowed)
                 return None
+            case AdapterMissing(failure):
+                self._looked_up()
+                return self._note_missing(adapter, failure)
             case AdapterFilled():
                 return self._filled(adapter, news)
             case AdapterBroken(failure):
@@ -138,13 +152,15 @@ class WorkerAdapters:
     @property
     def is_due(self) -> bool:
         """True if an adapter may come, or a request start, that could not before."""
-        return self._is_due or self._seen_generation != self._reclaimer.policy.generation
+        return self._is_due or self._seen != self._seen_now()
 
-    def advance(self) -> list[FailedRuns]:
-        """Have adapters come that requests wait for, as far as there is room; return those that never can."""
+    def advance(self) -> Iterator[FailedRuns]:
+        """Have adapters come that requests wait for, as far as there is room; yield those that never can.
+
+        Whoever calls ends their requests before it goes on.
+        """
         self._is_due = is_blocked = False
         self._drop_forgotten()
-        failed = []
         while (adapter := self.residency.next()) is not None:
             if self._may_have_room(adapter) and self._place(adapter, may_take=True):
                 continue
@@ -152,13 +168,28 @@ class WorkerAdapters:
                 self._climb(adapter)
                 is_blocked = True
                 break
-            failed.append(self._fail(adapter, failure_of(self._shortage(adapter))))
+            yield self._fail(adapter, failure_of(self._shortage(adapter)))
         for adapter in self.residency.early():
             if is_blocked or not self._place(adapter, may_take=False):
                 self._climb(adapter)
-        self._seen_generation = self._reclaimer.policy.generation
+        self._seen = self._seen_now()
         self._forget_unwanted()
-        return failed
+
+    def give_up(self, short: ModelId) -> FailedRuns | None:
+        """Give up an adapter in use, if there is one, for a model that cannot go on otherwise.
+
+        Adapters are promised nothing, so their requests end before a model does.
+        """
+        adapter = self.residency.last_in_use()
+        if adapter is None:
+            return None
+        name = self._wanted[adapter].order.name
+        error = DeviceError(
+            f"the adapter `{name}` had to give way while it was in use: `{short}` is promised more KV than "
+            f"adapters leave of {self._reclaimer.pool.budget_bytes} bytes; ask again, stop another model, or "
+            "raise `service.memory_bytes`"
+        )
+        return self._fail(adapter, failure_of(error))
 
     def start(self, run: int, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
         """Have the engine of a model know the adapter of a request that starts now."""
@@ -174,6 +205,39 @@ class WorkerAdapters:
             )
             for use in self.residency.uses()
         ]
+
+    def _seen_now(self) -> tuple[int, bool]:
+        policy = self._reclaimer.policy
+        return policy.generation, policy.is_short
+
+    def _unpin_others(self, order: AdapterOrder) -> None:
+        """Have what was deployed under the same name before give way: nobody will ask for it again."""
+        for adapter, wanted in self._wanted.items():
+            if wanted.order.name == order.name and adapter != order.adapter:
+                self.residency.unpin(adapter)
+
+    def _find_more(self) -> None:
+        """Have the keeper look adapters up, not too many at once, the one that was asked for first before."""
+        while self._to_find and self._num_finding < MAX_FINDING:
+            order = self._to_find.popleft()
+            if self.residency.runs_of(order.adapter):
+                self._num_finding += 1
+                find_adapter(order, self._resources, self._post)
+            elif (wanted := self._wanted.get(order.adapter)) is not None:
+                wanted.is_finding = False  # nobody waits for it any more
+
+    def _looked_up(self) -> None:
+        self._num_finding -= 1
+        self._find_more()
+
+    def _note_missing(self, adapter: AdapterId, failure: Failure) -> FailedRuns | None:
+        """Have requests end whose adapter is nowhere. Where it was found before, the same bytes serve."""
+        if adapter not in self._found:
+            return self._fail(adapter, failure)
+        if (wanted := self._wanted.get(adapter)) is not None:
+            wanted.is_finding = False
+            self.residency.found(adapter)
+        return None
 
     def _note_found(self, adapter: AdapterId, borrowed: BorrowedAdapter) -> None:
         if len(self._found) >= MAX_FOUND:
@@ -218,7 +282,10 @@ class WorkerAdapters:
     def _climb(self, adapter: AdapterId) -> None:
         """Have an adapter that has no room yet come to host memory meanwhile."""
         wanted, borrowed = self._wanted[adapter], self._found[adapter]
-        if wanted.climb is None and not borrowed.is_in_host:
+        if wanted.climb is not None or borrowed.is_in_host:
+            return
+        climbs = [one.climb for one in self._wanted.values() if one.climb is not None]
+        if sum(not climb.is_over for climb in climbs) < MAX_CLIMBING:
             wanted.climb = AdapterClimb(borrowed, self._resources)
 
     def _waits_for_room(self, adapter: AdapterId) -> bool:
@@ -257,6 +324,7 @@ class WorkerAdapters:
             self._pieces.drop(adapter)
             self._reclaimer.policy.room_may_have_come()
         self._found.pop(adapter, None)  # it may be another one when it is asked for again
+        self._reclaimer.reload_costs.forget(adapter)
         for run in runs:
             self.residency.ended(run)
         return FailedRuns(runs, failure)

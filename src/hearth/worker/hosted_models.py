@@ -31,6 +31,8 @@ NUM_CLIMBING = 2
 #: Engines of retired models that are kept for their return. What they have besides the pool's memory, graphs
 #: above all, is some tens of MB each.
 MAX_RETIRED = 16
+#: Steps of every model in a row that had nothing to compute, before somebody has to give way.
+MAX_VAIN_ROUNDS = 8
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class HostedModels:
         #: Retired models whose engine waits for them, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}
         self._readiness = StepReadiness()
+        self._num_vain = 0  #: steps in a row that had nothing to compute
 
     # Coming and going.
 
@@ -104,8 +107,9 @@ class HostedModels:
             return self._announced(hosted.load(self.reclaimer.place))
         except DeviceError:
             is_any_loading = any(one.is_loading for one in self.hosted.values())
-            # Adapters in use are in the way of what is promised: they take no more requests until it is had.
-            is_any_loading |= self.reclaimer.adapters.is_any_coming or self.reclaimer.adapters.drain()
+            # Adapters in use may be in the way: until this has its place, they take no more requests.
+            adapters = self.reclaimer.adapters
+            is_any_loading |= adapters.is_any_coming or adapters.last_in_use() is not None
             if not self.reclaimer.policy.defer(hosted.model, is_any_loading=is_any_loading):
                 raise
         log.info("model_deferred model=%s", hosted.model)
@@ -243,6 +247,7 @@ class HostedModels:
         self.reclaimer.before_step(model, served)
         outcome = served.engine.step()
         self.reclaimer.after_step(model, served, outcome)
+        self._num_vain = 0 if outcome.has_run else self._num_vain + 1
         if not outcome.has_run and not outcome.preempted:
             self._readiness.starved(model, self.reclaimer.policy.generation)
         return outcome
@@ -277,6 +282,11 @@ class HostedModels:
         busy = self._busy()
         model = self._readiness.hopeless(self._views(busy))
         return None if model is None else ModelBroke(model, self.reclaimer.kv_shortage(model, busy[model]))
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if models that are short of KV take the same blocks from each other, and none computes."""
+        return self._num_vain > MAX_VAIN_ROUNDS * len(self.hosted)
 
     def _busy(self) -> dict[ModelId, ServedModel]:
         servings = ((model, one.served) for model, one in self.hosted.items() if one.has_turn)

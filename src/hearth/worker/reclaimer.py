@@ -57,7 +57,7 @@ class Reclaimer:
         models that have one, also of retired ones.
         """
         self.pool = new_pool(self.eviction_terms)
-        self.adapters = AdapterResidency(self._adapter_cost, self._is_active)
+        self.adapters = AdapterResidency(self._adapter_cost, self._is_active, lambda: self.policy.is_short)
         self.pieces = AdapterPieces(self.pool, self.adapters, engines)
         self.policy = ReclaimPolicy(self, keeps_addresses=self.pool.keeps_addresses, adapters=self.adapters)
         self.reload_costs = DeviceReloadCosts()
@@ -90,14 +90,25 @@ class Reclaimer:
         Raises:
             DeviceError: what is promised cannot be had.
         """
-        missing_bytes = self._run(
-            self.policy.make_room(model, lambda: self.pool.missing_bytes(model, spec.shape))
-        )
+        missing_bytes = self._run(self.policy.make_room(model, lambda: self._missing_bytes(model, spec)))
         if missing_bytes:
             raise DeviceError(self._shortage(model, spec, missing_bytes))
         space = self.pool.place(model, spec.shape)
         self._follow_moves()
         return space
+
+    def _missing_bytes(self, model: ModelId, spec: HostingSpec) -> int:
+        """Return the bytes that have to come free before a model is placed.
+
+        Adapters in use give nothing back for now, so the KV that models are promised must be left beside.
+        """
+        shape = spec.shape
+        missing_bytes = self.pool.missing_bytes(model, shape)
+        if self.adapters.last_in_use() is None:
+            return missing_bytes
+        need_bytes = max(0, shape.stored.num_bytes - self.pool.resident_bytes(model))
+        need_bytes += self.policy.owed_bytes() + self._unassembled_bytes()
+        return max(missing_bytes, need_bytes - self.pool.free_bytes)
 
     def place_front(
         self, model: ModelId, spec: HostingSpec, front_bytes: Callable[[int, int], int]
@@ -157,7 +168,12 @@ class Reclaimer:
     # Adapters.
 
     def place_adapter(self, adapter: AdapterId, sizes: Sequence[int], *, may_take: bool) -> bool:
-        """Give an adapter pieces of these sizes; False: there is no room. `may_take`: others may give way."""
+        """Give an adapter pieces of these sizes; False: there is no room. `may_take`: others may give way.
+
+        Else it comes early, and models that have no place yet get theirs first.
+        """
+        if not may_take and sum(sizes) + self._unplaced_bytes() > self.pool.free_bytes:
+            return False
         return self._run(self.policy.place_adapter(adapter, sizes, may_take=may_take)) > 0
 
     def _adapter_cost(self, adapter: AdapterId) -> float:
@@ -172,6 +188,12 @@ class Reclaimer:
         """Return the KV that models are promised which have no engine yet."""
         hosted = self._hosted.values()
         return sum(one.order.kv_floor_bytes for one in hosted if one.has_turn and not one.takes_requests)
+
+    def _unplaced_bytes(self) -> int:
+        """Return what models are promised that have no place yet."""
+        hosted = [one for one in self._hosted.values() if one.has_turn]
+        unplaced = [one.order for one in hosted if not one.takes_requests and not one.is_loading]
+        return sum(order.own_bytes + order.workspace_bytes for order in unplaced)
 
     # What the policy reads.
 

@@ -178,7 +178,10 @@ class WorkerLoop:
             if self._models.ready():
                 return None
             if (broke := self._models.hopeless()) is not None:
-                self._fail(broke.model, failure_of(broke.error))
+                if (failed := self._adapters.give_up(broke.model)) is not None:
+                    self._fail_runs(failed)
+                else:
+                    self._fail(broke.model, failure_of(broke.error))
                 continue
             if self._advance_snapshot():
                 continue
@@ -213,6 +216,8 @@ class WorkerLoop:
             self._tell_step(model, outcome, step_s)
             self._tell_residency(is_due=False)
             self._load_deferred()
+            if self._models.is_stuck and (failed := self._adapters.give_up(model)) is not None:
+                self._fail_runs(failed)
             self._serve_adapters()
             return
         del ready  # the last of it besides the worker's own

@@ -130,7 +130,9 @@ class SimulatedPool:
     policy: ReclaimPolicy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.adapters = AdapterResidency(lambda adapter: float(len(adapter)), lambda base: True)
+        self.adapters = AdapterResidency(
+            lambda adapter: float(len(adapter)), lambda base: True, lambda: self.policy.is_short
+        )
         self.policy = ReclaimPolicy(self, keeps_addresses=self.keeps_addresses, adapters=self.adapters)
 
     @property
@@ -138,11 +140,13 @@ class SimulatedPool:
         used_bytes = sum(one.used_bytes for one in self.models_by_id.values())
         return self.budget_bytes - used_bytes - sum(self.adapter_bytes.values())
 
-    def bring_adapter(self, adapter: AdapterId, num_bytes: int, *, may_take: bool = True) -> int | None:
+    def bring_adapter(
+        self, adapter: AdapterId, num_bytes: int, *, may_take: bool = True, is_pinned: bool = False
+    ) -> int | None:
         """Have an adapter come for a request; return that, or None: there is no room, and it has ended."""
         self.num_asked += 1
         run = self.num_asked
-        self.adapters.asked(adapter, run, ModelId("base"), float(run), is_pinned=False)
+        self.adapters.asked(adapter, run, ModelId("base"), float(run), is_pinned=is_pinned)
         if adapter not in self.adapter_bytes:
             self.needed_bytes, self.placing_adapter = num_bytes + self._owed_bytes(), True
             got_bytes = self.run(self.policy.place_adapter(adapter, [num_bytes], may_take=may_take))

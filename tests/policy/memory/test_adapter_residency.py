@@ -21,10 +21,13 @@ class Line:
     costs: dict[AdapterId, float] = field(default_factory=dict)
     active: set[ModelId] = field(default_factory=lambda: {BASE})
     num_runs: int = 0
+    is_promise_short: bool = False
 
     def __post_init__(self) -> None:
         self.residency = AdapterResidency(
-            lambda adapter: self.costs.get(adapter, 1.0), lambda base: base in self.active
+            lambda adapter: self.costs.get(adapter, 1.0),
+            lambda base: base in self.active,
+            lambda: self.is_promise_short,
         )
 
     def ask(self, adapter: AdapterId, base: ModelId = BASE, *, is_pinned: bool = False) -> int:
@@ -148,15 +151,87 @@ def test_pinned_adapters_do_not_drain() -> None:
     assert line.residency.may_start(line.ask(A))
 
 
-def test_all_that_are_in_use_drain_for_a_model_that_is_promised_its_room() -> None:
+def test_none_comes_or_takes_requests_while_a_model_waits_for_room_that_it_is_promised() -> None:
+    """Also not when a request ends: the others must end as well."""
     line = Line()
+    ending = line.ask(A)
     for adapter in (A, B):
         line.ask(adapter)
         line.bring(adapter)
+    line.is_promise_short = True
+    waiting = [line.ask(adapter) for adapter in (A, B, C)]
+    line.ask(D, OTHER)
 
-    assert line.residency.drain()
+    line.residency.ended(ending)
 
-    assert not any(line.residency.may_start(line.ask(adapter)) for adapter in (A, B))
+    assert line.start() == []
+    assert not any(map(line.residency.may_start, waiting))
+    assert (line.residency.next(), line.residency.early()) == (None, [])
+    line.is_promise_short = False
+    assert line.start() == waiting[:2]
+    assert (line.residency.next(), line.residency.early()) == (C, [D])
+
+
+def test_pinned_adapters_give_way_to_what_is_promised_and_last() -> None:
+    line = Line(costs={A: 0.0})
+    line.idle_there(A, is_pinned=True)
+    line.idle_there(B)
+    assert line.residency.idle() == [B]
+    assert line.residency.idle(is_promised=True) == [B, A]
+
+    line.ask(A, is_pinned=True)
+    line.start()
+    assert line.residency.idle(is_promised=True) == [B]
+    assert line.residency.last_in_use() == A
+
+
+def test_an_adapter_that_was_replaced_is_pinned_no_more() -> None:
+    line = Line()
+    line.idle_there(A, is_pinned=True)
+
+    line.residency.unpin(A)
+    line.residency.unpin(B)  # which is unknown
+
+    assert line.residency.idle() == [A]
+
+
+def lacking_both(line: Line) -> None:
+    """Have running requests of a base lack two adapters, which gave way while it had no turn."""
+    line.active = {BASE, OTHER}
+    for adapter in (A, B):
+        line.ask(adapter, OTHER)
+        line.bring(adapter)
+    line.active = {BASE}
+    for adapter in line.residency.idle():
+        line.residency.left(adapter)
+    line.active = {BASE, OTHER}
+
+
+def test_adapters_that_running_requests_lack_come_before_those_that_older_ones_wait_for() -> None:
+    line = Line()
+    line.ask(C)
+    lacking_both(line)
+
+    assert line.residency.next() == A
+    line.bring(A)
+    assert line.residency.next() == B
+    line.bring(B)
+    assert line.residency.next() == C
+
+
+def test_an_adapter_drains_for_nobody_while_its_base_lacks_another() -> None:
+    """Its requests never end, for the base makes no step: whoever waited for it would wait forever."""
+    line = Line()
+    lacking_both(line)
+    line.bring(A)
+
+    assert not line.residency.drain(5)
+    assert line.residency.last_in_use() is None
+    assert line.residency.idle() == [], "one would take the other's place over and over"
+    assert line.residency.idle(is_promised=True) == [A]
+    line.bring(B)
+    assert line.residency.drain(5)
+    assert line.residency.last_in_use() == B
 
 
 def test_adapters_of_a_model_that_waits_for_its_turn_give_way_and_come_back_before_its_step() -> None:

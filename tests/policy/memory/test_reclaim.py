@@ -503,6 +503,55 @@ def test_no_adapter_goes_that_running_requests_use() -> None:
     assert pool.place(B) == 0
 
 
+def test_a_pinned_adapter_gives_way_to_nothing_but_what_is_promised() -> None:
+    newcomer = hosted(weights_bytes=4, floor_blocks=0)
+    newcomer.there_bytes = 0
+    pool = pool_of(free_bytes=4, a=hosted(num_blocks=2, running=(2,), floor_blocks=2), b=newcomer)
+    run = pool.bring_adapter(NEW, 4, is_pinned=True)
+    assert run is not None
+    pool.adapters.ended(run)
+
+    assert pool.before_step(A, num_wanted=4) == 0, "it is lent, not promised"
+    assert pool.bring_adapter(CHEAP, 4) is None
+    assert pool.place(B) == 0
+    assert not pool.adapter_bytes
+
+
+def test_adapters_in_use_take_no_requests_until_a_model_has_the_kv_that_it_is_promised() -> None:
+    late = hosted(num_blocks=0, floor_blocks=0)
+    late.num_waiting = 1
+    pool = pool_of(free_bytes=8, a=late)
+    run = pool.bring_adapter(NEW, 6)
+    assert run is not None
+    late.floor_blocks = 4  # which nobody knew when the adapter came
+
+    assert pool.before_step(A, num_wanted=4) == 2
+    assert pool.policy.is_short
+    assert pool.bring_adapter(CHEAP, 1) is None
+    assert pool.adapters.next() is None
+
+    pool.adapters.ended(run)
+    assert pool.before_step(A, num_wanted=4) == 2
+    assert not pool.policy.is_short
+
+
+def test_a_model_that_wants_its_kv_no_more_holds_up_no_adapter() -> None:
+    late = hosted(num_blocks=0, floor_blocks=0)
+    late.num_waiting = 1
+    pool = pool_of(free_bytes=8, a=late)
+    assert pool.bring_adapter(NEW, 6) is not None
+    late.floor_blocks = 4
+    pool.before_step(A, num_wanted=4)
+    assert pool.policy.is_short
+
+    late.num_waiting = 0
+    assert not pool.policy.is_short
+    late.num_waiting = 1
+    assert pool.policy.is_short
+    pool.policy.forget(A)
+    assert not pool.policy.is_short
+
+
 def test_an_adapter_gets_the_room_of_the_cheapest_idle_one_before_any_weights() -> None:
     pool = pool_of(free_bytes=8, c=hosted(hold=Hold.RETAINED, floor_blocks=0))
     idle(pool, DEAR, CHEAP)

@@ -13,12 +13,15 @@ until those running on the ones that drain have ended, however popular the other
 once it is known what it takes: one that a slow store has still to look up holds up nobody.
 
 Models may take turns. Requests of a base that has not its turn wait for no room, and its adapters give way
-as if they were idle: before its next step they come back, which `lacking` tells.
+as if they were idle: before its next step they come back, before all others, which `lacking` tells.
+
+Adapters are promised nothing, and models are. While a model waits for room that it is promised, no adapter
+comes and none takes new requests, so that the room comes when the running ones have ended. Then pinned ones
+give way as well, and those of a base that makes no step because it lacks another.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -72,10 +75,17 @@ class AdapterResidency:
     """Mutable; written by the one thread that calls it and carries out what it decides."""
 
     def __init__(
-        self, cost_s_per_byte: Callable[[AdapterId], float], is_active: Callable[[ModelId], bool]
+        self,
+        cost_s_per_byte: Callable[[AdapterId], float],
+        is_active: Callable[[ModelId], bool],
+        is_promise_short: Callable[[], bool],
     ) -> None:
-        """`cost_s_per_byte` is the reload cost of an adapter; `is_active`: a base can step, now or soon."""
+        """`cost_s_per_byte` is the reload cost of an adapter; `is_active`: a base can step, now or soon.
+
+        `is_promise_short`: a model waits for room that it is promised.
+        """
         self._cost_s_per_byte, self._is_active = cost_s_per_byte, is_active
+        self._is_promise_short = is_promise_short
         self._known: dict[AdapterId, _KnownAdapter] = {}
         self._runs: dict[int, _AdapterRun] = {}  #: all that wait or run
         #: Adapters of running requests that are not there: they gave way while their base had no turn.
@@ -96,6 +106,11 @@ class AdapterResidency:
         """Note that it is known what an adapter takes, if anybody still asks for it."""
         if (known := self._known.get(adapter)) is not None:
             known.is_found = True
+
+    def unpin(self, adapter: AdapterId) -> None:
+        """Note that an adapter may give way from now on: it was replaced. One that is unknown has nothing."""
+        if (known := self._known.get(adapter)) is not None:
+            known.is_pinned = False
 
     def started(self, run: int) -> None:
         """Note that a request runs which `may_start`."""
@@ -147,13 +162,14 @@ class AdapterResidency:
 
     def may_start(self, run: int) -> bool:
         """True if the adapter of a request is there and takes new ones."""
-        known = self._known[self._runs[run].adapter]
-        return known.residence is Residence.THERE and not known.is_draining
+        return not self._is_promise_short() and self._takes_requests(self._known[self._runs[run].adapter])
 
     def startable(self) -> list[int]:
         """Return the waiting requests that may start, the oldest first."""
-        runs = [run for one in self._known.values() if one.waiting for run in one.waiting]
-        return sorted(filter(self.may_start, runs), key=self._age)
+        takers = [one for one in self._known.values() if one.waiting and self._takes_requests(one)]
+        if not takers or self._is_promise_short():
+            return []
+        return sorted((run for one in takers for run in one.waiting), key=self._age)
 
     def runs_of(self, adapter: AdapterId) -> list[int]:
         """Return all requests for an adapter, the oldest first."""
@@ -172,22 +188,29 @@ class AdapterResidency:
     # Who comes, and who gives way.
 
     def next(self) -> AdapterId | None:
-        """Return the adapter to be placed next, for which others give way; None: nobody waits for room."""
+        """Return the adapter to be placed next, for which others give way; None: nobody waits for room.
+
+        Those that running requests lack come first: nobody of their base makes a step before.
+        """
+        if self._is_promise_short():
+            return None
         wanted = (
-            run
-            for known in self._known.values()
+            (adapter not in self._lacking, self._age(run), adapter)
+            for adapter, known in self._known.items()
             if known.is_found and known.residence is Residence.AWAY
             for run in known.waiting | known.running
             if self._is_active(self._runs[run].base)
         )
-        run = min(wanted, key=self._age, default=None)
-        return None if run is None else self._runs[run].adapter
+        first = min(wanted, default=None)
+        return None if first is None else first[-1]
 
     def early(self) -> list[AdapterId]:
         """Return adapters that are away and wanted by models that wait for their turn or are not there yet.
 
         Nobody gives way for them: they come early where memory is free.
         """
+        if self._is_promise_short():
+            return []
         return [
             adapter
             for adapter, known in self._known.items()
@@ -195,42 +218,54 @@ class AdapterResidency:
             if not any(self._is_active(self._runs[run].base) for run in known.waiting | known.running)
         ]
 
-    def idle(self) -> list[AdapterId]:
+    def idle(self, *, is_promised: bool = False) -> list[AdapterId]:
         """Return the adapters that may give way, in this order: none that is pinned, or that steps use.
 
         Those that somebody waits for go last, and before them those of models that wait for their turn.
+        `is_promised`: also all others that no step uses, behind these.
         """
 
-        def price(item: tuple[AdapterId, _KnownAdapter]) -> tuple[bool, bool, float, AdapterId]:
+        def price(item: tuple[AdapterId, _KnownAdapter]) -> tuple[bool, bool, bool, float, AdapterId]:
             adapter, known = item
             is_wanted = bool(known.waiting) and not known.is_draining
-            return is_wanted, bool(known.running), self._cost_s_per_byte(adapter), adapter
+            is_running = bool(known.running)
+            return known.is_pinned, is_wanted, is_running, self._cost_s_per_byte(adapter), adapter
 
+        is_used = self._is_stepped if is_promised else self._is_in_use
         there = {
             adapter: known
             for adapter, known in self._known.items()
-            if known.residence is Residence.THERE and not known.is_pinned and not self._is_in_use(known)
+            if known.residence is Residence.THERE and (is_promised or not known.is_pinned)
+            if not is_used(known)
         }
         return [adapter for adapter, _ in sorted(there.items(), key=price)]
 
-    def drain(self, need_bytes: int | None = None) -> bool:
+    def drain(self, need_bytes: int) -> bool:
         """Have adapters that steps use take no new requests, until so many bytes of them will come free.
 
-        None: all of them, for a model that is promised its room. The cheapest to have back go first; those
-        that drain already count. False: none is in use that could.
+        The cheapest to have back go first; those that drain already count. False: none is in use that could.
         """
         in_use = {
             adapter: known
             for adapter, known in self._known.items()
-            if known.residence is Residence.THERE and not known.is_pinned and self._is_in_use(known)
+            if known.residence is Residence.THERE and not known.is_pinned and self._is_stepped(known)
         }
-        left_bytes = math.inf if need_bytes is None else need_bytes
+        left_bytes = need_bytes
         order = sorted(in_use, key=lambda one: (not in_use[one].is_draining, self._cost_s_per_byte(one), one))
         for adapter in order:
             if left_bytes > 0:
                 in_use[adapter].is_draining = True
                 left_bytes -= in_use[adapter].num_bytes
         return bool(in_use)
+
+    def last_in_use(self) -> AdapterId | None:
+        """Return the adapter in use whose oldest request is the youngest; None: no step uses any."""
+        in_use = [
+            adapter
+            for adapter, known in self._known.items()
+            if known.residence is Residence.THERE and self._is_stepped(known)
+        ]
+        return max(in_use, key=lambda adapter: self._age(self.runs_of(adapter)[0]), default=None)
 
     @property
     def is_any_draining(self) -> bool:
@@ -266,6 +301,15 @@ class AdapterResidency:
 
     def _is_in_use(self, known: _KnownAdapter) -> bool:
         return any(self._is_active(self._runs[run].base) for run in known.running)
+
+    def _is_stepped(self, known: _KnownAdapter) -> bool:
+        """True if an adapter is in use, and by a base that lacks no other: its requests end some day."""
+        bases = {self._runs[run].base for run in known.running}
+        return any(self._is_active(base) and not self.lacking(base) for base in bases)
+
+    @staticmethod
+    def _takes_requests(known: _KnownAdapter) -> bool:
+        return known.residence is Residence.THERE and not known.is_draining
 
     def _age(self, run: int) -> tuple[float, int]:
         return self._runs[run].arrived_s, run

@@ -1,7 +1,8 @@
 """Who gives way when a model on a worker needs memory. Pure: it yields orders that the worker carries out.
 
     free memory, KV that nobody reads, idle adapters, weights of retained models, of warm, of paused ones,
-    and for what is promised alone: KV of paused models, KV of running requests, tables of samplers
+    and for what is promised alone: KV of paused models, KV of running requests, pinned adapters, tables of
+    samplers
 
 Each is touched only when all before it is used up. Models are promised no more than there is, so whatever is
 promised can be had: what a model has beyond its promise is lent, and comes back in this order. A paused model
@@ -10,6 +11,8 @@ Tables of a sampler are lent as well. Requests that need one must not wait for i
 room it lies outside, in memory that nobody promised: the last resort, and a fallback that is counted.
 Adapters are promised nothing either, and never get what a model is still owed of its KV. Whoever waits for
 one is served before who came later, so running requests give way to one beyond what their model is promised.
+Those that steps use cannot give way at once: while they keep from a model what it is promised, `is_short`
+says so, and no other comes.
 
 A decision takes several orders, and each depends on what came of the one before. So whoever decides is a
 generator: it yields one order at a time and is sent the outcome, a number of blocks or of bytes. `carry_out`
@@ -181,6 +184,9 @@ class FutileTries:
     def __init__(self) -> None:
         self._generation_by_model: dict[ModelId, int] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._generation_by_model)
+
     def note(self, model: ModelId, generation: int) -> None:
         self._generation_by_model[model] = generation
 
@@ -221,6 +227,20 @@ class ReclaimPolicy:
         self._deferred = FutileTries()
         #: Models that wait for their turn, and for which nobody gives way before that.
         self._early = FutileTries()
+        #: Models that were not given all the KV that they are promised when they asked last.
+        self._owed: set[ModelId] = set()
+
+    @property
+    def is_short(self) -> bool:
+        """True while a model waits for room that it is promised."""
+        return bool(self._deferred) or any(map(self._is_owed, self._owed))
+
+    def _is_owed(self, model: ModelId) -> bool:
+        """True if a model which waited for KV still does: its requests may have ended, or its turn."""
+        if model not in self._books.models():
+            return False
+        kv = self._books.kv_of(model)
+        return kv.has_work and kv.num_blocks < kv.floor_blocks
 
     def room_may_have_come(self) -> None:
         """Have all models that looked for memory in vain look again."""
@@ -233,6 +253,7 @@ class ReclaimPolicy:
         self._asked_ahead.pop(model, None)
         self._deferred.forget(model)
         self._early.forget(model)
+        self._owed.discard(model)
 
     # Weights.
 
@@ -298,6 +319,7 @@ class ReclaimPolicy:
         Returns how many blocks it got.
         """
         yield from self._place_tables(model)
+        self._owed.discard(model)
         growth = elastic.growth(use)
         asked = (self.generation, use.num_blocks, growth.ahead_blocks)
         if not growth.now_blocks and (not growth.ahead_blocks or self._asked_ahead.get(model) == asked):
@@ -315,7 +337,10 @@ class ReclaimPolicy:
                 short -= yield from self._grow_by_force(model, short, ahead, is_promised=False)
             promised = min(short, kv.floor_blocks - self._books.kv_of(model).num_blocks)
             if promised > 0:
-                short -= yield from self._grow_by_force(model, promised, 0, is_promised=True)
+                num_got = yield from self._grow_by_force(model, promised, 0, is_promised=True)
+                short -= num_got
+                if num_got < promised:
+                    self._owed.add(model)
             if short > 0:
                 self._refused.note(model, self.generation)
         return growth.now_blocks - short
@@ -426,7 +451,7 @@ class ReclaimPolicy:
         """
 
         def place() -> PlaceAdapter:
-            return PlaceAdapter(adapter, tuple(sizes), self._owed_bytes())
+            return PlaceAdapter(adapter, tuple(sizes), self.owed_bytes())
 
         num_bytes = sum(sizes)
         got_bytes = yield place()
@@ -448,15 +473,15 @@ class ReclaimPolicy:
         self.room_may_have_come()
         return got_bytes
 
-    def _owed_bytes(self) -> int:
+    def owed_bytes(self) -> int:
         """Return the bytes of KV that models are promised and have not got."""
         views = map(self._books.kv_of, self._books.models())
         return sum(max(0, kv.floor_blocks - kv.num_blocks) * kv.block_bytes for kv in views)
 
-    def _free_adapters(self, num_bytes: int) -> Orders:
+    def _free_adapters(self, num_bytes: int, *, is_promised: bool = False) -> Orders:
         """Have idle adapters go, those first that are cheapest to have back; return how many bytes came."""
         freed = 0
-        for adapter in () if self._adapters is None else self._adapters.idle():
+        for adapter in () if self._adapters is None else self._adapters.idle(is_promised=is_promised):
             if freed >= num_bytes:
                 break
             freed += yield DropAdapter(adapter)
@@ -469,7 +494,8 @@ class ReclaimPolicy:
     ) -> Orders:
         """Have at least so many bytes come free, or as many as can; return how many.
 
-        `keeps_floor`: every model keeps the KV that it is promised.
+        `may_preempt`: somebody is promised it, unless `keeps_floor`: then every model keeps the KV that it is
+        promised.
         """
         freed = yield from self._free_kv(num_bytes, beside, may_preempt=False, keeps_floor=keeps_floor)
         if freed < num_bytes:
@@ -481,6 +507,8 @@ class ReclaimPolicy:
             freed += yield from self._free_kv(
                 num_bytes - freed, beside, may_preempt=True, keeps_floor=keeps_floor
             )
+        if freed < num_bytes and may_preempt and not keeps_floor:
+            freed += yield from self._free_adapters(num_bytes - freed, is_promised=True)
         if freed < num_bytes and may_preempt:
             freed += yield from self._spill_tables(num_bytes - freed)
         if freed:
