@@ -2,8 +2,7 @@
 
 A kernel that takes the constexpr `OVERLAPS` is launched so by `jit.launch`, which knows the device. Its
 programs may run before the kernel in front of it has ended, so each of them calls `wait_for_inputs`: before
-it reads what any kernel writes, and before it writes. Only what a step is told in front of its first kernel
-that does not overlap, its embedding, may be read before. As every program waits, a kernel ends only when all
+it reads what any kernel writes, and before it writes. As every program waits, a kernel ends only when all
 kernels in front of it have ended, not just the last one.
 """
 
