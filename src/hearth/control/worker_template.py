@@ -38,6 +38,8 @@ RETRY_S = 0.5
 MAX_FAILURES = 3
 #: Time for a template to fork a worker before it is taken to hang.
 FORK_S = 5.0
+#: Time for one that has hung up to be gone.
+ENDING_S = 5.0
 #: The longest answer that is read.
 _ANSWER_BYTES = 4096
 _PR_SET_CHILD_SUBREAPER = 36
@@ -190,11 +192,15 @@ class WorkerTemplate:
             except TimeoutError:
                 return f"it was not ready within {self._start_s:g} s (`service.start_s`)"
             except ConnectionError:  # it ended before it was ready
-                pass
+                # To kill one that has just ended loses its exit code.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ENDING_S):
+                        await self._process.wait()
             finally:
                 self._socket = None
-                with suppress(ProcessLookupError):
-                    self._process.kill()
+                if self._process.returncode is None:
+                    with suppress(ProcessLookupError):
+                        self._process.kill()
                 code = await self._process.wait()
             return self._killed_for or ending_of(code, b"", None).reason
 
