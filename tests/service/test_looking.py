@@ -87,7 +87,8 @@ def test_each_request_is_a_line_of_the_access_log(service: Service) -> None:
     asked = complete(service, "tiny-a", max_tokens=5)
     service.http.get("/v1/models", headers={"x-request-id": "look/1"})
     path = service.data_dir / "logs" / "access.log"
-    eventually("the last line", lambda: "client_id=look/1" in path.read_text().splitlines()[-1])
+    parts = (f" id={asked} ", "client_id=look/1")  # in either order: a line is written behind its answer
+    eventually("both lines", lambda: all(part in path.read_text() for part in parts))
     lines = path.read_text().splitlines()
     (line,) = [line for line in lines if f" id={asked} " in line]
     fields = dict(word.partition("=")[::2] for word in line.split()[1:])
