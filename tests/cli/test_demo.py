@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -59,6 +60,16 @@ def serving(
     before = signal.signal(signal.SIGTERM, end)
     yield configs
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(autouse=True)
+def _same_log_levels() -> Iterator[None]:
+    """Leave the levels of logs, which the command sets for its process, as other tests rely on them."""
+    loggers = [logging.getLogger(), logging.getLogger("httpx")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -11,19 +11,17 @@ from typing import assert_never
 
 from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.memory.eviction import Tail, effective_hold, plan_takes
-from hearth.policy.memory.reclaim import (
+from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
     DropTable,
     GrowKv,
-    KvView,
     Orders,
     PlaceAdapter,
     PlaceTable,
     ReclaimOrder,
-    ReclaimPolicy,
     SpillTable,
-    TablesView,
     TakeWeights,
     carry_out,
 )

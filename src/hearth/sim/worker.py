@@ -14,14 +14,8 @@ from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, Promise, RungUse, SetHold
 from hearth.policy.memory.eviction import Tail, effective_hold, plan_takes
-from hearth.policy.memory.reclaim import (
-    KvView,
-    ReclaimOrder,
-    ReclaimPolicy,
-    TablesView,
-    TakeWeights,
-    carry_out,
-)
+from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.reclaim_orders import ReclaimOrder, TakeWeights, carry_out
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.sim.device import DeviceMemory
 from hearth.types import Hold, ModelId, RequestId, WorkerId

@@ -5,22 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from hearth.errors import BadCheckpoint
-from hearth.model_files import MAX_JSON_BYTES, parse_json, read_text
+from hearth.model_files import parse_json
 from hearth.store.adapter_manifest import FORMAT as ADAPTER_FORMAT
 from hearth.store.adapter_manifest import adapter_manifest_of
-from hearth.store.manifest import MANIFEST, StoredManifest, manifest_of
+from hearth.store.manifest import MANIFEST, StoredManifest, manifest_of, read_manifest_text
 
 
 def read_description(directory: Path) -> StoredManifest:
     """Read and check the description in a directory. Raises BadCheckpoint."""
-    path = directory / MANIFEST
-    try:
-        text = read_text(path, MAX_JSON_BYTES, BadCheckpoint)
-    except FileNotFoundError:
-        raise BadCheckpoint(
-            f"no {MANIFEST} in `{directory}`; make a model with `hearth convert SOURCE DEST`"
-        ) from None
-    return parse_description(text, str(path))
+    return parse_description(read_manifest_text(directory), str(directory / MANIFEST))
 
 
 def parse_description(text: str, where: str) -> StoredManifest:

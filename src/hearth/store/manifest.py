@@ -190,14 +190,17 @@ class Manifest(StoredManifest):
 
 
 def read_manifest(directory: Path) -> Manifest:
-    path = directory / MANIFEST
+    return parse_manifest(read_manifest_text(directory), str(directory / MANIFEST))
+
+
+def read_manifest_text(directory: Path) -> str:
+    """Return manifest.json as it is, of a model or an adapter. Raises BadCheckpoint where there is none."""
     try:
-        text = read_text(path, MAX_JSON_BYTES, BadCheckpoint)
+        return read_text(directory / MANIFEST, MAX_JSON_BYTES, BadCheckpoint)
     except FileNotFoundError:
         raise BadCheckpoint(
             f"no {MANIFEST} in `{directory}`; make a model with `hearth convert SOURCE DEST`"
         ) from None
-    return parse_manifest(text, str(path))
 
 
 def parse_manifest(text: str, where: str) -> Manifest:

@@ -14,19 +14,17 @@ from hearth.engine.engine import Engine, StepOutcome
 from hearth.errors import DeviceError
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
 from hearth.policy.memory.adapter_residency import AdapterResidency
-from hearth.policy.memory.reclaim import (
+from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
     DropTable,
     GrowKv,
-    KvView,
     Orders,
     PlaceAdapter,
     PlaceTable,
     ReclaimOrder,
-    ReclaimPolicy,
     SpillTable,
-    TablesView,
     TakeWeights,
     carry_out,
 )

@@ -10,19 +10,17 @@ from dataclasses import dataclass, field
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.eviction import TAKEABLE
-from hearth.policy.memory.reclaim import (
+from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
     DropTable,
     GrowKv,
-    KvView,
     Orders,
     PlaceAdapter,
     PlaceTable,
     ReclaimOrder,
-    ReclaimPolicy,
     SpillTable,
-    TablesView,
     TakeWeights,
     carry_out,
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hearth.policy.memory.eviction import TAKEABLE
-from hearth.policy.memory.reclaim import (
+from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
     DropTable,
