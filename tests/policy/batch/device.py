@@ -209,17 +209,25 @@ class Loop:
         return plan
 
     def _check_prompts(self, plan: StepPlan, midway: LiveSequence | None) -> None:
-        """Prompts keep their limit beside those that decode, advance in order and are cut at blocks."""
+        """Prompts keep their limit beside those that decode, advance in order and are cut at blocks.
+
+        Beyond their limit they have what the step would be padded with, up to a size, and are cut there.
+        """
         block_tokens = self.batcher.blocks.block_tokens
         tokens_left = self.limits.max_batch_tokens - plan.num_decode_rows
         if plan.num_decode_rows and self.max_prompt_tokens is not None:
-            assert plan.num_prompt_tokens <= max(self.max_prompt_tokens, block_tokens)
+            most_tokens = plan.num_decode_rows + max(self.max_prompt_tokens, block_tokens)
+            assert plan.num_tokens <= self._padded(most_tokens)
         has_begun_anew = midway is not None and midway.request_id in [a.request_id for a in plan.admissions]
         if midway is not None and midway.slot is not None and tokens_left and not has_begun_anew:
             assert plan.prompts[0].request_id == midway.request_id, "who has begun goes on"
         assert all(row.samples or row.end % block_tokens == 0 for row in plan.prompts) or (
-            tokens_left < block_tokens
+            tokens_left < block_tokens or plan.num_tokens in self.limits.step_sizes
         )
+
+    def _padded(self, num_tokens: int) -> int:
+        """Return the tokens that a step with prompts is padded to."""
+        return min((size for size in self.limits.step_sizes if size >= num_tokens), default=num_tokens)
 
     def commit(self) -> list[Emission]:
         step, owners = self.in_flight.popleft(), self.owners.popleft()

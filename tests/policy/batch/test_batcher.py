@@ -233,6 +233,35 @@ def test_a_prompt_is_cut_where_the_step_needs_no_padding() -> None:
     assert prompt_tokens(engine, 32) == [7, 16], "and a decode row: 24 in all"
 
 
+def test_a_prompt_that_waits_is_begun_where_the_step_would_have_padding() -> None:
+    engine = decoding(step_sizes=(8, 16, 32, 64))
+    engine.add(request("a", [5] * 18))
+    engine.add(request("b", [6] * 30))
+    assert prompt_tokens(engine, 20) == [18, 13], "and a decode row: 32 in all"
+    assert prompt_tokens(engine, 20) == [17]
+
+
+def test_short_prompts_that_wait_take_the_place_of_padding() -> None:
+    engine = decoding(step_sizes=(8, 16, 32, 64))
+    engine.add(request("a", [5] * 20))
+    engine.add(request("b", [6] * 7))
+    engine.add(request("c", [7] * 7))
+    assert prompt_tokens(engine, 20) == [20, 7, 4]
+
+
+def test_a_prompt_is_not_begun_for_less_padding_than_a_block() -> None:
+    engine = decoding(step_sizes=(8, 16, 32, 64))
+    engine.add(request("a", [5] * 28))
+    engine.add(request("b", [6] * 30))
+    assert prompt_tokens(engine, 28) == [28], "and a decode row: padded by 3"
+
+
+def test_a_piece_of_a_prompt_is_as_long_as_its_step_is_padded_to() -> None:
+    engine = decoding(step_sizes=(32, 64))
+    engine.add(request("long", range(40)))
+    assert [prompt_tokens(engine, 16) for _ in range(2)] == [[31], [9]]
+
+
 def test_nobody_is_admitted_behind_a_prompt_that_was_cut() -> None:
     """Only the youngest may be in the midst of its prompt, or age would not decide."""
     engine = decoding()
@@ -826,6 +855,7 @@ class Schedules(Driven):
         block_tokens=st.integers(1, 4),
         spare_blocks=st.integers(0, 8),
         nan_token=st.none() | st.integers(0, VOCABULARY - 1),
+        step_sizes=st.none() | st.sets(st.integers(1, 15)),
     )
     def start(
         self,
@@ -835,9 +865,13 @@ class Schedules(Driven):
         block_tokens: int,
         spare_blocks: int,
         nan_token: int | None,
+        step_sizes: set[int] | None,
     ) -> None:
         num_blocks = 1 + -(-13 // block_tokens) + spare_blocks
-        limits = BatchLimits(max_batch_tokens, max_seqs, max_context)
+        sizes = (
+            () if step_sizes is None else sorted(min(size, max_batch_tokens) for size in step_sizes | {16})
+        )
+        limits = BatchLimits(max_batch_tokens, max_seqs, max_context, tuple(sizes))
         self.engine = Loop(limits, BlockBook.fixed(num_blocks, block_tokens))
         self.engine.device.nan_token = nan_token
         self.num_added = 0

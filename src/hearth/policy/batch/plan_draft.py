@@ -5,7 +5,7 @@ The sequences of a plan go with it: by the time of the commit an id could have a
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,10 +36,11 @@ class PlanDraft:
 
     block_tokens: int
     step_sizes: Sequence[int] = ()  #: tokens that a step with prompts is padded to; none: it is not padded
-    prompt_tokens: int = 0  #: that the step may have of prompts
-    #: Of those; none once a prompt was cut, for only the last that started can be in the midst of its own.
-    tokens_left: int = 0
-    margin_tokens: int = 0  #: of those, kept from prompts that are cut
+    budget_tokens: int = 0  #: that there is room for, of prompts
+    prompt_tokens: int = 0  #: that the step may have of prompts, and may exceed where they cost nothing
+    num_prompt_tokens: int = 0  #: that it has
+    margin_tokens: int = 0  #: of those that it may have, kept from prompts that are cut
+    is_cut: bool = False  #: no prompt follows one that was: only the last may be in the midst of its own
     admissions: list[Admission] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
     decode: DecodeRows = field(default_factory=DecodeRows)
@@ -53,30 +54,47 @@ class PlanDraft:
         That limit is an estimate. Only prompts that fit use it up: pieces of longer ones leave an eighth of
         it for what the estimate misses.
         """
-        self.prompt_tokens, self.margin_tokens = budget_tokens, 0
+        self.budget_tokens = self.prompt_tokens = budget_tokens
         if max_prompt_tokens is not None and max_prompt_tokens < budget_tokens:
             self.prompt_tokens = min(budget_tokens, max(max_prompt_tokens, self.block_tokens))
             self.margin_tokens = self.prompt_tokens // 8
-        self.tokens_left = self.prompt_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the next prompt may have of the step: what is allowed, or what would be padding."""
+        if self.is_cut:
+            return 0
+        return max(self.prompt_tokens - self.num_prompt_tokens, self._padding(self.num_prompt_tokens))
 
     def chunk_tokens(self, start: int, end: int) -> int:
         """Return how many tokens of a prompt, from `start` on, the step should have; 0: it should wait.
 
         A prompt that does not fit is cut where the step needs no padding, or else where a block ends. Behind
         others it is not begun for a sliver: less than a quarter of what the step may have is not worth a cut.
+        But what would be padding is computed anyway, so that a prompt may have it at no cost.
         """
         if end - start <= self.tokens_left:
             return end - start
-        num_most = self.tokens_left - self.margin_tokens
+        num_used = self.num_prompt_tokens
+        num_most = self.prompt_tokens - num_used - self.margin_tokens
         if self.prompts and num_most < max(self.prompt_tokens // 4, self.block_tokens):
-            return 0
-        num_before = len(self.decode) + self.prompt_tokens - self.tokens_left
+            num_padding = self._padding(num_used)
+            return num_padding if num_padding >= self.block_tokens else 0
+        num_before = len(self.decode) + num_used
         if at := bisect_right(self.step_sizes, num_before + num_most):
             num_unpadded = self.step_sizes[at - 1] - num_before
             if 2 * num_unpadded >= num_most:
                 return num_unpadded
         num_whole = max(start + num_most, start + self.block_tokens) // self.block_tokens * self.block_tokens
-        return min(num_whole - start, self.tokens_left)
+        num_tokens = min(num_whole - start, self.tokens_left)
+        return min(num_tokens + self._padding(num_used + num_tokens), end - start)
+
+    def _padding(self, num_prompt_tokens: int) -> int:
+        """Return by how many tokens a step is padded that has so many of prompts; 0: it has none of them."""
+        num_tokens = len(self.decode) + num_prompt_tokens
+        if not num_prompt_tokens or (at := bisect_left(self.step_sizes, num_tokens)) == len(self.step_sizes):
+            return 0
+        return min(self.step_sizes[at] - num_tokens, self.budget_tokens - num_prompt_tokens)
 
     def assign(self, sequence: LiveSequence, blocks: list[int]) -> None:
         """Give a sequence blocks that follow those which it has."""
@@ -131,7 +149,8 @@ class PlanDraft:
         row = Row(request_id, sequence.slot, start, num_tokens, tokens, samples, mask, reading, adapter)
         self.prompts.append(row)
         self.sequences.append(sequence)
-        self.tokens_left = self.tokens_left - num_tokens if samples else 0
+        self.num_prompt_tokens += num_tokens
+        self.is_cut = not samples
         sequence.num_planned = end
 
     def step_plan(self, step_id: int, writes_before: Sequence[TableWrite]) -> StepPlan:
