@@ -34,9 +34,10 @@ def rotate_and_store(
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
 ) -> None:
-    """Norm and rotate q and k in place, and write k and v to `kv` [blocks, 2, block_tokens, kv_heads, dim].
+    """Norm and rotate q in place and k on its way, with v, to `kv` [blocks, 2, block_tokens, kv_heads, dim].
 
-    `cos_sin` is [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated.
+    Nobody reads k of `qkv` after that: there it may be as it was, or as it is stored. `cos_sin` is
+    [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated.
     """
     impl = rotate_and_store_triton if runs_triton(qkv) else rotate_and_store_reference
     impl(qkv, heads, rows, kv, cos_sin=cos_sin, norms=norms)
@@ -164,8 +165,7 @@ def _rotate_and_store_kernel(
     side, kv_head = kv_head // NUM_KV, kv_head % NUM_KV
     target = side * (BLOCK_TOKENS * NUM_KV * DIM) + (position % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
     target = kv + block * kv_stride + target[:, None]
-    stays = is_head & (is_v == 0)  # rotated in place
-    leaves = is_head & (is_q == 0)  # written to the cache
+    leaves = is_head & (is_q == 0)  # written to the cache; q stays where it is
 
     half_dims = tl.arange(0, HALF_PAD)[None, :]
     rest_dims = tl.arange(0, REST_PAD)[None, :]
@@ -194,15 +194,15 @@ def _rotate_and_store_kernel(
         sin = tl.where(is_v[:, None], 0.0, tl.load(angles + HALF + half_dims, in_dim, other=0.0))
         rotated_x = (x * cos - y * sin).to(a.dtype)
         rotated_y = (y * cos + x * sin).to(a.dtype)
-        tl.store(source + half_dims, rotated_x, stays[:, None] & in_dim)
-        tl.store(source + HALF + half_dims, rotated_y, stays[:, None] & in_dim)
+        tl.store(source + half_dims, rotated_x, is_q[:, None] & in_dim)
+        tl.store(source + HALF + half_dims, rotated_y, is_q[:, None] & in_dim)
         tl.store(target + half_dims, rotated_x, leaves[:, None] & in_dim)
         tl.store(target + HALF + half_dims, rotated_y, leaves[:, None] & in_dim)
     if REST > 0:
         in_dim = rest_dims < REST
         if HAS_NORMS:
             z *= scale * _head_weight(q_weight + 2 * HALF, k_weight + 2 * HALF, rest_dims, in_dim, is_q, is_v)
-            tl.store(source + 2 * HALF + rest_dims, z.to(c.dtype), stays[:, None] & in_dim)
+            tl.store(source + 2 * HALF + rest_dims, z.to(c.dtype), is_q[:, None] & in_dim)
         tl.store(target + 2 * HALF + rest_dims, z.to(c.dtype), leaves[:, None] & in_dim)
 
 
