@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from hearth.text.detokenizer import Detokenizer, prompt_text
+from hearth.text.token_spelling import SpelledTokens
 from hearth.text.tokenizer import REPLACEMENT, Tokenizer
 
 KINDS = [
@@ -251,6 +252,24 @@ def test_the_cost_of_a_token_does_not_grow_with_the_output(
     assert meter.num_decoded <= 16 * len(ids)
 
 
+def test_a_token_is_spelled_once_for_all_answers(tokenizers: dict[str, Tokenizer]) -> None:
+    asked: list[int] = []
+
+    def name_of(token_id: int) -> str | None:
+        asked.append(token_id)
+        return tokenizers["byte_level"].token(token_id)
+
+    plain = tokenizers["byte_level"].spelled
+    assert plain is not None
+    tokenizer = replace(tokenizers["byte_level"], spelled=SpelledTokens(plain.spelling, name_of))
+    ids, unknown_id = tokenizer.encode("the warm house, the 鬱 house"), 1_000_000
+
+    texts = [Detokenizer(tokenizer).push_all([*ids, unknown_id]) for _ in range(3)]
+
+    assert texts == ["the warm house, the 鬱 house"] * 3
+    assert sorted(asked) == sorted({*ids, unknown_id})
+
+
 @dataclass(slots=True)
 class Meter:
     """Counts the ids that it decodes. Mutable; written by `decode`."""
@@ -271,12 +290,12 @@ class Meter:
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """Return a token per byte."""
-    if tokenizer.spelling is None:
+    if tokenizer.spelled is None:
         names = {bytes([byte]): f"<0x{byte:02X}>" for byte in range(256)}
         id_by_name = {tokenizer.token(i): i for i in range(700)}
         return [id_by_name[names[bytes([byte])]] for byte in data]
     tokens = ((i, tokenizer.token(i)) for i in reversed(range(700)))
-    id_by_bytes = {tokenizer.spelling.bytes_of(token): i for i, token in tokens if token is not None}
+    id_by_bytes = {tokenizer.spelled[i]: i for i, token in tokens if token is not None}
     return [id_by_bytes[bytes([byte])] for byte in data]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from hearth.text.token_spelling import Spelling
+from hearth.text.token_spelling import SpelledTokens
 from hearth.text.tokenizer import REPLACEMENT, Tokenizer
 
 #: A character has at most 4 bytes, so a token that ends in the middle of one waits for at most 3 more.
@@ -33,34 +33,28 @@ class Detokenizer:
         """Turn the tokens that follow `prompt` into the text that they add to it."""
         self._tokenizer = tokenizer
         self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._stream = _Window(tokenizer) if tokenizer.spelling is None else _ByteStream(tokenizer.spelling)
+        self._stream = _Window(tokenizer) if tokenizer.spelled is None else _ByteStream(tokenizer.spelled)
         for token_id in self._tail(prompt):
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """Return the text that has become final; empty while a character is incomplete."""
-        token = self._visible(token_id)
-        return "" if token is None else self._stream.push(token_id, token)
+        return "" if token_id in self._hidden_ids else self._stream.push(token_id)
 
     def push_all(self, token_ids: Sequence[int]) -> str:
-        """Return what pushing one after the other would, some times faster."""
-        tokens = {token_id: self._visible(token_id) for token_id in set(token_ids)}
-        visible = [(token_id, token) for token_id in token_ids if (token := tokens[token_id]) is not None]
-        return self._stream.push_all(visible)
+        """Return what pushing one after the other would, many times faster."""
+        hidden = self._hidden_ids
+        return self._stream.push_all([token_id for token_id in token_ids if token_id not in hidden])
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the output."""
         return self._stream.flush()
 
-    def _visible(self, token_id: int) -> str | None:
-        """Return a token's name in the vocabulary; None: the token has no text."""
-        return None if token_id in self._hidden_ids else self._tokenizer.token(token_id)
-
     def _tail(self, prompt: Sequence[int]) -> list[int]:
         """Return the last few tokens of a prompt, on which alone the text of its continuation depends."""
         tail: list[int] = []
         for token_id in reversed(prompt):
-            if self._visible(token_id) is None:
+            if token_id in self._hidden_ids or self._tokenizer.token(token_id) is None:
                 continue
             tail.insert(0, token_id)
             if len(tail) == _MAX_TAIL_TOKENS or self._begins_character(tail):
@@ -90,24 +84,24 @@ def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens
 class _ByteStream:
     """The decoder for tokenizers with a spelling: the cost of a token is its length."""
 
-    def __init__(self, spelling: Spelling) -> None:
-        self._spelling = spelling
+    def __init__(self, spelled: SpelledTokens) -> None:
+        self._spelled = spelled
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         #: Characters that the start of the text may still lose; 0 once another one was seen.
-        self._num_to_strip = spelling.max_stripped
+        self._num_to_strip = spelled.spelling.max_stripped
 
-    def push(self, token_id: int, token: str) -> str:
-        return self._strip(self._utf8.decode(self._spelling.bytes_of(token)))
+    def push(self, token_id: int) -> str:
+        return self._strip(self._utf8.decode(self._spelled[token_id]))
 
-    def push_all(self, tokens: Sequence[tuple[int, str]]) -> str:
-        return self._strip(self._utf8.decode(b"".join(self._spelling.bytes_of(token) for _, token in tokens)))
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return self._strip(self._utf8.decode(b"".join(map(self._spelled.__getitem__, token_ids))))
 
     def flush(self) -> str:
         return self._strip(self._utf8.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:
         while self._num_to_strip and text:
-            if text[0] != self._spelling.stripped:
+            if text[0] != self._spelled.spelling.stripped:
                 self._num_to_strip = 0
                 break
             self._num_to_strip -= 1
@@ -129,7 +123,9 @@ class _Window:
         self._num_context = 0
         self._context_text = ""  #: the text of the window's first `_num_context` tokens alone
 
-    def push(self, token_id: int, token: str) -> str:
+    def push(self, token_id: int) -> str:
+        if self._tokenizer.token(token_id) is None:
+            return ""
         self._window.append(token_id)
         text = self._pending_text()
         num_pending = len(self._window) - self._num_context
@@ -143,8 +139,8 @@ class _Window:
         self._context_text = self._decode(self._window)
         return text
 
-    def push_all(self, tokens: Sequence[tuple[int, str]]) -> str:
-        return "".join(self.push(token_id, token) for token_id, token in tokens)
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
         return self._pending_text()

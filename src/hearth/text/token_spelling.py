@@ -9,12 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from hearth.text.chat_template import Json
-
-#: Text has the same tokens again and again: the bytes of so many are kept.
-_KEPT_TOKENS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +20,25 @@ class Spelling:
     bytes_of: Callable[[str], bytes]
     stripped: str = " "
     max_stripped: int = 0  #: how many of `stripped` the start of the text loses
+
+
+class SpelledTokens(dict[int, bytes]):
+    """The bytes of a tokenizer's tokens by their ids, and none for an id outside the vocabulary.
+
+    Spelled when first asked for, and kept: text has the same tokens again and again. Any thread may ask.
+    """
+
+    __slots__ = ("_name_of", "spelling")
+
+    def __init__(self, spelling: Spelling, name_of: Callable[[int], str | None]) -> None:
+        """`name_of` is what the vocabulary calls a token; None outside of it."""
+        super().__init__()
+        self.spelling, self._name_of = spelling, name_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        name = self._name_of(token_id)
+        spelled = self[token_id] = b"" if name is None else self.spelling.bytes_of(name)
+        return spelled
 
 
 def spelling_of(decoder: Json) -> Spelling | None:
@@ -67,7 +82,6 @@ _BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-@lru_cache(_KEPT_TOKENS)
 def _byte_level(token: str) -> bytes:
     """Return a token's bytes; one with a letter outside the alphabet was added by hand: it is its text."""
     try:
@@ -83,7 +97,6 @@ def fallback_byte(token: str) -> bytes | None:
 
 
 def _byte_fallback(mark: str, space: str) -> Callable[[str], bytes]:
-    @lru_cache(_KEPT_TOKENS)
     def bytes_of(token: str) -> bytes:
         if (byte := fallback_byte(token)) is not None:
             return byte

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from hearth.errors import BadPrompt, BadTokenizer, HearthError
 from hearth.model_files import MAX_TOKENIZER_BYTES, read_text
 from hearth.text.chat_template import RENDER_S, ChatTemplate, Json, Message
-from hearth.text.token_spelling import Spelling, fallback_byte, spelling_of
+from hearth.text.token_spelling import SpelledTokens, fallback_byte, spelling_of
 from hearth.text.tokenizer_settings import MAX_TOKEN_ID, ListedToken, Settings, read_settings
 
 REPLACEMENT = "\ufffd"  #: what decoders put for bytes that are not UTF-8, or not yet
@@ -32,7 +32,8 @@ class Tokenizer:
     eos_ids: frozenset[int]  #: every id that some file names as the end of an output
     bos_id: int | None
     special_ids: frozenset[int]  #: what `decode` skips
-    spelling: Spelling | None  #: None: the text of a token depends on its neighbours
+    #: None: the text of a token depends on its neighbours
+    spelled: SpelledTokens | None = field(repr=False)
 
     @staticmethod
     def load(directory: Path) -> Tokenizer:
@@ -42,14 +43,14 @@ class Tokenizer:
             backend = _load_backend(directory)
             _add_listed_tokens(backend, settings, directory)
             _mark_special_tokens(backend, settings)
-        added = backend.get_added_tokens_decoder()
+        added, spelling = backend.get_added_tokens_decoder(), spelling_of(_decoder_section(backend))
         return Tokenizer(
             _backend=backend,
             _chat_template=settings.chat_template,
             eos_ids=frozenset([*_role_ids("eos_token", backend, settings), *settings.eos_ids]),
             bos_id=next(iter([*_role_ids("bos_token", backend, settings), *settings.bos_ids]), None),
             special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
-            spelling=spelling_of(_decoder_section(backend)),
+            spelled=None if spelling is None else SpelledTokens(spelling, backend.id_to_token),
         )
 
     def try_out(self) -> None:
@@ -103,8 +104,8 @@ class Tokenizer:
         name = self.token(token_id)
         if name is None:
             return b""
-        if self.spelling is not None and token_id not in self.special_ids:
-            return self.spelling.bytes_of(name)
+        if self.spelled is not None and token_id not in self.special_ids:
+            return self.spelled[token_id]
         alone = self.decode([token_id], skip_special_tokens=False)
         if alone == REPLACEMENT and (byte := fallback_byte(name)) is not None:
             return byte
