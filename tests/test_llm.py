@@ -25,6 +25,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from hearth import LLM, Completion, SamplingParams
 from hearth.config import EngineConfig
 from hearth.engine.engine import StepOutcome, StepOutputs
+from hearth.engine.loop import Outbox, StepLoop
 from hearth.errors import (
     BadCheckpoint,
     BadPrompt,
@@ -38,6 +39,7 @@ from hearth.errors import (
     PromptTooLong,
 )
 from hearth.llm import Delta, Prompt
+from hearth.policy.batch.plan import EngineRequest
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason
 from tests.engine.harness import assert_greedy, engine_for, reference_logits
@@ -374,6 +376,32 @@ def test_leaving_a_stream_early_frees_the_engine(llm: LLM) -> None:
     wait_until_idle(llm)
     llm.engine.batcher.check()
     assert llm.engine.batcher.blocks.num_available == num_free
+
+
+def test_the_device_has_all_prompts_before_their_text_is_looked_at(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that fails, none of them stays behind."""
+    num_added = 0
+
+    def decode(*_: object, **__: object) -> str:
+        raise RuntimeError("no text")
+
+    def add(request: EngineRequest, outbox: Outbox) -> None:
+        nonlocal num_added
+        num_added += 1
+        StepLoop.add(llm._loop, request, outbox)
+
+    monkeypatch.setattr(llm._loop, "add", add)
+    monkeypatch.setattr(Tokenizer, "decode", decode)
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="no text"):
+        llm.generate([[5, 6], [7, 8]], params)
+    with pytest.raises(RuntimeError, match="no text"):
+        next(llm.stream([5, 6], params))
+    monkeypatch.undo()
+    assert num_added == 3
+    wait_until_idle(llm)
 
 
 def test_threads_that_ask_at_once_get_their_own_answers(llm: LLM) -> None:

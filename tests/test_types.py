@@ -4,7 +4,7 @@ import copy
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -129,6 +129,12 @@ def test_it_can_be_hashed_copied_and_sent() -> None:
     copies = [copy.deepcopy(params), pickle.loads(pickle.dumps(params)), SamplingParams(**asdict(params))]
 
     assert all(each == params and hash(each) == hash(params) for each in copies)
+
+
+def test_what_is_resolved_is_the_same_but_for_its_stop_tokens_and_seed() -> None:
+    given = SamplingParams(temperature=0.3, stop_token_ids=[7], stop="end", logit_bias={4: 1.5}, max_tokens=3)
+    assert given.resolved((5, 7), 11) == replace(given, stop_token_ids=(5, 7), seed=11)
+    assert (given.stop_ids, given.seed) == ((7,), None)
 
 
 def test_only_temperature_zero_is_greedy() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -142,9 +142,8 @@ class LLM:
         """
         asked = _as_prompts(prompts)
         requests = [self._request(*pair) for pair in zip(asked, _as_params(params, len(asked)), strict=True)]
-        outbox = Outbox()
-        answers = {r.request_id: _ReceivedAnswer(r, self._transcript(r)) for r in requests}
-        ends = self._collect(requests, answers, outbox)
+        answers = dict[RequestId, _ReceivedAnswer]()
+        ends = self._collect(requests, answers)
         for _ in track(ends, "generating", total=len(requests), disable=not progress):
             pass
         return [answers[request.request_id].completion() for request in requests]
@@ -155,9 +154,9 @@ class LLM:
 
     def _stream(self, request: EngineRequest) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
-        answer = _ReceivedAnswer(request, self._transcript(request))
         loop.add(request, outbox)
         try:
+            answer = _ReceivedAnswer(request, self._transcript(request))  # while the device computes
             while answer.finish_reason is None:
                 message = _received(outbox)
                 if isinstance(message, RequestFailed):
@@ -182,14 +181,15 @@ class LLM:
         self.close()
 
     def _collect(
-        self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _ReceivedAnswer], outbox: Outbox
+        self, requests: Sequence[EngineRequest], answers: dict[RequestId, _ReceivedAnswer]
     ) -> Iterator[None]:
-        """Run the requests and yield at the end of each. Whatever happens, none stays behind."""
-        loop = self._loop
+        """Run the requests, fill in their answers and yield at the end of each. Whatever happens, all end."""
+        loop, outbox, num_open = self._loop, Outbox(), len(requests)
         for request in requests:
             loop.add(request, outbox)
-        num_open = len(requests)
         try:
+            # While the device computes: to continue the text of a prompt its end is read.
+            answers.update((r.request_id, _ReceivedAnswer(r, self._transcript(r))) for r in requests)
             while num_open:
                 message = _received(outbox)
                 if isinstance(message, RequestFailed):
@@ -206,9 +206,10 @@ class LLM:
                         num_open -= 1
                         yield
         finally:
-            for answer in answers.values():
-                if answer.finish_reason is None:
-                    loop.cancel(answer.request.request_id)
+            ended = {name for name, answer in answers.items() if answer.finish_reason is not None}
+            for request in requests:
+                if request.request_id not in ended:
+                    loop.cancel(request.request_id)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
         if params.stop_strings and self._tokenizer is None:

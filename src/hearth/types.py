@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Literal, NewType
@@ -178,6 +179,13 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def resolved(self, stop_token_ids: tuple[int, ...], seed: int) -> SamplingParams:
+        """Return the same with stop tokens and a seed that are known to be sound, and not checked again."""
+        same = copy(self)
+        object.__setattr__(same, "stop_token_ids", stop_token_ids)
+        object.__setattr__(same, "seed", seed)
+        return same
 
 
 MAX_LOGPROBS = 20

@@ -148,7 +148,7 @@ class Intake:
         _check_tokens("stop_token_ids", params.stop_ids, self._vocab_size, BadSampling)
         stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        resolved = replace(params, stop_token_ids=tuple(sorted(stops)), seed=seed)
+        resolved = params.resolved(tuple(sorted(stops)), seed)
         request = EngineRequest(
             request_id, tuple(prompt), resolved, salt, tuple(output), pooling=pooling, adapter=adapter
         )
@@ -416,12 +416,8 @@ def _check_tokens(
     name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
 ) -> None:
     """Raise `error` at the first id that is no token of the vocabulary."""
-    # The common case at the speed of C: this stands between a prompt and its first token.
-    if (
-        set(map(type, tokens)) <= {int}
-        and min(tokens, default=0) >= 0
-        and max(tokens, default=0) < vocab_size
-    ):
+    # The common cases at the speed of C: this stands between a prompt and its first token.
+    if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab_size):
         return
     bad = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
     raise error(f"`{name}` holds {bad!r}, a token id must be an integer from 0 to {vocab_size - 1}")
