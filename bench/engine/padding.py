@@ -27,14 +27,14 @@ TILE_ROWS = 128
 
 def padding(limits: StepLimits) -> dict[str, object]:
     """Return what padding adds to all steps, as shares of their rows."""
+    sizes = PaddedSizes.of(limits)
     batcher = Batcher(
-        BatchLimits(limits.max_batch_tokens, limits.max_seqs, MAX_CONTEXT),
+        BatchLimits(limits.max_batch_tokens, limits.max_seqs, MAX_CONTEXT, sizes.mixed),
         BlockBook.fixed(NUM_BLOCKS, limits.block_tokens),
     )
     for number, lengths in enumerate(conversations()[:NUM_REQUESTS]):
         params = SamplingParams(temperature=0.0, max_tokens=lengths.new, ignore_eos=True)
         batcher.add(EngineRequest(RequestId(str(number)), (number, *range(lengths.prompt - 1)), params))
-    sizes = PaddedSizes.of(limits)
     steps: Counter[tuple[StepShape, int]] = Counter()
     while (plan := batcher.plan()) is not None:
         steps[sizes.shape_of(plan), plan.num_tokens] += 1
