@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -137,11 +137,13 @@ class LLM:
         """Complete prompts, all at once, and return the completions in their order.
 
         A prompt is text or token ids; `params` is for all of them or one for each. If one of them is wrong,
-        nothing is generated; if one fails on the way, its error is raised and the others end. `progress`
-        shows a bar on the terminal.
+        nothing is generated; if one fails on the way, its error is raised and the others end. Nobody sees
+        a token before the last, so prompts are not held back by `max_step` beside those of other prompts.
+        `progress` shows a bar on the terminal.
         """
         asked = _as_prompts(prompts)
-        requests = [self._request(*pair) for pair in zip(asked, _as_params(params, len(asked)), strict=True)]
+        pairs = zip(asked, _as_params(params, len(asked)), strict=True)
+        requests = [replace(self._request(*pair), is_streamed=False) for pair in pairs]
         answers = dict[RequestId, _ReceivedAnswer]()
         ends = self._collect(requests, answers)
         for _ in track(ends, "generating", total=len(requests), disable=not progress):

@@ -215,7 +215,8 @@ class Loop:
         """
         block_tokens = self.batcher.blocks.block_tokens
         tokens_left = self.limits.max_batch_tokens - plan.num_decode_rows
-        if plan.num_decode_rows and self.max_prompt_tokens is not None:
+        names = plan.decode.request_ids
+        if self.max_prompt_tokens is not None and any(self.live[name].is_streamed for name in names):
             most_tokens = plan.num_decode_rows + max(self.max_prompt_tokens, block_tokens)
             assert plan.num_tokens <= self._padded(most_tokens)
         has_begun_anew = midway is not None and midway.request_id in [a.request_id for a in plan.admissions]
@@ -437,6 +438,7 @@ class Driven(RuleBasedStateMachine):
         late=LATE,
         pooling=POOLINGS,
         adapter=ADAPTERS,
+        is_streamed=st.booleans(),
     )
     def add(
         self,
@@ -447,6 +449,7 @@ class Driven(RuleBasedStateMachine):
         late: int,
         pooling: Pooling | None,
         adapter: AdapterId | None,
+        is_streamed: bool,
     ) -> None:
         guide, request_id = guide and guide.afresh(), RequestId(str(self.num_added))
         line_s, is_batch = float(self.num_added + late), late > 0
@@ -458,6 +461,7 @@ class Driven(RuleBasedStateMachine):
                 adapter=adapter,
                 is_batch=is_batch,
                 line_s=line_s,
+                is_streamed=is_streamed,
             )
         )
         self.num_added += 1

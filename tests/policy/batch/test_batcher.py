@@ -188,6 +188,32 @@ def test_a_prompt_has_the_whole_budget_where_nobody_decodes() -> None:
     assert launched(engine).num_tokens == 40
 
 
+def test_a_prompt_has_the_whole_budget_beside_those_of_which_nobody_sees_the_tokens() -> None:
+    engine = loop()
+    engine.max_prompt_tokens = 8
+    engine.add(replace(request("unseen", [1, 2, 3], max_tokens=40), is_streamed=False))
+    launched(engine)
+    engine.add(request("long", range(40)))
+    assert launched(engine).num_prompt_tokens == 40
+    engine.add(request("longer", range(50)))
+    engine.commit()
+    plan = launched(engine)
+    assert (plan.num_decode_rows, plan.num_prompt_tokens) == (2, 4), "beside one that is streamed"
+
+
+@pytest.mark.parametrize(("max_prompt_tokens", "max_lone_tokens"), [(12, 4), (4, 12)])
+def test_on_a_slow_device_the_larger_limit_holds_beside_those(
+    max_prompt_tokens: int, max_lone_tokens: int
+) -> None:
+    batcher = loop(block_tokens=4).batcher
+    batcher.add(replace(request("unseen", [1, 2, 3], max_tokens=40), is_streamed=False))
+    assert batcher.plan() is not None
+    batcher.add(request("long", range(40)))
+    plan = batcher.plan(max_prompt_tokens, max_lone_tokens)
+    assert plan is not None
+    assert (plan.num_decode_rows, plan.num_prompt_tokens) == (1, 8)
+
+
 def test_a_guided_request_that_sits_out_a_step_counts_as_one_that_decodes() -> None:
     engine = loop()
     engine.max_prompt_tokens = 16

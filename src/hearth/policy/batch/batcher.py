@@ -16,7 +16,8 @@ the midst of a prompt. Whoever stands before all that may still come is preempte
 request that is `line_s` late gives way for just as long.
 
 Whoever decodes waits for the end of the step, and so do other models of the device. So prompts may be allowed
-fewer tokens than the budget has; how many is not decided here (`prompt_allowance.py`).
+fewer tokens than the budget has; how many is not decided here (`prompt_allowance.py`). Beside requests of
+which nobody sees a token before the last they have the whole budget: for these only the sum counts.
 
 Steps run one ahead: step n+1 is planned before the tokens of step n are known.
 
@@ -182,18 +183,18 @@ class Batcher:
     ) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed before a commit or an arrival.
 
-        `max_prompt_tokens`: of prompts beside requests that decode, `max_lone_tokens`: where nobody does;
-        though a block at least. None: what fits.
+        `max_prompt_tokens`: of prompts beside requests that decode, `max_lone_tokens`: where nobody does, or
+        the larger of both where nobody sees the tokens of those who do; a block at least. None: what fits.
         """
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
         for sequence in self._in_the_way():
             self._preempt(sequence)
         draft = PlanDraft(self.blocks.block_tokens, self.limits.step_sizes)
-        has_decoding = self._add_decode_rows(draft)
-        draft.allow_prompts(
-            self.limits.max_batch_tokens - len(draft.decode),
-            max_prompt_tokens if has_decoding else max_lone_tokens,
-        )
+        has_streamed = self._add_decode_rows(draft)
+        most_tokens = max_prompt_tokens if has_streamed else max_lone_tokens
+        if len(draft.decode) and most_tokens is not None and max_prompt_tokens is not None:
+            most_tokens = max(most_tokens, max_prompt_tokens)
+        draft.allow_prompts(self.limits.max_batch_tokens - len(draft.decode), most_tokens)
         self._continue_prompt(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
@@ -441,7 +442,7 @@ class Batcher:
         return chosen if num_lacking <= 0 else []
 
     def _add_decode_rows(self, draft: PlanDraft) -> bool:
-        """Add decode rows, in line; return whether anybody decodes, in this step or in the next."""
+        """Add decode rows, in line; return whether one that is streamed decodes, in this step or the next."""
         # Column by column: there may be a thousand rows, of which few need more than their number.
         decoding = self._sequences.decoding()
         ready = [one for one in decoding if one.num_planned < one.max_planned]
@@ -452,7 +453,9 @@ class Batcher:
         draft.add_decode(ready, self._last_decode)
         self._last_decode = DecodedSequences(ready, draft.decode)
         # A guided one that sits out this step waits for its end as those do that have a row.
-        return bool(ready) or any(one.guide is not None and one.slot is not None for one in decoding)
+        return any(one.request.is_streamed for one in ready) or any(
+            one.guide is not None and one.slot is not None and one.request.is_streamed for one in decoding
+        )
 
     def _continue_prompt(self, draft: PlanDraft) -> None:
         """Go on with the prompt that is in the midst, if there is one."""

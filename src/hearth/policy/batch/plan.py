@@ -45,6 +45,7 @@ class EngineRequest:
     adapter: AdapterId | None = None  #: adds to the model, and keeps prefixes apart; None: the bare model
     is_batch: bool = False  #: nobody reads along, so that its first token is no more urgent than the others
     line_s: float = 0.0  #: since when it stands in line, by any clock; of equals the first that came is first
+    is_streamed: bool = True  #: somebody sees each token as it comes; False: nobody sees one before the last
 
     def in_line(self, pace: Pace, arrived_s: float, now_s: float) -> EngineRequest:
         """Return the request at its place in line, now that its engine gets it.
