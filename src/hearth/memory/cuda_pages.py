@@ -24,12 +24,14 @@ from hearth.policy.memory.space_slots import NUM_SLOTS
 
 #: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.
 PAGE_BYTES = 16 << 20
-#: From here up the driver honours a wanted address, and 252 spaces of this size fit: those of models, behind
-#: them that of libraries, and one more.
-BASE_ADDRESS = 0x18000000000
+#: The driver honours wanted addresses from 0x18000000000 up, and the kernel puts nothing by itself below two
+#: thirds of the addresses that a process has: executables and their heaps lie from 0x555555554000 up, libraries
+#: and all other memory from the end down, moved by as much as 16 TiB from process to process. The space of
+#: libraries and those of models lie between, so that each is free in every process.
+BASE_ADDRESS = 0x20000000000
 SPACE_BYTES = 512 << 30
-#: Addresses that are the same in every process: the spaces of models, and that of libraries behind them.
-FIXED_ADDRESSES = range(BASE_ADDRESS, BASE_ADDRESS + (NUM_SLOTS + 1) * SPACE_BYTES)
+#: Addresses that are the same in every process: the space of libraries, and those of models behind it.
+FIXED_ADDRESSES = range(BASE_ADDRESS - SPACE_BYTES, BASE_ADDRESS + NUM_SLOTS * SPACE_BYTES)
 #: The memory of a process that was killed may come free a moment later. It is waited for until none has come
 #: for so long, looked for this often, and told of this often.
 MEMORY_PATIENCE_S, MEMORY_LOOK_S, MEMORY_TELL_S = 2.0, 0.005, 1.0
