@@ -4,9 +4,9 @@ python -m bench.coldstart [--save] [--only PART ...] [--models MODEL ...] [--hos
 
 {parts}
 
-    ready, first and kill have the 7B, first the 13B as well, others the 7B and the 4B; `--models` is for
-    graphs and model. Besides, kernels of all models are compiled at once (25 s), each model is written and
-    deployed (7 s for 13 GB), and a service makes their snapshots (15 s, and 5 s each).
+In brackets are the seconds on one H200. Besides, the kernels of all models are compiled at once (25 s), models
+are written and deployed (7 s for 13 GB), and a service makes their snapshots (15 s, and 5 s each). Parts ask
+the 7B; first the 13B as well, others the 4B, graphs and model those of `--models`.
 
 Random Llama-2-7B and 13B, Qwen-1.5-4B and 0.5B in bf16. Each part is told of as soon as it is over, and one
 that fails costs no other; the exit status is 1 then. `--save` writes the result after every part, and keeps
@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,9 @@ from bench.coldstart.part import Part
 from bench.coldstart.setting import TINY_SCALE, Scale, Setting
 from bench.coldstart.shapes import SHAPES
 from bench.report import arguments, emit, keep, result_path, tell
+
+#: Models whose graphs are captured if nobody says which: 13B is like 7B there.
+_CAPTURED = ("7B", "4B", "0.5B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,59 +55,52 @@ class Question:
         return f"    {name:<8} {self.text} ({self.seconds} s)"
 
 
-def questions(models: Sequence[str]) -> dict[str, Question]:
-    """Return all parts, in the order in which a service serves several of them."""
-    all_graphs = Question(
-        *(partial(graphs, names=models), (), 20 * len(models)),
-        "graphs of all sizes: captured, and restored in a new process; KV; decoding on them",
-    )
-    all_models = Question(
-        *(partial(parts.model, names=models), models, 10 + 10 * len(models)),
-        "a start from host memory, the first in its process, to the first token, over bytes / bandwidth",
-    )
+def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
+    """Return all parts, in an order in which a service serves several of them; two have these `models`."""
+    captured, started = models or _CAPTURED, models or tuple(SHAPES)
     return {
-        "graphs": all_graphs,
+        "graphs": Question(
+            *(partial(graphs, names=captured), (), 20 * len(captured)),
+            "all graphs of a model: captured, and restored in a new process; KV; decoding on them",
+        ),
         "ready": Question(
-            *(parts.ready, ("7B",), 25),
+            *(parts.ready, ("7B",), 12),
             "`hearth serve` until a worker can host models, by parts: imports, fork, context, memory, ...",
         ),
         "first": Question(
-            *(parts.first, ("7B", "13B"), 30),
+            *(parts.first, ("7B", "13B"), 25),
             "the first request of a service that has just started, its model in files",
         ),
         "kill": Question(
             *(parts.kill, ("7B",), 20),
             "the worker dies in the middle of a stream: the pause, and how long its process takes to end",
         ),
-        "model": all_models,
+        "model": Question(
+            *(partial(parts.model, names=started), started, 10 * len(started)),
+            "a start from host memory, the first in its process, to the first token, over bytes / bandwidth",
+        ),
         "others": Question(
             *(beside.others, (beside.RUNNING, beside.OTHER), 20),
             "gaps between the tokens of a running model, alone and while another one is restored beside it",
         ),
         "burst": Question(
-            *(arrivals.burst, (arrivals.MODEL,), 50),
+            *(arrivals.burst, (arrivals.MODEL,), 45),
             "64 requests at once to a model that has just started, with a snapshot and without",
         ),
         "poisson": Question(
-            *(arrivals.poisson, (arrivals.MODEL,), 150),
+            *(arrivals.poisson, (arrivals.MODEL,), 110),
             "requests at random to such a one, 2 and 10 a second with ShareGPT lengths, likewise",
         ),
     }
 
 
-def ask_all(
-    setting: Setting, asked: Mapping[str, Question], told: Callable[[dict[str, object]], None]
-) -> dict[str, dict[str, object]]:
-    """Ask one question after the other and return the answers; `told` is given all so far after each.
-
-    One that fails has its error for an answer.
-    """
-    answers = dict[str, dict[str, object]]()
+def ask_each(setting: Setting, asked: Mapping[str, Question]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Ask one question after the other and yield the answers; one that fails has its error for an answer."""
     models = dict.fromkeys(model for question in asked.values() for model in question.models)
     for name, question in asked.items():
         began_s = time.perf_counter()
         try:
-            if question.models:  # those of all parts, by one service; not before graphs have the device
+            if question.models:  # those of all parts, by one service; not before graphs had the device
                 setting.make_ready(models)
                 began_s = time.perf_counter()
             part = question.ask(setting)
@@ -115,29 +111,29 @@ def ask_all(
             tell(f"{name}: {row.measure}: {row.value:.4g} {row.unit}, bound {row.bound}, aim {row.aim}")
         if part.error is not None:
             tell(f"{name}: ERROR: {part.error}")
-        answers[name] = part.as_json(time.perf_counter() - began_s)
-        told(dict(answers))
-    return answers
+        yield name, part.as_json(time.perf_counter() - began_s)
 
 
-def merged(answers: Mapping[str, object], order: Sequence[str], *, is_tiny: bool) -> dict[str, object]:
-    """Return answers with those that were saved before of questions which were not asked now."""
+def merged(
+    answers: Mapping[str, Mapping[str, object]], order: Sequence[str], *, is_tiny: bool
+) -> dict[str, Mapping[str, object]]:
+    """Return answers with those that were saved before to questions which were not asked now."""
     path = result_path("coldstart")
-    before: dict[str, object] = json.loads(path.read_text()) if path.exists() else {}
-    saved = before.get("results", {}) if before.get("is_tiny") == is_tiny else {}
-    assert isinstance(saved, dict)
+    before = json.loads(path.read_text()) if path.exists() else {}
+    saved: Mapping[str, Mapping[str, object]] = before["results"] if before.get("is_tiny") == is_tiny else {}
     found = {**saved, **answers}
     return {name: found[name] for name in order if name in found}
 
 
 def main() -> None:
-    described = "\n".join(one.line(name) for name, one in questions(tuple(SHAPES)).items())
-    assert __doc__ is not None
-    parser = arguments(__doc__.replace("{parts}", described))
+    names = list(questions())
+    described = "\n".join(one.line(name) for name, one in questions().items())
+    parser = arguments((__doc__ or "").replace("{parts}", described))
     parser.formatter_class = RawDescriptionHelpFormatter
-    names = list(questions(()))
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="MODEL")
+    parser.add_argument(
+        "--models", nargs="+", choices=list(SHAPES), metavar="MODEL", help="of graphs and model"
+    )
     parser.add_argument("--host-bytes", type=int, help="of the host tier; 41e9 if not given")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where the models are made")
@@ -149,23 +145,23 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _end)  # so that no service outlives this
     setting = Setting(scale, place)
     asked = {name: one for name, one in questions(options.models).items() if name in options.only}
+    answers = dict[str, dict[str, object]]()
 
-    def result(answers: Mapping[str, object]) -> dict[str, object]:
-        rows = [row for answer in answers.values() for row in answer["rows"]]  # type: ignore[index] # JSON
-        about = {"is_tiny": options.tiny, "host_bytes": scale.host_bytes}
+    def result(answers: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+        rows = [row for answer in answers.values() for row in answer["rows"]]  # type: ignore[attr-defined] # JSON
         made = {"models": setting.made, "failures": setting.failures, "compile_s": setting.compile_s}
+        about = {"is_tiny": options.tiny, "host_bytes": scale.host_bytes}
         return {**about, "rows": rows, "made": made, "results": answers}
 
-    def told(answers: dict[str, object]) -> None:
-        if options.save:
-            keep("coldstart", result(merged(answers, names, is_tiny=options.tiny)))
-
     try:
-        answers = ask_all(setting, asked, told)
+        for name, answer in ask_each(setting, asked):
+            answers[name] = answer
+            if options.save:  # so that a run which is cut off has not been for nothing
+                keep("coldstart", result(merged(answers, names, is_tiny=options.tiny)))
     finally:
         setting.stop()
         shutil.rmtree(place, ignore_errors=True)
-    emit("coldstart", result(answers), save=False)
+        emit("coldstart", result(answers), save=False)
     if any(answer["error"] for answer in answers.values()):
         sys.exit(1)
 

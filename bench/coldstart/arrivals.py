@@ -18,7 +18,7 @@ from random import Random
 from statistics import median
 
 from bench.coldstart.part import Part, figures_of_peers
-from bench.coldstart.setting import Setting
+from bench.coldstart.setting import ServiceKind, Setting
 from bench.coldstart.snapshot_use import SnapshotUse, SnapshotWatch
 from bench.report import Row, percentiles, step
 from bench.service.client import Answer, Connection, Reply, ask_all, completion, read
@@ -63,7 +63,7 @@ class _Arm:
 
     @staticmethod
     def of(setting: Setting, *, has_snapshots: bool) -> _Arm:
-        service = setting.service(has_snapshots=has_snapshots)
+        service = setting.service(ServiceKind(has_snapshots, is_small=True))
         setting.ask(service, MODEL)
         setting.replace_worker()
         return _Arm(service, SnapshotWatch(service), has_snapshots)

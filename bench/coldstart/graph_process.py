@@ -25,6 +25,7 @@ from random import Random
 
 import torch
 
+from bench.coldstart.start_log import LoggedEvent, Restoring
 from bench.random_engine import fill_random
 from bench.shape import Shape as BenchShape
 from hearth.config import EngineConfig
@@ -118,7 +119,6 @@ class Restored:
     look_s: float  #: the second time in this process
     first_restore_s: float  #: of all graphs, by a thread beside, while libraries load their kernels
     restore_s: float  #: likewise, all kernels loaded
-    num_restored: int  #: graphs
     kv_s: float  #: until the KV of a first request was there
     all_kv_s: float  #: that of all requests which decode
     num_tried: int  #: graphs that serve in the end
@@ -165,13 +165,15 @@ class Rig:
             SnapshotDirectory.open(Path(task.snapshots), QUOTA_BYTES),
             *(config, device, self.runtime.name, self.runtime.device_bytes, self.parts_of),
         )
+        self.looks_s: list[float] = []  #: the time of each look for the snapshot
         self._ids = iter(range(1 << 30))
 
-    def look(self) -> tuple[SnapshotLook, float]:
-        """Look for the snapshot, as a start of the model does, and return how many seconds that took."""
+    def look(self) -> SnapshotLook:
+        """Look for the snapshot, as a start of the model does."""
         began_s = time.perf_counter()
         look = self.snapshots.look(self.hosting, self.space, self.engine, discarded=_refuse)
-        return look, time.perf_counter() - began_s
+        self.looks_s.append(time.perf_counter() - began_s)
+        return look
 
     def add_kv(self, num_blocks: int, ahead_blocks: int = 0) -> float:
         """Give the engine blocks of KV and return how many seconds that took."""
@@ -234,7 +236,7 @@ def capture(rig: Rig) -> Captured:
     again_s = _capture_s(rig)
     rig.add_all_kv()
     decoded = rig.decode()
-    look, _ = rig.look()
+    look = rig.look()
     assert look.outcome is SnapshotOutcome.MISSING, look
     began_s = time.perf_counter()
     parts = rig.parts_of(rig.engine)
@@ -244,7 +246,9 @@ def capture(rig: Rig) -> Captured:
     path = rig.snapshots.save(look.fingerprint, {**sections, **memory})
     num_nodes = sum(len(GraphNodes.unpack(memoryview(packed)).nodes) for packed in sections.values())
     return Captured(
-        *(rig.start_s, rig.kernels_s, rig.assemble_s),
+        start_s=rig.start_s,
+        kernels_s=rig.kernels_s,
+        assemble_s=rig.assemble_s,
         first_capture_s=max(0.0, first_s - replay_s),
         capture_s=max(0.0, again_s - replay_s),
         replay_s=replay_s,
@@ -278,24 +282,25 @@ def _replay_s(rig: Rig) -> float:
 def restore(rig: Rig) -> Restored:
     """Use the snapshot of the process before, twice, and decode on its graphs."""
     log = _RestoreLog()
-    looks = []
     for _ in range(2):
-        look, seconds = rig.look()
+        look = rig.look()
         if look.outcome is not SnapshotOutcome.USED:
             raise RuntimeError(f"the snapshot is not used ({look.outcome}): {look.reason}")
-        looks.append(seconds)
         if rig.engine.runner.graphs is not None:
             log.wait()
     kv_s, all_kv_s = rig.add_first_kv(), rig.add_all_kv()
     decoded, graphs = rig.decode(), rig.engine.runner.graphs
-    found = log.found or [(0, 0, 0.0)] * 2
-    if any(num_restored < num_graphs for num_restored, num_graphs, _ in found):
-        raise RuntimeError(f"not all graphs were restored: {found}")
+    if not all(one.is_whole for one in log.found):
+        raise RuntimeError(f"not all graphs were restored: {log.found}")
+    first_restore_s, restore_s = [one.seconds for one in log.found] or (0.0, 0.0)
     return Restored(
-        *(rig.start_s, rig.kernels_s, rig.assemble_s, *looks),
-        first_restore_s=found[0][2],
-        restore_s=found[1][2],
-        num_restored=found[1][0],
+        start_s=rig.start_s,
+        kernels_s=rig.kernels_s,
+        assemble_s=rig.assemble_s,
+        first_look_s=rig.looks_s[0],
+        look_s=rig.looks_s[1],
+        first_restore_s=first_restore_s,
+        restore_s=restore_s,
         kv_s=kv_s,
         all_kv_s=all_kv_s,
         num_tried=0 if graphs is None else graphs.num_restored,
@@ -309,16 +314,16 @@ class _RestoreLog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.found: list[tuple[int, int, float]] = []  #: graphs that were restored, of how many, in seconds
+        self.found: list[Restoring] = []
         self._heard = threading.Semaphore(0)
         logger = logging.getLogger("hearth.snapshot.restored_graphs")
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("graphs_restored") and isinstance(record.args, tuple):
-            num_restored, num_graphs, seconds = record.args
-            self.found.append((int(num_restored), int(num_graphs), float(seconds)))  # type: ignore[arg-type] # ours
+        event, _, text = record.getMessage().partition(" ")
+        if (restored := Restoring.of(LoggedEvent.of(record.created, event, text))) is not None:
+            self.found.append(restored)
             self._heard.release()
 
     def wait(self) -> None:

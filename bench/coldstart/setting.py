@@ -56,20 +56,21 @@ class Scale:
     shapes: Mapping[str, Shape] = field(default_factory=lambda: SHAPES)
     kind: str = "cuda"
     host_bytes: int = 41 * 10**9
+    small_host_bytes: int = 16 * 10**9  #: of services that need only the 7B: they come to rest sooner
     copied_bytes: int = 4 * GIB  #: to measure the rate to the device
     flags: tuple[str, ...] = ()
-    num_starts: int = 2
     rest_s: float = 8.0  #: for all of host memory to be pinned, once nobody loads
+    small_rest_s: float = 3.0
     kill: KillScale = SEVEN
     burst_requests: int = 64  #: at once
     burst_tokens: int = 256  #: that each answers
     rates_per_s: tuple[float, ...] = (2.0, 10.0)
-    arrivals_s: float = 20.0
+    arrivals_s: float = 15.0
     beside_streams: int = 16
     beside_tokens: int = 300
     beside_rounds: int = 4
     decode_requests: int = 64  #: of the throughput on graphs
-    decode_tokens: int = 192
+    decode_tokens: int = 128
 
 
 #: Runs through everything on a CPU; its numbers mean nothing.
@@ -79,8 +80,9 @@ TINY_SCALE = Scale(
     host_bytes=GIB,
     copied_bytes=GIB // 16,
     flags=("--memory", "1GiB"),
-    num_starts=1,
+    small_host_bytes=GIB,
     rest_s=0.0,
+    small_rest_s=0.0,
     kill=replace(TINY, kill_tokens=800),
     burst_requests=4,
     burst_tokens=8,
@@ -115,9 +117,20 @@ def _aside(directory: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceKind:
+    """How a service is set up."""
+
+    has_snapshots: bool = True  #: makes and uses them
+    is_small: bool = False  #: has little host memory
+
+
+USUAL = ServiceKind()
+
+
+@dataclass(frozen=True, slots=True)
 class _Running:
     service: Service
-    has_snapshots: bool
+    kind: ServiceKind
 
 
 class Setting:
@@ -129,6 +142,7 @@ class Setting:
         #: What it took to make each model ready, in seconds and bytes.
         self.made: dict[str, dict[str, object]] = {}
         self.failures: dict[str, str] = {}  #: why models could not be made ready
+        self.starts: list[Start] = []  #: of services, all of them with warm caches but for the first
         self.compile_s: dict[str, float] = {}  #: of the kernels of each shape, all of them side by side
         self._running: _Running | None = None
         self._services = ExitStack()  #: of one at most
@@ -240,26 +254,26 @@ class Setting:
 
     # Services.
 
-    def service(self, *, has_snapshots: bool = True) -> Service:
+    def service(self, kind: ServiceKind = USUAL) -> Service:
         """Return a service on one device with all of its memory: that which runs, if it is such a one."""
-        if self._running is None or self._running.has_snapshots != has_snapshots:
-            self.start_service(has_snapshots=has_snapshots)
+        if self._running is None or self._running.kind != kind:
+            self.start_service(kind)
         assert self._running is not None, "it was started just now"
         return self._running.service
 
-    def start_service(self, *, has_snapshots: bool = True) -> Start:
-        """Start a new service, in the place of that which runs, and return how that went."""
+    def start_service(self, kind: ServiceKind = USUAL) -> None:
+        """Start a new service, in the place of that which runs."""
         self.stop()
         scale = self.scale
-        flags = ["--device", scale.kind, "--workers", "1", "--host-memory", str(scale.host_bytes)]
-        flags += [*scale.flags, *(() if has_snapshots else _NO_SNAPSHOTS)]
-        if not has_snapshots:
+        host_bytes = scale.small_host_bytes if kind.is_small else scale.host_bytes
+        flags = ["--device", scale.kind, "--workers", "1", "--host-memory", str(host_bytes), *scale.flags]
+        if not kind.has_snapshots:
+            flags += _NO_SNAPSHOTS
             self._services.enter_context(_aside(DataDir(self.data_dir).snapshots_path))
         began_s = time.time()
         service = self._services.enter_context(serving(self.data_dir, flags))
-        start = Start(time.time() - began_s, breakdown(self.log, began_s))
-        self._running = _Running(service, has_snapshots)
-        return start
+        self.starts.append(Start(time.time() - began_s, breakdown(self.log, began_s)))
+        self._running = _Running(service, kind)
 
     def stop(self) -> None:
         """Stop the service, if one runs."""
@@ -267,8 +281,9 @@ class Setting:
         self._services.close()
 
     def replace_worker(self) -> None:
-        """Kill the worker, wait for the next one, and until that has come to rest."""
-        service = self.service() if self._running is None else self._running.service
+        """Kill the worker of the service that runs, and wait until the next one has come to rest."""
+        assert self._running is not None, "no service runs"
+        service = self._running.service
         (worker,) = service.client.ps().workers
         os.kill(worker.pid, signal.SIGKILL)
         while service.client.ps().workers[0].pid in (0, worker.pid):
@@ -277,7 +292,9 @@ class Setting:
         self.rest()
 
     def rest(self) -> None:
-        time.sleep(self.scale.rest_s)
+        """Wait until all host memory of the service that runs is pinned."""
+        is_small = self._running is not None and self._running.kind.is_small
+        time.sleep(self.scale.small_rest_s if is_small else self.scale.rest_s)
 
     def prompts(self, model: str, num_tokens: int = PROMPT_TOKENS) -> Prompts:
         return Prompts(self.scale.shapes[model].arch.vocab_size, num_tokens)

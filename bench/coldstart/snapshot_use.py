@@ -39,8 +39,7 @@ class SnapshotUse:
             return f"snapshots should have been used {num_starts} times, and were: {dict(self.counts)}"
         if not has_graphs:
             return None
-        whole = [one for one in self.restored if one.num_graphs and one.num_restored == one.num_graphs]
-        if len(whole) != num_starts:
+        if sum(one.is_whole for one in self.restored) != num_starts:
             return f"graphs should have been restored {num_starts} times, and were: {self.restored}"
         return None
 

@@ -23,6 +23,11 @@ class LoggedEvent:
     event: str
     fields: Mapping[str, str]  #: but those of several words
 
+    @staticmethod
+    def of(at_s: float, event: str, text: str) -> LoggedEvent:
+        """Return an event by its name and the rest of its line."""
+        return LoggedEvent(at_s, event, dict(_FIELD.findall(text)))
+
     @property
     def seconds(self) -> dict[str, float]:
         """The fields that are times, without their suffix."""
@@ -42,6 +47,23 @@ class Restoring:
     num_restored: int
     num_graphs: int
 
+    @property
+    def is_whole(self) -> bool:
+        return 0 < self.num_graphs == self.num_restored
+
+    @staticmethod
+    def of(event: LoggedEvent) -> Restoring | None:
+        """Return what an event tells of; None: it tells of something else."""
+        if event.event != "graphs_restored":
+            return None
+        fields = event.fields
+        return Restoring(
+            event.at_s,
+            float(fields["seconds"]),
+            num_restored=int(fields["graphs"]),
+            num_graphs=int(fields["of"]),
+        )
+
 
 def logged_events(log: Path, began_s: float) -> list[LoggedEvent]:
     """Return the events of a log since then, in its order; lines that are none are left out."""
@@ -50,7 +72,7 @@ def logged_events(log: Path, began_s: float) -> list[LoggedEvent]:
         if (found := _LINE.match(line)) is not None:
             at_s = datetime.strptime(found["at"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
             if at_s >= began_s - _SLACK_S:
-                events.append(LoggedEvent(at_s, found["event"], dict(_FIELD.findall(found["fields"]))))
+                events.append(LoggedEvent.of(at_s, found["event"], found["fields"]))
     return events
 
 
@@ -74,11 +96,5 @@ def breakdown(log: Path, began_s: float) -> dict[str, float]:
 
 def restorings(log: Path, began_s: float) -> list[Restoring]:
     """Return whose graphs were restored since then."""
-    return [
-        Restoring(
-            *(event.at_s, float(event.fields["seconds"])),
-            *(int(event.fields["graphs"]), int(event.fields["of"])),
-        )
-        for event in logged_events(log, began_s)
-        if event.event == "graphs_restored"
-    ]
+    found = map(Restoring.of, logged_events(log, began_s))
+    return [one for one in found if one is not None]

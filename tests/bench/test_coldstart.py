@@ -159,7 +159,7 @@ def run(
     asked = {
         name: Question(getattr(Fakes, name), (), 1, "asks nobody") for name in ("breaks", "works", "doubts")
     }
-    monkeypatch.setattr(coldstart, "questions", lambda models: asked)
+    monkeypatch.setattr(coldstart, "questions", lambda models=None: asked)
     monkeypatch.setattr(coldstart, "result_path", lambda name: place / f"{name}.json")
     monkeypatch.setattr(
         coldstart, "keep", lambda name, result: (place / f"{name}.json").write_text(json.dumps(result))
