@@ -4,9 +4,9 @@ python -m bench.coldstart [--save] [--only PART ...] [--models MODEL ...] [--hos
 
 {parts}
 
-In brackets are the seconds on one H200. Besides, kernels of all models are compiled at once (25 s), models are
-written and deployed (7 s for 13 GB), and a service makes their snapshots (15 s, and 5 s each). Parts ask the
-7B; first the 13B as well, others the 4B, graphs and model those of `--models`.
+In brackets are the seconds on one H200. Besides, kernels of all models are compiled at once (25 s), models
+are written and deployed (7 s for 13 GB), and a service makes their snapshots (15 s, and 5 s each). Parts ask
+the 7B; first the 13B as well, others the 4B, graphs and model those of `--models`.
 
 Random Llama-2-7B and 13B, Qwen-1.5-4B and 0.5B in bf16. Each part is told of as soon as it is over, and one
 that fails costs no other; the exit status is 1 then. `--save` writes the result after every part, and keeps

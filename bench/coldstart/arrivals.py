@@ -19,12 +19,13 @@ from statistics import median
 
 from bench.coldstart.part import Part, figures_of_peers
 from bench.coldstart.setting import ServiceKind, Setting
-from bench.coldstart.snapshot_use import SnapshotUse, SnapshotWatch
+from bench.coldstart.snapshot_use import SnapshotUse
 from bench.report import Row, percentiles, step
 from bench.service.client import Answer, Connection, Reply, ask_all, completion, read
 from bench.service.process import Service
 from bench.service.streams import good
 from bench.sharegpt import Lengths, conversations
+from hearth.types import SnapshotOutcome
 
 MODEL = "7B"
 ARMS = {"restored": True, "captured": False}  #: whether there are snapshots
@@ -53,28 +54,18 @@ class FirstSteps:
     total_s: float  #: until the last token
 
 
-@dataclass(frozen=True, slots=True)
-class _Arm:
-    """A service whose worker is new, with the model in host memory."""
+def _new_worker(setting: Setting, *, has_snapshots: bool) -> Service:
+    """Return a service whose worker is new, with the model in host memory."""
+    service = setting.service(ServiceKind(has_snapshots, is_small=True))
+    setting.ask(service, MODEL)
+    setting.replace_worker()
+    return service
 
-    service: Service
-    watch: SnapshotWatch
-    has_snapshots: bool
 
-    @staticmethod
-    def of(setting: Setting, *, has_snapshots: bool) -> _Arm:
-        service = setting.service(ServiceKind(has_snapshots, is_small=True))
-        setting.ask(service, MODEL)
-        setting.replace_worker()
-        return _Arm(service, SnapshotWatch(service), has_snapshots)
-
-    def use(self) -> SnapshotUse:
-        return self.watch.use(int(self.has_snapshots))
-
-    def problem(self, used: SnapshotUse, setting: Setting) -> str | None:
-        if self.has_snapshots:
-            return used.problem(1, has_graphs=setting.has_graphs)
-        return "a snapshot was used where there should be none" if used.counts.get("used") else None
+def _problem(used: SnapshotUse, *, has_snapshots: bool) -> str | None:
+    if has_snapshots:
+        return used.problem
+    return "a snapshot was used where there should be none" if used.counts.get(SnapshotOutcome.USED) else None
 
 
 def burst(setting: Setting) -> Part:
@@ -85,13 +76,14 @@ def burst(setting: Setting) -> Part:
     what = f"{MODEL}: first {scale.burst_tokens} tokens of {scale.burst_requests} requests at once"
     for name, has_snapshots in ARMS.items():
         with step(f"burst, {name}"):
-            arm = _Arm.of(setting, has_snapshots=has_snapshots)
+            service = _new_worker(setting, has_snapshots=has_snapshots)
+            watch = setting.watch(service)
             prompts = setting.prompts(MODEL).take(scale.burst_requests)
             questions = [completion(MODEL, prompt, scale.burst_tokens) for prompt in prompts]
             with asyncio.Runner() as runner:
-                answers = [good(reply) for reply in runner.run(ask_all(arm.service.port, questions))]
-        used, steps = arm.use(), first_steps(answers)
-        if (problem := arm.problem(used, setting)) is not None:
+                answers = [good(reply) for reply in runner.run(ask_all(service.port, questions))]
+        used, steps = watch.use(int(has_snapshots)), first_steps(answers)
+        if (problem := _problem(used, has_snapshots=has_snapshots)) is not None:
             problems.append(f"{name}: {problem}")
         found[name] = {**asdict(steps), "snapshots": used.as_json()}
         aim = f"at most {AIM_STEP:g} times" if has_snapshots else None
@@ -131,17 +123,18 @@ def poisson(setting: Setting) -> Part:
     for name, has_snapshots in reversed(ARMS.items()):  # for a service without snapshots may still run
         for rate_per_s in scale.rates_per_s:
             with step(f"poisson, {name}, {rate_per_s:g} requests/s"):
-                arm = _Arm.of(setting, has_snapshots=has_snapshots)
+                service = _new_worker(setting, has_snapshots=has_snapshots)
+                watch = setting.watch(service)
                 coming = arrivals(rate_per_s, scale.arrivals_s)
                 with asyncio.Runner() as runner:
-                    first_s = runner.run(_first_texts_s(arm.service.port, setting, coming))
-            used = arm.use()
+                    first_s = runner.run(_first_texts_s(service.port, setting, coming))
+            used = watch.use(int(has_snapshots))
             found[f"{name}, {rate_per_s:g}/s"] = {
                 "first_s": percentiles(first_s),
                 "mean_s": sum(first_s) / len(first_s),
                 "snapshots": used.as_json(),
             }
-            if (problem := arm.problem(used, setting)) is not None:
+            if (problem := _problem(used, has_snapshots=has_snapshots)) is not None:
                 problems.append(f"{name}, {rate_per_s:g}/s: {problem}")
     return Part(_poisson_rows(setting, found), found, "; ".join(problems) or None)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from bench.coldstart.part import Part
 from bench.coldstart.setting import Setting
-from bench.coldstart.snapshot_use import SnapshotWatch
 from bench.coldstart.start_log import restorings
 from bench.report import Row, percentiles, step
 from bench.service.client import ask, completion, request
@@ -40,12 +39,12 @@ def others(setting: Setting) -> Part:
     setting.need(RUNNING, OTHER)
     service = setting.service()
     setting.ask(service, OTHER)  # to host memory
-    watch = SnapshotWatch(service)
+    watch = setting.watch(service)
     with step("others"), asyncio.Runner() as runner:
         seen = runner.run(_measure(setting, service))
     # A log has the time of day, streams that of a clock which never jumps.
     shift_s = time.perf_counter() - time.time()
-    used = watch.use(seen.num_restores if setting.has_graphs else 0)
+    used = watch.use(seen.num_restores)
     graphs = [Window(one.end_s - one.seconds + shift_s, one.end_s + shift_s) for one in used.restored]
     met = [gap for gap in seen.beside if any(window.meets(gap) for window in (*seen.loads, *graphs))]
     if not met:
@@ -71,7 +70,7 @@ def others(setting: Setting) -> Part:
     aim = f"at most {AIM:g} times the bound"
     measure = f"{what}, while a {OTHER} is restored beside it"
     row = Row(measure, "ms", 1e3 * restored_s["p99"], 1e3 * alone_s["p99"], aim)
-    return Part([row], details, used.problem(seen.num_restores, has_graphs=setting.has_graphs))
+    return Part([row], details, used.problem)
 
 
 async def _measure(setting: Setting, service: Service) -> _Seen:

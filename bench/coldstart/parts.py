@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from bench.coldstart.part import Part, figures_of_peers
 from bench.coldstart.setting import NEW_TOKENS, PROMPT_TOKENS, Setting
-from bench.coldstart.snapshot_use import SnapshotWatch
 from bench.report import Row, percentiles, step
 from bench.service.gpu import Asked
 from bench.service.gpu import kill as kill_worker
@@ -51,7 +50,7 @@ def first(setting: Setting) -> Part:
     with step("first"):
         setting.start_service()
         service = setting.service()
-        watch = SnapshotWatch(service)
+        watch = setting.watch(service)
         asked = setting.ask(service, "7B")
         setting.rest()
         at_rest = setting.ask(service, "13B")
@@ -73,7 +72,7 @@ def first(setting: Setting) -> Part:
     }
     aim = f"at most {AIM_FIRST:g} times the bound and {AIM_FIRST_S:g} s"
     row = Row("7B: first request of a service just started, to first text", "s", first_s, bound_s, aim)
-    return Part([row], details, used.problem(2, has_graphs=setting.has_graphs))
+    return Part([row], details, used.problem)
 
 
 def kill(setting: Setting) -> Part:
@@ -83,7 +82,7 @@ def kill(setting: Setting) -> Part:
         service = setting.service()
         setting.ask(service, "7B")
         setting.rest()
-        watch = SnapshotWatch(service)
+        watch = setting.watch(service)
         with asyncio.Runner() as runner:
             part = runner.run(kill_worker(service, setting.scale.kill, setting.bytes_per_s, "7B"))
     pause_s, teardown_s = (part.details[name] for name in ("pause_s", "teardown_s"))
@@ -97,7 +96,7 @@ def kill(setting: Setting) -> Part:
         "meets_aim": pause_s <= teardown_s + AIM_KILL_S,
         "snapshots": used.as_json(),
     }
-    return Part([row], details, used.problem(1, has_graphs=setting.has_graphs))
+    return Part([row], details, used.problem)
 
 
 def model(setting: Setting, names: Sequence[str]) -> Part:
@@ -129,7 +128,7 @@ def _start_models(setting: Setting, names: Sequence[str]) -> Part:
         for name in names:  # to host memory
             setting.ask(service, name)
         setting.replace_worker()
-        watch = SnapshotWatch(service)
+        watch = setting.watch(service)
         asked = {name: setting.ask(service, name) for name in names}
     used = watch.use(len(names))
     problems = [used.problem(len(names), has_graphs=setting.has_graphs)]

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.coldstart.shapes import SHAPES, TINY_SHAPES
-from bench.coldstart.snapshot_use import graphs_in
+from bench.coldstart.snapshot_use import SnapshotWatch, graphs_in
 from bench.coldstart.start_log import breakdown
 from bench.load.raw_readers import to_device_bytes_per_s
 from bench.random_model import write_random
@@ -298,6 +298,10 @@ class Setting:
 
     def prompts(self, model: str, num_tokens: int = PROMPT_TOKENS) -> Prompts:
         return Prompts(self.scale.shapes[model].arch.vocab_size, num_tokens)
+
+    def watch(self, service: Service) -> SnapshotWatch:
+        """Look from now on whether models start with their snapshots."""
+        return SnapshotWatch(service, has_graphs=self.has_graphs)
 
     def ask(self, service: Service, model: str) -> Asked:
         """Ask for a few tokens."""

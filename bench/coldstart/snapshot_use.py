@@ -27,20 +27,21 @@ _RESTORE_PATIENCE_S, _LOOK_S = 5.0, 0.05
 class SnapshotUse:
     """What came of snapshots while somebody looked."""
 
+    num_starts: int  #: of models, each of which should have used its own
+    has_graphs: bool  #: all of which should have been restored
     counts: Mapping[str, int]  #: by outcome
     restored: list[Restoring]
 
-    def problem(self, num_starts: int, *, has_graphs: bool) -> str | None:
-        """Say why not all of so many starts of models had their snapshots; None: they had."""
+    @property
+    def problem(self) -> str | None:
+        """Why not all starts of models had their snapshots; None: they had."""
         others = {
             name: count for name, count in self.counts.items() if count and name not in ("used", "made")
         }
-        if others or self.counts.get(SnapshotOutcome.USED, 0) != num_starts:
-            return f"snapshots should have been used {num_starts} times, and were: {dict(self.counts)}"
-        if not has_graphs:
-            return None
-        if sum(one.is_whole for one in self.restored) != num_starts:
-            return f"graphs should have been restored {num_starts} times, and were: {self.restored}"
+        if others or self.counts.get(SnapshotOutcome.USED, 0) != self.num_starts:
+            return f"snapshots should have been used {self.num_starts} times, and were: {dict(self.counts)}"
+        if self.has_graphs and sum(one.is_whole for one in self.restored) != self.num_starts:
+            return f"graphs should have been restored {self.num_starts} times, and were: {self.restored}"
         return None
 
     def as_json(self) -> dict[str, object]:
@@ -48,20 +49,22 @@ class SnapshotUse:
 
 
 class SnapshotWatch:
-    """Looks at what comes of snapshots in a service, from now on. Mutable in nothing."""
+    """Looks at what comes of snapshots in a service, from when it is made on."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._began_s = service, time.time()
+    def __init__(self, service: Service, *, has_graphs: bool) -> None:
+        """`has_graphs`: where steps are captured."""
+        self._service, self._has_graphs, self._began_s = service, has_graphs, time.time()
         self._before = snapshot_counts(service)
 
-    def use(self, num_restored: int) -> SnapshotUse:
-        """Return what came of them so far, once so many have had graphs restored, or a while has passed."""
+    def use(self, num_starts: int) -> SnapshotUse:
+        """Return what came of so many starts of models, once all have their graphs, or a while has passed."""
         log = DataDir(self._service.data_dir).log_path
-        deadline_s = time.monotonic() + _RESTORE_PATIENCE_S
-        while len(found := restorings(log, self._began_s)) < num_restored and time.monotonic() < deadline_s:
+        deadline_s = time.monotonic() + (_RESTORE_PATIENCE_S if self._has_graphs else 0.0)
+        while len(found := restorings(log, self._began_s)) < num_starts and time.monotonic() < deadline_s:
             time.sleep(_LOOK_S)
         now = snapshot_counts(self._service)
-        return SnapshotUse({name: now[name] - self._before.get(name, 0) for name in now}, found)
+        counts = {name: now[name] - self._before.get(name, 0) for name in now}
+        return SnapshotUse(num_starts, self._has_graphs, counts, found)
 
 
 def snapshot_counts(service: Service) -> dict[str, int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.coldstart import __main__ as coldstart
 from bench.coldstart import graph_process
@@ -75,18 +76,20 @@ def test_graphs_that_were_restored_are_found_in_the_log_with_when_that_was(log: 
 @pytest.mark.parametrize(
     ("use", "problem"),
     [
-        (SnapshotUse({"used": 1, "made": 1}, [Restoring(0.0, 0.1, 51, 51)]), None),
-        (SnapshotUse({"used": 0, "missing": 1}, []), "should have been used 1 times"),
-        (SnapshotUse({"used": 1, "discarded": 1}, [Restoring(0.0, 0.1, 51, 51)]), "discarded"),
-        (SnapshotUse({"used": 1}, []), "should have been restored 1 times"),
-        (SnapshotUse({"used": 1}, [Restoring(0.0, 0.1, 50, 51)]), "should have been restored 1 times"),
+        (SnapshotUse(1, True, {"used": 1, "made": 1}, [Restoring(0.0, 0.1, 51, 51)]), None),
+        (SnapshotUse(1, True, {"used": 0, "missing": 1}, []), "should have been used 1 times"),
+        (SnapshotUse(1, True, {"used": 1, "discarded": 1}, [Restoring(0.0, 0.1, 51, 51)]), "discarded"),
+        (SnapshotUse(1, True, {"used": 1}, []), "should have been restored 1 times"),
+        (
+            SnapshotUse(1, True, {"used": 1}, [Restoring(0.0, 0.1, 50, 51)]),
+            "should have been restored 1 times",
+        ),
     ],
 )
 def test_a_start_without_its_snapshot_or_without_all_graphs_is_a_problem(
     use: SnapshotUse, problem: str | None
 ) -> None:
-    found = use.problem(1, has_graphs=True)
-    assert found == problem if problem is None else problem in (found or "")
+    assert use.problem is problem if problem is None else problem in (use.problem or "")
 
 
 def answer(*at_s: float, asked_s: float = 0.0) -> Answer:
@@ -119,8 +122,6 @@ def test_memory_is_unregistered_before_it_goes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_rate_to_a_device_leaves_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     driver = note_pins(monkeypatch, 1 << 20)
     segments: list[Segment] = []
     monkeypatch.setattr(Segment, "close", _noting(segments, Segment.close))
