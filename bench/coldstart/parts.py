@@ -131,7 +131,7 @@ def _start_models(setting: Setting, names: Sequence[str]) -> Part:
         watch = setting.watch(service)
         asked = {name: setting.ask(service, name) for name in names}
     used = watch.use(len(names))
-    problems = [used.problem(len(names), has_graphs=setting.has_graphs)]
+    problems = [used.problem]
     rows, details = list[Row](), dict[str, object]()
     for name, one in asked.items():
         bound_s = setting.model_bytes(name) / setting.bytes_per_s

@@ -8,6 +8,7 @@ device, against which the rest is held.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -16,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -144,6 +144,8 @@ class Setting:
         self.failures: dict[str, str] = {}  #: why models could not be made ready
         self.starts: list[Start] = []  #: of services, all of them with warm caches but for the first
         self.compile_s: dict[str, float] = {}  #: of the kernels of each shape, all of them side by side
+        #: The rate from pinned memory to the device in one copy, known when a model is ready.
+        self.bytes_per_s = math.nan
         self._running: _Running | None = None
         self._services = ExitStack()  #: of one at most
 
@@ -159,11 +161,6 @@ class Setting:
     @property
     def log(self) -> Path:
         return DataDir(self.data_dir).log_path
-
-    @cached_property
-    def bytes_per_s(self) -> float:
-        """The rate from pinned memory to the device, in one copy."""
-        return to_device_bytes_per_s(self.scale.copied_bytes, self.device)
 
     def model_bytes(self, name: str) -> int:
         return self.scale.shapes[name].weights_bytes
@@ -199,7 +196,9 @@ class Setting:
         if not missing:
             return
         self.compile_kernels(missing)
-        self.stop()  # whose worker has nearly all of the memory, which models are made in
+        self.stop()  # whose worker has nearly all of the memory, which the rest takes
+        if math.isnan(self.bytes_per_s):
+            self.bytes_per_s = to_device_bytes_per_s(self.scale.copied_bytes, self.device)
         with ThreadPoolExecutor(1) as pool:  # one is deployed while the next is written
             deployed = {name: pool.submit(self._deploy, name, self._write(name)) for name in missing}
         if self.device.type == "cuda":
