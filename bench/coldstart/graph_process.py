@@ -107,6 +107,10 @@ class Captured:
     num_nodes: int
     decoded: list[Decoded]
 
+    @property
+    def tokens_per_s(self) -> float:
+        return self.decoded[-1].tokens_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -123,7 +127,11 @@ class Restored:
     all_kv_s: float  #: that of all requests which decode
     num_tried: int  #: graphs that serve in the end
     num_captured: int  #: should be none
-    decoded: list[Decoded]
+    decoded: list[Decoded]  #: the first time while graphs were tried
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.decoded[-1].tokens_per_s
 
 
 class Rig:

@@ -20,7 +20,8 @@ from bench.coldstart import __main__ as coldstart
 from bench.coldstart import graph_process
 from bench.coldstart.__main__ import Question
 from bench.coldstart.arrivals import arrivals, first_steps
-from bench.coldstart.graph_process import Captured, GraphTask, Restored
+from bench.coldstart.graph_process import Captured, Decoded, GraphTask, Restored
+from bench.coldstart.graphs import Compared
 from bench.coldstart.part import Part, figures_of_peers
 from bench.coldstart.setting import TINY_SCALE, Setting
 from bench.coldstart.shapes import TINY_SHAPES
@@ -239,3 +240,36 @@ def test_a_process_uses_the_snapshot_of_another_and_decodes_the_same(tmp_path: P
 def test_figures_of_peers_have_a_row_and_a_source() -> None:
     assert figures_of_peers("7B start") == {"vLLM 0.25.1": 0.672, "FlashServe": 0.58}
     assert figures_of_peers("nothing") == {}
+
+
+def test_tokens_on_restored_graphs_must_be_those_on_captured_ones() -> None:
+    both = Compared(captured_graphs(digest="a"), restored_graphs(digest="a"))
+    assert both.problem is None
+    assert {row.measure: row.value for row in both.rows("4B")}["4B: all 51 graphs, restored"] == 0.13
+    assert both.rows("4B")[0].peers == {"Medusa": 0.9}
+    assert "are others" in (replace(both, restored=restored_graphs(digest="b")).problem or "")
+    both = replace(both, restored=replace(both.restored, num_captured=1))
+    assert both.problem == "4 restored graphs serve, and 1 captured ones"
+
+
+def captured_graphs(digest: str) -> Captured:
+    return Captured(
+        *({"context": 0.2}, 0.1, 0.1, 1.7, 1.1, 0.1, 0.1, 0.1),
+        file_bytes=12_000_000,
+        num_graphs=51,
+        num_nodes=15776,
+        decoded=[Decoded(7000.0, digest)],
+    )
+
+
+def restored_graphs(digest: str) -> Restored:
+    times_s = {"first_look_s": 0.004, "look_s": 0.002, "kv_s": 0.001, "all_kv_s": 0.1}
+    return Restored(
+        *({"context": 0.2}, 0.1, 0.1),
+        **times_s,
+        first_restore_s=0.42,
+        restore_s=0.13,
+        num_tried=4,
+        num_captured=0,
+        decoded=[Decoded(7000.0, digest)],
+    )
