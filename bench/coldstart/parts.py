@@ -127,7 +127,7 @@ def _start_models(setting: Setting, names: Sequence[str]) -> Part:
         service = setting.service()
         for name in names:  # to host memory
             setting.ask(service, name)
-        setting.replace_worker()
+        worker_s = setting.replace_worker()
         watch = setting.watch(service)
         asked = {name: setting.ask(service, name) for name in names}
     used = watch.use(len(names))
@@ -135,7 +135,7 @@ def _start_models(setting: Setting, names: Sequence[str]) -> Part:
     rows, details = list[Row](), dict[str, object]()
     for name, one in asked.items():
         bound_s = setting.model_bytes(name) / setting.bytes_per_s
-        details[name] = {**_model_details(one, bound_s), "snapshots": used.as_json()}
+        details[name] = {**_model_details(one, bound_s), "worker_s": worker_s, "snapshots": used.as_json()}
         rungs = [str(use.rung) for use in one.explained.rungs]
         if setting.scale.kind == "cuda" and rungs != [Rung.HOST]:
             problems.append(f"{name} came from {rungs} instead of host memory")

@@ -279,16 +279,20 @@ class Setting:
         self._running = None
         self._services.close()
 
-    def replace_worker(self) -> None:
-        """Kill the worker of the service that runs, and wait until the next one has come to rest."""
+    def replace_worker(self) -> dict[str, float]:
+        """Kill the worker of the service that runs, and wait until the next one has come to rest.
+
+        Returns the parts of its start, as in `breakdown`, from when the other one was killed.
+        """
         assert self._running is not None, "no service runs"
-        service = self._running.service
+        service, began_s = self._running.service, time.time()
         (worker,) = service.client.ps().workers
         os.kill(worker.pid, signal.SIGKILL)
         while service.client.ps().workers[0].pid in (0, worker.pid):
             time.sleep(_LOOK_S)
         service.wait_ready()
         self.rest()
+        return breakdown(self.log, began_s)
 
     def rest(self) -> None:
         """Wait until all host memory of the service that runs is pinned."""
