@@ -76,6 +76,10 @@ class WorkerSetup(Struct, frozen=True):
 TEMPLATE_BEACON = 3
 
 
+#: Asked of a template: to fork a worker with the descriptors that come along, or to log to the one that does.
+FORK_WORKER, LOG_HERE = b"fork", b"log"
+
+
 class TemplateAnswer(Struct, frozen=True):
     """Said by the template of workers when it is ready, and of each worker that it was asked for."""
 
