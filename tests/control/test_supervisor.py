@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
 from hearth.beacon import StepSigns
 from hearth.control import keeper_pulse
@@ -398,6 +399,17 @@ def test_a_keeper_whose_books_nobody_can_look_at_any_more_hangs() -> None:
         assert hang == "could not look at its books for 601 s, limit: 600 s"
 
     asyncio.run(scene())
+
+
+def test_a_keeper_that_has_ended_when_it_is_asked_breaks_nothing() -> None:
+    async def scene() -> None:
+        keeper = await asyncio.create_subprocess_exec("true", stdin=PIPE, stdout=PIPE)
+        await keeper.wait()
+        hang = await keeper_pulse.hang_of(keeper, HEARTBEAT_S, MAX_MISSED * HEARTBEAT_S)
+        assert hang == "did not answer for 0.03 s, limit: 0.03 s"
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scene())
 
 
 def test_a_worker_whose_settings_no_restart_cures_is_not_started_again() -> None:
