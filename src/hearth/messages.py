@@ -65,6 +65,7 @@ class WorkerSetup(Struct, frozen=True):
     beacon: int | None = None  #: the descriptor of its beacon's memory; None: nobody looks
     snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
     snapshot_bytes: int = 0  #: that all of them may take
+    predecessor: int | None = None  #: the process that has the memory until it ends; None: nobody has it
 
     def __repr__(self) -> str:
         """Leave the secret out: what is shown may be logged."""
@@ -73,6 +74,10 @@ class WorkerSetup(Struct, frozen=True):
 
 #: The descriptor of the beacon in a worker that a template has forked: it follows the standard ones.
 TEMPLATE_BEACON = 3
+
+
+#: Asked of a template: to fork a worker with the descriptors that come along, or to log to the one that does.
+FORK_WORKER, LOG_HERE = b"fork", b"log"
 
 
 class TemplateAnswer(Struct, frozen=True):

@@ -37,6 +37,7 @@ from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
 from hearth.control.snapshots import Snapshots
 from hearth.control.supervisor import Supervisor, Vigilance, seat_index
+from hearth.control.template_process import TemplateProcess
 from hearth.control.tokenization import PromptEncoder
 from hearth.control.tracing import Tracing, tracing_of
 from hearth.control.worker_link import WorkerLink
@@ -56,8 +57,12 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
+async def running(
+    config: HearthConfig, data_dir: DataDir, devices: Devices, first_template: TemplateProcess | None = None
+) -> AsyncIterator[Gateway]:
     """Run a service: yields a gateway whose workers are starting. Nothing keeps running afterwards.
+
+    `first_template`: one that was started before, which is the service's now.
 
     Raises:
         HearthError: something that the configuration asks for cannot be had.
@@ -125,7 +130,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
             sinks.append(access_log.write)
         count_spawned = metrics.fallbacks.labels("template").inc
-        template = WorkerTemplate(process_log.fd, service.start_s, count_spawned)
+        template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         supervisor = Supervisor(
             setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
             keeper=KeeperSetup(

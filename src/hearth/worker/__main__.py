@@ -97,7 +97,6 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=setup.kind == "cuda", is_device_up=False)
     times.note("keeper")
     runtime = start(setup, config, times)
-    borrower.device_is_up()
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=_kernels(setup, runtime),
@@ -111,6 +110,8 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     link = connect(setup.host, setup.port)
     # First: it takes its memory, and a worker that cannot have that is not ready.
     loop = WorkerLoop(resources, inbox, link.send)
+    times.note("memory")
+    borrower.device_is_up()  # not before: beside the pinning of host memory pages take far longer to create
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     times.note("gateway")
     log.info("worker_started %s", times)
