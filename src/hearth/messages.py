@@ -197,7 +197,10 @@ _SHARED = (
 
 
 class PrepareModel(Struct, frozen=True, tag=True):
-    """Have the kernels of a deployed model ready, beside all other work: it may be hosted some day."""
+    """Have the kernels and the description of a deployed model ready, beside all other work.
+
+    It may be hosted some day, and its first start should wait for neither.
+    """
 
     model: ModelId
     directory: str  #: which has its manifest

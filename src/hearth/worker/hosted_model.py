@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
@@ -22,6 +23,7 @@ from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.memory.eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.borrower import BorrowedModel
+from hearth.store.manifest import TOKENIZER
 from hearth.store.record import LoadRecord
 from hearth.types import Hold, ModelId, RequestId
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
@@ -228,8 +230,11 @@ class HostedModel:
         is_given_up = self._is_closed.is_set
 
         def look_up() -> None:
-            borrowed = borrow(resources.borrower, order, is_given_up)
-            spec = hosting_spec(order, borrowed, resources.device)
+            borrower = resources.borrower
+            borrowed = borrow(borrower, order, is_given_up)
+            manifest, directory = borrowed.manifest, Path(borrowed.opened.directory)
+            tokenizer_json = borrower.text_file(manifest, directory, TOKENIZER)
+            spec = hosting_spec(order, manifest, tokenizer_json, resources.device)
             post(order.hosting, ModelFound(spec, borrowed))
 
         start_thread(look_up, resources, lambda news: post(order.hosting, news))

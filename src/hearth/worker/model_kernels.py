@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hearth.errors import HearthError
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import PrepareModel
 from hearth.sizes import StepLimits
-from hearth.store.manifest import Manifest, read_manifest
+from hearth.store.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +23,11 @@ log = logging.getLogger(__name__)
 class ModelKernels:
     """Kernels on a worker's CUDA device. Any thread calls it; one of its own prepares for other models."""
 
-    def __init__(self, cache: KernelCache, device: torch.device) -> None:
-        self._warmup, self._device = KernelWarmup(cache), device
+    def __init__(
+        self, cache: KernelCache, device: torch.device, describe: Callable[[Path], Manifest]
+    ) -> None:
+        """`describe` reads the description of a model in a directory, and keeps it for its first start."""
+        self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
         self._thread.submit(_prune, cache)
 
@@ -41,7 +45,7 @@ class ModelKernels:
 
     def _prepare(self, order: PrepareModel) -> None:
         try:
-            self.compile(read_manifest(Path(order.directory)), order.limits)
+            self.compile(self._describe(Path(order.directory)), order.limits)
         except (HearthError, OSError) as error:  # whoever asks for the model is told
             log.warning("model_not_prepared model=%s reason=%s", order.model, error)
         except Exception:  # the thread's top: the next model may do better

@@ -2,7 +2,7 @@
 
     pages of weights   | mapped ahead of those who fill them
     bytes                | cross
-    workspace, tables      | mapped | engine assembled, tables filled, graphs on their way | first step follows
+    workspace, tables      | mapped | engine assembled, tables filled, graphs on their way | first step
 
 All of it happens on threads of their own, while the step thread makes tokens of other models. Places nothing.
 """
@@ -117,7 +117,7 @@ class ModelLoad:
         self.is_engine_ready = False
         self.is_almost_loaded = False
         self.weights: WeightsLoaded | None = None
-        #: On the clock of `time.perf_counter`: when bytes could begin to cross, and when the engine was there.
+        #: When bytes could begin to cross, and when the engine was there, on the clock of `perf_counter`.
         self.crossing_s = self.ready_s = 0.0
         #: Keeps building and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
