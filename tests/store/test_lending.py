@@ -749,7 +749,7 @@ def test_a_model_that_was_described_is_opened_without_reading_a_file(
     def reads(*_: object) -> None:
         raise AssertionError("a file is read")
 
-    monkeypatch.setattr("bench.random_model.CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr("bench.random_model.CHUNK_BYTES", CELL_BYTES)
     source = write_random(tmp_path / "source", TINY, "float32", 0, torch.device("cpu"))
     with lending(tmp_path, path), closing(Borrower(path)) as borrower:
         described = borrower.describe(source)
