@@ -228,6 +228,18 @@ class Runner:
         return capturer.capture(partial(self._queue, key.part, shape, None, decoder, kv, None))
 
     @torch.inference_mode()
+    def rehearse_inputs(self, plan: StepPlan) -> None:
+        """Do all that a step of a plan does around its parts: fill tables, send inputs, fetch a token.
+
+        No part of the step is run, and nothing but tables is touched.
+        """
+        self._tables.fill()
+        self._sampler.admit(plan.admissions)
+        rows = self._inputs.fill(plan, self.sizes.shape_of(plan))
+        samples = Samples(self._sampler.chosen[: plan.num_rows], None, None, None, ())
+        PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows]).wait()
+
+    @torch.inference_mode()
     def draw_padding(self, shape: StepShape) -> None:
         """Queue the draws of a step that is all padding, in which no token is drawn."""
         self._sampler.draw(self.decoder.logits[: shape.num_logits], self._inputs.park(shape))
