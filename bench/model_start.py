@@ -93,7 +93,7 @@ def steps(setting: Setting, models: list[str]) -> Mapping[str, object]:
         command = [sys.executable, "-m", "bench.model_start", "--first-step", models[0], setting.scale.kind]
         command += ["--rehearsed"] * is_rehearsed
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        tell(done.stderr[-6000:])
+        tell(done.stderr[-9000:])
         what = "rehearsed" if is_rehearsed else "as it is"
         results[what] = json.loads(done.stdout) if done.returncode == 0 else done.stderr[-2000:]
     return results
@@ -133,7 +133,9 @@ def _rehearse(shape: Shape, config: EngineConfig, device: torch.device) -> None:
 
     limits = own_limits(config, shape.arch, DTYPES[shape.dtype], device)
     needs = KernelNeeds.on(device, shape.arch, shape.dtype, shape.quant, limits)
-    make_kernels_ready(needs)
+    profile = cProfile.Profile()
+    profile.runcall(make_kernels_ready, needs)  # compiled by the process before: what the first list costs
+    pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(_NUM_CALLS)
     for what in ("first", "again"):
         began_s = time.perf_counter()
         rehearse(needs, CudaPages(device, PAGE_BYTES), device)
