@@ -39,11 +39,11 @@ def new_engine(
     limits = own_limits(config, arch, dtype, device)  # before anything is taken of the memory
     spec = ModelSpec(arch, dtype, max_context or arch.max_positions, limits, eos_ids=frozenset())
     if device.type == "cuda":
-        _make_kernels_ready(KernelNeeds.on(device, arch, shape.dtype, shape.quant, limits))
+        make_kernels_ready(KernelNeeds.on(device, arch, shape.dtype, shape.quant, limits))
     return assemble(spec, random_weights(shape, device, seed), config, device)
 
 
-def _make_kernels_ready(needs: KernelNeeds) -> None:
+def make_kernels_ready(needs: KernelNeeds) -> None:
     """Have all kernels on the device before the first step, as whoever opens a model does."""
     COMPILATIONS.watch()
     KernelWarmup(KernelCache.open(Path(StoreConfig().path).expanduser() / "kernels")).compile(needs)

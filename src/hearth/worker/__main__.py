@@ -99,7 +99,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     runtime = start(setup, config, times)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
-        kernels=_kernels(setup, runtime),
+        kernels=_kernels(setup, runtime, borrower),
         snapshots=_snapshots(setup, config, runtime),
         torch_limit=runtime.torch_limit,
         turns=TurnRules() if setup.turns else None,
@@ -119,11 +119,11 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     return loop
 
 
-def _kernels(setup: WorkerSetup, runtime: Runtime) -> ModelKernels | None:
+def _kernels(setup: WorkerSetup, runtime: Runtime, borrower: Borrower) -> ModelKernels | None:
     if runtime.device.type != "cuda" or not HAS_TRITON:
         return None
     COMPILATIONS.watch()
-    return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device)
+    return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device, borrower.describe)
 
 
 def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> ModelSnapshots | None:
