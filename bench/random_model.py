@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import mmap
-import os
 import shutil
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -37,6 +37,8 @@ TINY: Mapping[str, object] = {
     "tie_word_embeddings": False,
 }
 
+#: Threads that write a model. More make no pages faster.
+_MAX_WRITERS = 8
 SPACES = ("\u0120", "\u010a")  #: space and line feed in byte-level spelling
 
 
@@ -74,7 +76,7 @@ def write_random(
 
 
 def _write_weights(path: Path, base: torch.Tensor) -> tuple[Chunk, ...]:
-    """Copy and hash on all cores, into pages of the file: writes to one file would wait for each other.
+    """Copy and hash on many cores, into pages of the file: writes to one file would wait for each other.
 
     Raises:
         OSError: there is no room. Pages that cannot be had would end the process later.
@@ -85,13 +87,18 @@ def _write_weights(path: Path, base: torch.Tensor) -> tuple[Chunk, ...]:
     with path.open("w+b") as file:
         file.truncate(num_bytes)
         mapped = mmap.mmap(file.fileno(), num_bytes)
-    pages = torch.frombuffer(mapped, dtype=torch.uint8)
+    pages, threads = torch.frombuffer(mapped, dtype=torch.uint8), threading.local()
 
     def write(at: int) -> Chunk:
-        chunk = pages[at : at + CHUNK_BYTES].copy_(base[at : at + CHUNK_BYTES])
-        return chunk_of(chunk.numpy().data)
+        part = base[at : at + CHUNK_BYTES]
+        if part.is_cuda:
+            # The driver fills memory that is not pinned for one thread at a time, and so makes its pages.
+            if not hasattr(threads, "pinned"):
+                threads.pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            part = threads.pinned[: len(part)].copy_(part)
+        return chunk_of(pages[at : at + CHUNK_BYTES].copy_(part).numpy().data)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(_MAX_WRITERS) as pool:
         return tuple(pool.map(write, range(0, num_bytes, CHUNK_BYTES)))
 
 

@@ -48,8 +48,9 @@ class Question:
 
     ask: Callable[[Setting], Part]
     models: Sequence[str]  #: that have to be ready
-    seconds: int  #: that it takes on the GPU machine
+    seconds: int  #: that it takes on one H200
     text: str
+    captured: Sequence[str] = ()  #: models of which it needs only kernels
 
     def line(self, name: str) -> str:
         return f"    {name:<8} {self.text} ({self.seconds} s)"
@@ -62,6 +63,7 @@ def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
         "graphs": Question(
             *(partial(graphs, names=captured), (), 20 * len(captured)),
             "all graphs of a model: captured, and restored in a new process; KV; decoding on them",
+            captured,
         ),
         "ready": Question(
             *(parts.ready, ("7B",), 12),
@@ -97,12 +99,14 @@ def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
 def ask_each(setting: Setting, asked: Mapping[str, Question]) -> Iterator[tuple[str, dict[str, object]]]:
     """Ask one question after the other and yield the answers; one that fails has its error for an answer."""
     models = dict.fromkeys(model for question in asked.values() for model in question.models)
+    captured = dict.fromkeys(model for question in asked.values() for model in question.captured)
     for name, question in asked.items():
         began_s = time.perf_counter()
         try:
+            setting.compile_kernels(captured | models)
             if question.models:  # those of all parts, by one service; not before graphs had the device
                 setting.make_ready(models)
-                began_s = time.perf_counter()
+            began_s = time.perf_counter()
             part = question.ask(setting)
         except Exception as error:  # the other parts may do better
             traceback.print_exc()

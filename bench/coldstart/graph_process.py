@@ -389,6 +389,7 @@ def _chunks(shape: BenchShape) -> Iterator[Chunk]:
 def _placed(pool: Pool, hosting: HostingSpec) -> Space:
     """Return a place of the model, filled at random."""
     space = pool.place(MODEL, hosting.shape)
+    pool.prepare_rest(MODEL)
     for part in space.parts:
         pool.prepare(MODEL, part)
     fill_random(hosting.layout, space.places, seed=1)
