@@ -48,9 +48,9 @@ def test_a_rehearsal_needs_one_page_and_leaves_it_as_it_was(
         if breaks:
             monkeypatch.setattr(InputBuffers, "fill", refuse)
             with pytest.raises(DeviceError):
-                rehearse(needs(), pages, CPU)
+                rehearse(needs(), pages, CPU, lambda: None)
         else:
-            rehearse(needs(), pages, CPU)
+            rehearse(needs(), pages, CPU, lambda: None)
         assert (pages.mapped, pages.reserved) == ({}, set())
         assert torch.equal(content(pages), before)
 

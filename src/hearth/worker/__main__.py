@@ -30,9 +30,11 @@ from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.parts import SnapshotParts
+from hearth.snapshot.software import software
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
+from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
@@ -98,13 +100,15 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     times.note("keeper")
     runtime = start(setup, config, times)
     borrower.device_is_up()
+    first_tokens = FirstTokens()
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
-        kernels=_kernels(setup, runtime, borrower),
-        snapshots=_snapshots(setup, config, runtime),
+        kernels=_kernels(setup, runtime, borrower, first_tokens),
+        snapshots=_snapshots(setup, config, runtime, first_tokens),
         torch_limit=runtime.torch_limit,
         turns=TurnRules() if setup.turns else None,
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
+        first_tokens=first_tokens,
     )
     times.note("kernels")
     inbox: Inbox = SimpleQueue()
@@ -118,14 +122,19 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     return loop
 
 
-def _kernels(setup: WorkerSetup, runtime: Runtime, borrower: Borrower) -> ModelKernels | None:
+def _kernels(
+    setup: WorkerSetup, runtime: Runtime, borrower: Borrower, first_tokens: FirstTokens
+) -> ModelKernels | None:
     if runtime.device.type != "cuda" or not HAS_TRITON:
         return None
     COMPILATIONS.watch()
-    return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device, borrower.describe)
+    cache = KernelCache.open(Path(setup.kernels_path))
+    return ModelKernels(cache, runtime.device, borrower.describe, first_tokens)
 
 
-def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> ModelSnapshots | None:
+def _snapshots(
+    setup: WorkerSetup, config: EngineConfig, runtime: Runtime, first_tokens: FirstTokens
+) -> ModelSnapshots | None:
     if setup.snapshots_path is None:
         return None
     name, device = runtime.name, runtime.device
@@ -136,15 +145,18 @@ def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> Mo
     except SnapshotError as error:  # which the gateway has met as well, and tells of
         log.warning("fallback snapshots=off reason=`%s`", error)
         return None
-    return ModelSnapshots(directory, config, device, name, runtime.device_bytes, _parts_of(runtime))
+    parts_of = _parts_of(runtime, first_tokens)
+    # It takes a while to find out, once, and no start should wait for it.
+    threading.Thread(target=software, args=(device.type,), name="hearth-software", daemon=True).start()
+    return ModelSnapshots(directory, config, device, name, runtime.device_bytes, parts_of)
 
 
-def _parts_of(runtime: Runtime) -> Callable[[Engine], SnapshotParts | None]:
+def _parts_of(runtime: Runtime, first_tokens: FirstTokens) -> Callable[[Engine], SnapshotParts | None]:
     """Return what keeps the graphs of engines, where another process could use them."""
     if not runtime.has_fixed_addresses:
         return no_parts
     try:
-        return SnapshotGraphs(runtime.device).parts_of
+        return SnapshotGraphs(runtime.device, first_tokens).parts_of
     except DeviceError as error:
         log.warning("fallback snapshots=without_graphs reason=`%s`", error)
         return no_parts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,10 +29,11 @@ from hearth.types import RequestId, SamplingParams
 log = logging.getLogger(__name__)
 
 
-def rehearse(needs: KernelNeeds, pages: Pages, device: torch.device) -> None:
+def rehearse(needs: KernelNeeds, pages: Pages, device: torch.device, give_way: Callable[[], None]) -> None:
     """Have all kernels of first steps loaded on the device, whose Triton kernels are there already.
 
-    Any one thread may call it, beside all steps. The first of `pages` is lent to it for as long.
+    Any one thread may call it, beside all steps; `give_way` waits while others need the interpreter more. The
+    first of `pages` is lent to it for as long.
     """
     began_s = time.perf_counter()
     with _aliased(pages, device) as memory:
@@ -40,6 +41,7 @@ def rehearse(needs: KernelNeeds, pages: Pages, device: torch.device) -> None:
         runner.rehearse_inputs(_plan())
         names = first_step_keys(runner)
         for key in names:
+            give_way()
             runner.rehearse(key.name, GraphCapture())
         runner.synchronize()
         del runner  # before its memory
