@@ -117,7 +117,7 @@ class ModelLoad:
         self.is_engine_ready = False
         self.is_almost_loaded = False
         self.weights: WeightsLoaded | None = None
-        #: When bytes could begin to cross, and when the engine was there, on the clock of `perf_counter`.
+        #: When bytes began to cross, if any do, and when the engine was there: by `time.perf_counter`.
         self.crossing_s = self.ready_s = 0.0
         #: Keeps building and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
@@ -164,7 +164,6 @@ class ModelLoad:
             self._start_crossing()
         elif space.parts:
             self._start_mapping()
-        self.crossing_s = time.perf_counter()
         look, is_new = None, engine is None
         if engine is None and not self._is_cancelled:
             engine = self._assemble()
@@ -201,6 +200,7 @@ class ModelLoad:
             # Not before there is a loan: a thread that maps keeps the interpreter from one that asks.
             self._map_ahead = self._new_map_ahead()
             to = Destination(self._space.gaps, self._map_ahead, self._space.places, self._spec.layout)
+            self.crossing_s = time.perf_counter()
             self._watched = WatchedLoad(self._borrowed, loan, to, self._resources.loader, self._post)
 
     def _start_mapping(self) -> None:
