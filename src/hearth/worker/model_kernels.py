@@ -12,6 +12,7 @@ import torch
 
 from hearth.engine.compile import list_key
 from hearth.engine.dry_run import KernelNeeds
+from hearth.engine.graphs import CapturedGraph
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.errors import HearthError
 from hearth.kernels.kernel_cache import KernelCache
@@ -37,12 +38,13 @@ class ModelKernels:
         device: torch.device,
         describe: Callable[[Path], Manifest],
         first_tokens: FirstTokens,
+        learn: Callable[[CapturedGraph], None] | None = None,
     ) -> None:
         """`describe` reads the description of a model in a directory, and keeps it for its first start.
 
-        Rehearsals give way to those who wait for `first_tokens`.
+        Rehearsals give way to those who wait for `first_tokens`; `learn` is shown the graphs of them.
         """
-        self._first_tokens = first_tokens
+        self._first_tokens, self._learn = first_tokens, learn or _forget
         self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
         self._rehearsed: set[str] = set()  #: lists of kernels whose first steps were rehearsed, or failed to
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
@@ -76,10 +78,15 @@ class ModelKernels:
             return
         self._rehearsed.add(key)
         with closing(CudaPages(self._device, PAGE_BYTES)) as pages:
-            rehearse(needs, pages, self._device, self._first_tokens.give_way(MAX_PAUSE_S))
+            give_way = self._first_tokens.give_way(MAX_PAUSE_S)
+            rehearse(needs, pages, self._device, give_way, self._learn)
 
     def _needs(self, manifest: Manifest, limits: StepLimits) -> KernelNeeds:
         return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)
+
+
+def _forget(graph: CapturedGraph) -> None:
+    """Keep nothing of a graph: no snapshot has any."""
 
 
 def _prune(cache: KernelCache) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -125,7 +126,7 @@ class ModelLoad:
         self._engine: Engine | None = None
         self._watched: WatchedLoad | None = None
         self._map_ahead: MapAhead | None = None
-        self._new_map_ahead = lambda: MapAhead(prepare, space.parts, resources.loader.threads)
+        self._new_map_ahead = partial(MapAhead, prepare, space.parts, resources.loader.threads)
         start_thread(lambda: self._prepare(engine), resources, post)
 
     @property

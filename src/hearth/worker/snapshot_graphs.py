@@ -16,7 +16,7 @@ from hearth.cuda_driver import CudaDriver
 from hearth.cuda_graphs import CudaGraphs
 from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.graphs import StepGraphs
+from hearth.engine.graphs import CapturedGraph, StepGraphs
 from hearth.engine.runner import Runner
 from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES
@@ -40,6 +40,10 @@ class SnapshotGraphs:
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
         self._thread = ThreadPoolExecutor(1, "hearth-graphs", lambda: torch.cuda.set_device(device))
+
+    def learn(self, graph: CapturedGraph) -> None:
+        """Find the kernels of libraries that a graph is made of, captured here and never to be run."""
+        self._handles.learn(graph.raw_cuda_graph())
 
     def parts_of(self, engine: Engine) -> EngineGraphs | None:
         """Return the graphs of an engine; None: it runs none."""
@@ -72,7 +76,7 @@ class SnapshotGraphs:
             # Each with memory of its own: torch refuses to fill that of a graph which is gone.
             graph = runner.rehearse(name, GraphCapture())
             if graph is not None:
-                self._handles.learn(graph.raw_cuda_graph())
+                self.learn(graph)
 
         try:
             graphs.restore(rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
