@@ -122,7 +122,7 @@ def _rehearse(shape: Shape, config: EngineConfig, device: torch.device) -> None:
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(_NUM_CALLS)
     for what in ("first", "again"):
         began_s = time.perf_counter()
-        rehearse(needs, CudaPages(device, PAGE_BYTES), device)
+        rehearse(needs, CudaPages(device, PAGE_BYTES), device, lambda: None, lambda _: None)
         tell(f"rehearsal, {what}: {1e3 * (time.perf_counter() - began_s):.1f} ms")
 
 

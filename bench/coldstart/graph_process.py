@@ -45,9 +45,11 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_nodes import GraphNodes
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
+from hearth.snapshot.software import software
 from hearth.store.manifest import CHUNK_BYTES, Chunk, Manifest, digest_of
 from hearth.types import Hold, ModelId, RequestId, SamplingParams, SnapshotOutcome, WorkerId
 from hearth.worker.__main__ import SWITCH_S
+from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_snapshots import ModelSnapshots, SnapshotLook, no_parts
 from hearth.worker.runtime import Runtime, start
@@ -173,6 +175,7 @@ class Rig:
             SnapshotDirectory.open(Path(task.snapshots), QUOTA_BYTES),
             *(config, device, self.runtime.name, self.runtime.device_bytes, self.parts_of),
         )
+        software(device.type)  # as a worker finds out before any model is asked for
         self.looks_s: list[float] = []  #: the time of each look for the snapshot
         self._ids = iter(range(1 << 30))
 
@@ -403,7 +406,7 @@ def _parts_of(runtime: Runtime) -> Callable[[Engine], SnapshotParts | None]:
         return no_parts
     if not runtime.has_fixed_addresses:
         raise RuntimeError("memory of libraries is not at its fixed address, so no snapshot can hold graphs")
-    return SnapshotGraphs(runtime.device).parts_of
+    return SnapshotGraphs(runtime.device, FirstTokens()).parts_of  # nobody else waits for a token
 
 
 def run(task: GraphTask) -> Captured | Restored:

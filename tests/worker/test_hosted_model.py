@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from hearth.messages import DeviceResidency, HostingFailed, LoadProgress, ModelL
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import Hold, ModelId, Rung
+from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.model_load import EngineReady, ModelLoad
@@ -461,6 +463,40 @@ def test_nobody_takes_the_facts_so_no_step_is_made(model: Path, tmp_path: Path) 
             assert bench.gateway.facts.qsize() <= 3
 
     assert len(bench.gateway.answers[run].tokens) == 50
+
+
+def test_nobody_is_taken_to_wait_for_a_first_token_who_has_one_or_has_gone(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs that are restored give way to those who wait."""
+    noted, awaited = set[FirstTokens](), FirstTokens.awaited
+
+    def note(first_tokens: FirstTokens, run: int) -> None:
+        noted.add(first_tokens)
+        awaited(first_tokens, run)
+
+    monkeypatch.setattr(FirstTokens, "awaited", note)
+    bench.gateway.host("a", model)
+    gone = bench.start("a", 5)
+    bench.gateway.host("b", converted("opt-pre"))
+    bench.start("b", 5)
+    bench.gateway.ping()
+    (first_tokens,) = noted
+    assert len(first_tokens._runs) == 2
+    assert not first_tokens._are_all_served.is_set()
+
+    bench.gateway.cancel(gone)
+    bench.gateway.drop("b")
+    run = bench.start("a", 50)
+    bench.gate.open()
+    while not bench.gateway.answers[run].tokens:
+        bench.gateway.hear()
+
+    assert first_tokens._are_all_served.is_set()
+    first_tokens.give_way(math.inf)()
+    awaited(first_tokens, 7)
+    first_tokens.give_way(0.0)()  # returns all the same
+    assert bench.num_tokens(run) == 50
 
 
 def test_progress_is_told_by_bytes_and_layers(

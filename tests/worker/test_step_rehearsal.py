@@ -9,6 +9,7 @@ import torch
 
 from bench.host_pages import HostPages
 from hearth.engine.dry_run import KernelNeeds, dry_runner
+from hearth.engine.graphs import CapturedGraph
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.step_shape import PaddedSizes
 from hearth.errors import DeviceError
@@ -43,16 +44,18 @@ def test_a_rehearsal_needs_one_page_and_leaves_it_as_it_was(
     def refuse(*_: object) -> None:
         raise DeviceError("no more kernels")
 
+    learned = list[CapturedGraph]()
     with closing(HostPages(1, 64 << 10)) as pages:
         before = content(pages)
         if breaks:
             monkeypatch.setattr(InputBuffers, "fill", refuse)
             with pytest.raises(DeviceError):
-                rehearse(needs(), pages, CPU)
+                rehearse(needs(), pages, CPU, lambda: None, learned.append)
         else:
-            rehearse(needs(), pages, CPU)
+            rehearse(needs(), pages, CPU, lambda: None, learned.append)
         assert (pages.mapped, pages.reserved) == ({}, set())
         assert torch.equal(content(pages), before)
+        assert not learned, "a CPU captures nothing"
 
 
 def test_prompts_of_all_sizes_are_rehearsed_with_one_row_of_logits_and_one_that_decodes() -> None:

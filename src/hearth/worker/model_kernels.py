@@ -12,6 +12,7 @@ import torch
 
 from hearth.engine.compile import list_key
 from hearth.engine.dry_run import KernelNeeds
+from hearth.engine.graphs import CapturedGraph
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.errors import HearthError
 from hearth.kernels.kernel_cache import KernelCache
@@ -19,7 +20,11 @@ from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.messages import PrepareModel
 from hearth.sizes import StepLimits
 from hearth.store.manifest import Manifest
+from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.step_rehearsal import rehearse
+
+#: For so long the rehearsal for a kind of models gives way, in all.
+MAX_PAUSE_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +33,18 @@ class ModelKernels:
     """Kernels on a worker's CUDA device. Any thread calls it; one of its own prepares for other models."""
 
     def __init__(
-        self, cache: KernelCache, device: torch.device, describe: Callable[[Path], Manifest]
+        self,
+        cache: KernelCache,
+        device: torch.device,
+        describe: Callable[[Path], Manifest],
+        first_tokens: FirstTokens,
+        learn: Callable[[CapturedGraph], None] | None = None,
     ) -> None:
-        """`describe` reads the description of a model in a directory, and keeps it for its first start."""
+        """`describe` reads the description of a model in a directory, and keeps it for its first start.
+
+        Rehearsals give way to those who wait for `first_tokens`; `learn` is shown the graphs of them.
+        """
+        self._first_tokens, self._learn = first_tokens, learn or _forget
         self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
         self._rehearsed: set[str] = set()  #: lists of kernels whose first steps were rehearsed, or failed to
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
@@ -64,10 +78,15 @@ class ModelKernels:
             return
         self._rehearsed.add(key)
         with closing(CudaPages(self._device, PAGE_BYTES)) as pages:
-            rehearse(needs, pages, self._device)
+            give_way = self._first_tokens.give_way(MAX_PAUSE_S)
+            rehearse(needs, pages, self._device, give_way, self._learn)
 
     def _needs(self, manifest: Manifest, limits: StepLimits) -> KernelNeeds:
         return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)
+
+
+def _forget(graph: CapturedGraph) -> None:
+    """Keep nothing of a graph: no snapshot has any."""
 
 
 def _prune(cache: KernelCache) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -117,15 +118,15 @@ class ModelLoad:
         self.is_engine_ready = False
         self.is_almost_loaded = False
         self.weights: WeightsLoaded | None = None
-        #: When bytes could begin to cross, and when the engine was there, on the clock of `perf_counter`.
+        #: When bytes began to cross, if any do, and when the engine was there: by `time.perf_counter`.
         self.crossing_s = self.ready_s = 0.0
         #: Keeps building and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._engine: Engine | None = None
         self._watched: WatchedLoad | None = None
-        threads = resources.loader.threads
-        self._map_ahead = MapAhead(prepare, space.parts, threads) if space.parts else None
+        self._map_ahead: MapAhead | None = None
+        self._new_map_ahead = partial(MapAhead, prepare, space.parts, resources.loader.threads)
         start_thread(lambda: self._prepare(engine), resources, post)
 
     @property
@@ -162,10 +163,15 @@ class ModelLoad:
         are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
         if space.gaps:
             self._start_crossing()
-        self.crossing_s = time.perf_counter()
+        elif space.parts:
+            self._start_mapping()
         look, is_new = None, engine is None
         if engine is None and not self._is_cancelled:
-            engine, look = self._assemble()
+            engine = self._assemble()
+            if kernels is not None and not are_kernels_ready:
+                # Beside the weights: this model's first step waits, and no other's.
+                kernels.compile(spec.manifest, spec.model.limits)
+            look = self._look(engine)  # behind it: restored graphs are made of kernels that are there
         with self._lock:
             if self._is_cancelled or engine is None:
                 if is_new and engine is not None:
@@ -177,9 +183,6 @@ class ModelLoad:
             self.ready_s = time.perf_counter()
             if self._watched is not None and (gate := self._watched.gate()) is not None:
                 engine.runner.follow(gate)
-        if kernels is not None and not are_kernels_ready:
-            # Beside the weights: this model's first step waits, and no other's.
-            kernels.compile(spec.manifest, spec.model.limits)
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
@@ -192,28 +195,37 @@ class ModelLoad:
         """
         loan = self._borrow_missing()
         with self._lock:
-            if self._is_cancelled or self._map_ahead is None:
+            if self._is_cancelled:
                 loan.cancel()
                 return
+            # Not before there is a loan: a thread that maps keeps the interpreter from one that asks.
+            self._map_ahead = self._new_map_ahead()
             to = Destination(self._space.gaps, self._map_ahead, self._space.places, self._spec.layout)
+            self.crossing_s = time.perf_counter()
             self._watched = WatchedLoad(self._borrowed, loan, to, self._resources.loader, self._post)
 
-    def _assemble(self) -> tuple[Engine, SnapshotLook | None]:
-        """Return the engine, and what came of looking for a snapshot of it.
+    def _start_mapping(self) -> None:
+        """Have bytes mapped that are there, in other hands, unless the load was called off."""
+        with self._lock:
+            if not self._is_cancelled:
+                self._map_ahead = self._new_map_ahead()
 
-        Not under the lock: it takes its time, and touches none of the space.
-        """
-        spec, space, resources, post = self._spec, self._space, self._resources, self._post
+    def _assemble(self) -> Engine:
+        """Return the engine. Not under the lock: it takes its time, and touches none of the space."""
+        spec, space, resources = self._spec, self._space, self._resources
         self._prepare_rest()
         weights = bind(spec.model.arch, spec.layout, space.places)
         memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
-        engine = assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
-        if resources.snapshots is None:
-            return engine, None
-        look = resources.snapshots.look(
-            spec, space, engine, discarded=lambda reason: post(SnapshotDiscarded(reason))
+        return assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
+
+    def _look(self, engine: Engine) -> SnapshotLook | None:
+        """Look for a snapshot of the engine, and have it restored. Not under the lock either."""
+        if (snapshots := self._resources.snapshots) is None:
+            return None
+        post = self._post
+        return snapshots.look(
+            *(self._spec, self._space, engine), discarded=lambda reason: post(SnapshotDiscarded(reason))
         )
-        return engine, look
 
     def _borrow_missing(self) -> PatientLoan:
         chunks = missing_chunks(self._borrowed.manifest, self._space.gaps)

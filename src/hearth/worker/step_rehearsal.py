@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graphs import CapturedGraph
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.memory.pages import Pages
@@ -29,10 +30,17 @@ from hearth.types import RequestId, SamplingParams
 log = logging.getLogger(__name__)
 
 
-def rehearse(needs: KernelNeeds, pages: Pages, device: torch.device) -> None:
+def rehearse(
+    needs: KernelNeeds,
+    pages: Pages,
+    device: torch.device,
+    give_way: Callable[[], None],
+    learn: Callable[[CapturedGraph], None],
+) -> None:
     """Have all kernels of first steps loaded on the device, whose Triton kernels are there already.
 
-    Any one thread may call it, beside all steps. The first of `pages` is lent to it for as long.
+    Any one thread may call it, beside all steps; `give_way` waits while others need the interpreter more.
+    `learn` is shown each graph, which is gone then. The first of `pages` is lent to it for as long.
     """
     began_s = time.perf_counter()
     with _aliased(pages, device) as memory:
@@ -40,7 +48,9 @@ def rehearse(needs: KernelNeeds, pages: Pages, device: torch.device) -> None:
         runner.rehearse_inputs(_plan())
         names = first_step_keys(runner)
         for key in names:
-            runner.rehearse(key.name, GraphCapture())
+            give_way()
+            if (graph := runner.rehearse(key.name, GraphCapture())) is not None:
+                learn(graph)
         runner.synchronize()
         del runner  # before its memory
     log.info("steps_rehearsed sizes=%d seconds=%.3f", len(names), time.perf_counter() - began_s)
