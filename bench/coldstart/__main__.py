@@ -5,7 +5,7 @@ python -m bench.coldstart [--save] [--only PART ...] [--models MODEL ...] [--hos
 {parts}
 
 In brackets are the seconds on one H200. Besides, kernels of all models are compiled at once (25 s), models
-are written and deployed (7 s for 13 GB), and a service makes their snapshots (15 s, and 5 s each). Parts ask
+are written and deployed (7 s for 13 GB), and a service makes their snapshots (15 s, and 12 s each). Parts ask
 the 7B; first the 13B as well, others the 4B, graphs and model those of `--models`.
 
 Random Llama-2-7B and 13B, Qwen-1.5-4B and 0.5B in bf16. Each part is told of as soon as it is over, and one
@@ -66,7 +66,7 @@ def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
             captured,
         ),
         "ready": Question(
-            *(parts.ready, ("7B",), 12),
+            *(parts.ready, ("7B",), 15),
             "`hearth serve` until a worker can host models, by parts: imports, fork, context, memory, ...",
         ),
         "first": Question(
@@ -74,7 +74,7 @@ def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
             "the first request of a service that has just started, its model in files",
         ),
         "kill": Question(
-            *(parts.kill, ("7B",), 20),
+            *(parts.kill, ("7B",), 15),
             "the worker dies in the middle of a stream: the pause, and how long its process takes to end",
         ),
         "model": Question(
