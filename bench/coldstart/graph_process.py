@@ -396,6 +396,8 @@ def _placed(pool: Pool, hosting: HostingSpec) -> Space:
     for part in space.parts:
         pool.prepare(MODEL, part)
     fill_random(hosting.layout, space.places, seed=1)
+    if space.tables.is_cuda:
+        torch.cuda.synchronize()  # so that a touch of memory which is not there shows here
     pool.load_ended(MODEL, is_whole=True)
     return space
 

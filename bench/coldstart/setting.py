@@ -147,6 +147,7 @@ class Setting:
         #: The rate from pinned memory to the device in one copy, known when a model is ready.
         self.bytes_per_s = math.nan
         self._running: _Running | None = None
+        self._is_rested = False  #: its worker, since it has started
         self._services = ExitStack()  #: of one at most
 
     @property
@@ -272,7 +273,7 @@ class Setting:
         began_s = time.time()
         service = self._services.enter_context(serving(self.data_dir, flags))
         self.starts.append(Start(time.time() - began_s, breakdown(self.log, began_s)))
-        self._running = _Running(service, kind)
+        self._running, self._is_rested = _Running(service, kind), False
 
     def stop(self) -> None:
         """Stop the service, if one runs."""
@@ -291,13 +292,16 @@ class Setting:
         while service.client.ps().workers[0].pid in (0, worker.pid):
             time.sleep(_LOOK_S)
         service.wait_ready()
+        self._is_rested = False
         self.rest()
         return breakdown(self.log, began_s)
 
     def rest(self) -> None:
-        """Wait until all host memory of the service that runs is pinned."""
-        is_small = self._running is not None and self._running.kind.is_small
-        time.sleep(self.scale.small_rest_s if is_small else self.scale.rest_s)
+        """Wait until all host memory of the service that runs is pinned, unless that was waited for."""
+        assert self._running is not None, "no service runs"
+        if not self._is_rested:
+            time.sleep(self.scale.small_rest_s if self._running.kind.is_small else self.scale.rest_s)
+            self._is_rested = True
 
     def prompts(self, model: str, num_tokens: int = PROMPT_TOKENS) -> Prompts:
         return Prompts(self.scale.shapes[model].arch.vocab_size, num_tokens)
