@@ -19,6 +19,7 @@ import gc
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -50,8 +51,10 @@ def main() -> NoReturn:
     die_with_parent()
     keep_only((0, 1, 2))
     gateway = socket.socket(fileno=0)
+    began_s = time.perf_counter()
     become_worker = import_worker()
-    gateway.send(msgspec.json.encode(TemplateAnswer(0, obstacle())))
+    import_s = time.perf_counter() - began_s
+    gateway.send(msgspec.json.encode(TemplateAnswer(0, obstacle(), import_s)))
     while True:
         request, descriptors, _, _ = socket.recv_fds(gateway, 16, TEMPLATE_BEACON + 1)
         if not request:
