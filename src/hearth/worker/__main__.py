@@ -96,8 +96,10 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
-    # First: the pages of host memory are found while the device comes up.
-    borrower = Borrower(Path(setup.keeper_socket), is_pinned=setup.kind == "cuda", is_device_up=False)
+    is_cuda = setup.kind == "cuda"
+    borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
+    if is_cuda and not predecessor.is_gone:
+        borrower.segment.touch_in_background()  # there is time, and streams wait for what lies there
     times.note("keeper")
     runtime = start(setup, config, times)
     resources = HostingResources(
@@ -108,7 +110,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         turns=TurnRules() if setup.turns else None,
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
     )
-    if not predecessor.is_gone:  # there is time for what the next models need
+    if not predecessor.is_gone:  # there is still time
         borrower.device_is_up()
         _load_kernels(setup, predecessor, resources.kernels)
     times.note("kernels")
@@ -116,9 +118,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     times.note("predecessor")
     inbox: Inbox = SimpleQueue()
     link = connect(setup.host, setup.port)
-    with (
-        borrower.segment.loading()
-    ):  # beside the pinning of host memory, that of a device is taken more slowly
+    with borrower.segment.loading():  # beside the pinning of host memory that of a device takes longer
         # Before the greeting: a worker that cannot have its memory is not ready.
         loop = WorkerLoop(resources, inbox, link.send)
     times.note("memory")
