@@ -10,13 +10,26 @@ from collections.abc import Collection
 
 #: Slots of models on a CUDA device (`memory/cuda_pages.py`).
 NUM_SLOTS = 250
+#: From here up the driver honours a wanted address, and 252 spaces of this size fit: those of models, behind
+#: them that of libraries, and one more.
+BASE_ADDRESS = 0x18000000000
+SPACE_BYTES = 512 << 30
 
 
-def choose_slot(digest: str, taken: Collection[int]) -> int | None:
+def slot_at(address: int) -> int | None:
+    """Return the slot whose space begins at an address; None: none does."""
+    slot, offset = divmod(address - BASE_ADDRESS, SPACE_BYTES)
+    return slot if not offset and 0 <= slot < NUM_SLOTS else None
+
+
+def choose_slot(digest: str, taken: Collection[int], named: int | None = None) -> int | None:
     """Return the slot of a model that has none: the one that its digest prefers, or else the next free one.
 
-    None: all are taken. Such a model shares a slot, and where both are hosted one of them is elsewhere.
+    `named`: the one that a snapshot of it was made for, which comes first. None: all are taken. Such a model
+    shares a slot, and where both are hosted one of them is elsewhere.
     """
+    if named is not None and named not in taken:
+        return named
     wanted = preferred_slot(digest, NUM_SLOTS)
     slots = ((wanted + step) % NUM_SLOTS for step in range(NUM_SLOTS))
     return next((slot for slot in slots if slot not in taken), None)
