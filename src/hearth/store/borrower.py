@@ -185,6 +185,7 @@ class Borrower:
         found = read_description(directory)
         if len(self._manifests) >= MAX_MANIFESTS:
             self._manifests.clear()
+            self._texts.clear()
         self._manifests[found.digest] = found
         return found
 

@@ -27,7 +27,6 @@ from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.snapshot.software import software
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
@@ -169,8 +168,6 @@ def _snapshots(
     except SnapshotError as error:  # which the gateway has met as well, and tells of
         log.warning("fallback snapshots=off reason=`%s`", error)
         return None
-    # It takes a while to find out, once, and no start should wait for it.
-    threading.Thread(target=software, args=(device.type,), name="hearth-software", daemon=True).start()
     parts_of = no_parts if graphs is None else graphs.parts_of
     return ModelSnapshots(directory, config, device, name, runtime.device_bytes, parts_of)
 
