@@ -66,6 +66,7 @@ class WorkerSetup(Struct, frozen=True):
     snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
     snapshot_bytes: int = 0  #: that all of them may take
     predecessor: int | None = None  #: the process that has the memory until it ends; None: nobody has it
+    prepare: tuple[PrepareModel, ...] = ()  #: models to have kernels for, if there is time before it is ready
 
     def __repr__(self) -> str:
         """Leave the secret out: what is shown may be logged."""
@@ -85,6 +86,7 @@ class TemplateAnswer(Struct, frozen=True):
 
     pid: int  #: of the worker; 0: none was forked
     obstacle: str | None = None  #: why no worker can be forked
+    import_s: float = 0.0  #: how long its imports took, if it says that it is ready
 
 
 class WorkerFarewell(Struct, frozen=True):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -244,16 +242,6 @@ def test_a_process_with_a_second_thread_or_an_open_device_must_not_fork(
     monkeypatch.setattr(template, "DEVICES", (str(tmp_path),))
     with (tmp_path / "nvidia0").open("w"):
         assert template.obstacle() == f"it must touch no device, and has opened {tmp_path}/nvidia0"
-
-
-def test_what_is_imported_beside_the_libraries_of_torch_needs_none_of_them() -> None:
-    code = (
-        "import sys\nfrom importlib import import_module\nfrom hearth.worker.template import WITHOUT_TORCH\n"
-        "for name in WITHOUT_TORCH: import_module(name)\nprint('torch' in sys.modules)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_random_numbers_are_seeded_anew_in_a_worker() -> None:

@@ -195,7 +195,7 @@ class WorkerTemplate:
                     raise UnfitTemplate(answer.obstacle)
                 self._socket, self._trouble = ours, None
                 self._is_settled.set()
-                log.info("template_ready pid=%d", self._process.pid)
+                log.info("template_ready pid=%d import_s=%.3f", self._process.pid, answer.import_s)
                 await self._process.wait()
             except TimeoutError:
                 return f"it was not ready within {self._start_s:g} s (`service.start_s`)"

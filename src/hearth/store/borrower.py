@@ -185,6 +185,7 @@ class Borrower:
         found = read_description(directory)
         if len(self._manifests) >= MAX_MANIFESTS:
             self._manifests.clear()
+            self._texts.clear()
         self._manifests[found.digest] = found
         return found
 
@@ -284,8 +285,6 @@ class Borrower:
     def _pinned(self, segment: Segment) -> Segment:
         if self._is_pinned and self._is_device_up:
             segment.pin_in_background()
-        elif self._is_pinned:
-            segment.touch_in_background()
         return segment
 
     def _close_old(self) -> None:

@@ -27,15 +27,16 @@ from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.snapshot.software import software
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
+from hearth.store.manifest import read_manifest
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
+from hearth.worker.predecessor import Predecessor
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
 from hearth.worker.start_times import StartTimes
@@ -91,9 +92,12 @@ def _say_farewell(fd: int, error: BaseException, reason: str) -> None:
 def _start(setup: WorkerSetup) -> WorkerLoop:
     """Return the loop of a worker that has everything it needs and has been welcomed by the gateway."""
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
+    predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
-    # First: the pages of host memory are found while the device comes up.
-    borrower = Borrower(Path(setup.keeper_socket), is_pinned=setup.kind == "cuda", is_device_up=False)
+    is_cuda = setup.kind == "cuda"
+    borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
+    if is_cuda and not predecessor.is_gone:
+        borrower.segment.touch_in_background()  # there is time, and streams wait for what lies there
     times.note("keeper")
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
@@ -107,18 +111,33 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
         first_tokens=first_tokens,
     )
+    if not predecessor.is_gone:  # there is still time
+        borrower.device_is_up()
+        _load_kernels(setup, predecessor, resources.kernels)
     times.note("kernels")
+    predecessor.wait()
+    times.note("predecessor")
     inbox: Inbox = SimpleQueue()
     link = connect(setup.host, setup.port)
-    # First: it takes its memory, and a worker that cannot have that is not ready.
-    loop = WorkerLoop(resources, inbox, link.send)
+    with borrower.segment.loading():  # beside the pinning of host memory that of a device takes longer
+        # Before the greeting: a worker that cannot have its memory is not ready.
+        loop = WorkerLoop(resources, inbox, link.send)
     times.note("memory")
-    borrower.device_is_up()  # not before: beside the pinning of host memory pages take far longer to create
+    borrower.device_is_up()
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     times.note("gateway")
     log.info("worker_started %s", times)
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
     return loop
+
+
+def _load_kernels(setup: WorkerSetup, predecessor: Predecessor, kernels: ModelKernels | None) -> None:
+    """Bring compiled kernels of deployed models to the device, as long as its memory is waited for."""
+    for order in setup.prepare if kernels is not None else ():
+        if predecessor.is_gone:
+            return
+        with suppress(HearthError, OSError):  # told of when the gateway orders the same
+            kernels.load(read_manifest(Path(order.directory)), order.limits)
 
 
 def _kernels(
@@ -149,8 +168,6 @@ def _snapshots(
     except SnapshotError as error:  # which the gateway has met as well, and tells of
         log.warning("fallback snapshots=off reason=`%s`", error)
         return None
-    # It takes a while to find out, once, and no start should wait for it.
-    threading.Thread(target=software, args=(device.type,), name="hearth-software", daemon=True).start()
     parts_of = no_parts if graphs is None else graphs.parts_of
     return ModelSnapshots(directory, config, device, name, runtime.device_bytes, parts_of)
 

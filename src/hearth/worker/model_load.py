@@ -171,7 +171,8 @@ class ModelLoad:
             if kernels is not None and not are_kernels_ready:
                 # Beside the weights: this model's first step waits, and no other's.
                 kernels.compile(spec.manifest, spec.model.limits)
-            look = self._look(engine)  # behind it: restored graphs are made of kernels that are there
+            if not self._is_cancelled:
+                look = self._look(engine)  # behind them: restored graphs are made of kernels that are there
         with self._lock:
             if self._is_cancelled or engine is None:
                 if is_new and engine is not None:

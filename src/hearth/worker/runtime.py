@@ -1,18 +1,14 @@
 """Brings up a worker's device before the first model: threads, context, libraries, memory.
 
-All of it takes a second or so, which no request should wait for. Pages of a device are created on a thread of
-their own, while libraries and kernels come to the device: so a worker that replaces another is up by the time
-that one's memory is free. It hosts nothing.
+All of it takes a second or so, which no request should wait for. Memory comes last, and takes least of it:
+so a worker that replaces another is all but up when that one's memory is free. It hosts nothing.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import platform
-import select
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,7 +55,7 @@ class Runtime:
     name: str  #: for people
     device_bytes: int  #: all of the device's memory
     budget_bytes: int  #: of the pool
-    new_pool: Callable[[EvictionTermsOf], Pool]  #: waits for the memory, and raises DeviceError without
+    new_pool: Callable[[EvictionTermsOf], Pool]  #: takes the memory, or raises DeviceError
     shares_workspace: bool  #: the pool is sure to need one workspace for all models
     torch_limit: TorchLimit | None = None  #: None: torch is not limited
     #: All that captured steps point at lies at the same addresses in every process.
@@ -84,7 +80,7 @@ class HostingResources:
 
 
 def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
-    """Bring the device up; its memory may come later, see `Runtime`. `times` is told how long that took.
+    """Bring the device up, but for the memory of the pool. `times` is told how long that took.
 
     Raises:
         ConfigError: the device can never be had as it was asked for.
@@ -101,7 +97,6 @@ def _start_cpu(setup: WorkerSetup, times: StartTimes) -> Runtime:
     new_pool = partial(ArenaPool, device, budget_bytes)
     _multiply(device, torch.float32)
     times.note("products")
-    wait_for_end(setup.predecessor)
     return Runtime(device, _processor(), machine_bytes(), budget_bytes, new_pool, shares_workspace=False)
 
 
@@ -127,17 +122,15 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> 
     name = torch.cuda.get_device_name(device)
     if not can_map(device):
         log.warning("fallback pool=arena reason=`%s cannot map memory by pages`", device)
-        wait_for_end(setup.predecessor)
-        _check_free(budget_bytes, device)
         _multiply(device, torch.bfloat16)
         times.note("products")
         # The pool is torch's as well.
         limit = TorchLimit(most_bytes + budget_bytes, partial(_limit_torch, total_bytes, device))
-        new_arena = partial(ArenaPool, device, budget_bytes, fallbacks={"arena": 1})
         return Runtime(
-            *(device, name, total_bytes, budget_bytes, new_arena), shares_workspace=False, torch_limit=limit
+            *(device, name, total_bytes, budget_bytes, partial(_new_arena, device, budget_bytes)),
+            shares_workspace=False,
+            torch_limit=limit,
         )
-    pages = _create_pages(setup, device, budget_bytes, times)
     limit = TorchLimit(most_bytes, partial(_limit_torch, total_bytes, device))
     fallbacks = _take_library_memory(device) if config.graphs != "off" else {}
     times.note("libraries")
@@ -145,45 +138,16 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> 
     times.note("products")
     return Runtime(
         *(device, name, total_bytes, budget_bytes // PAGE_BYTES * PAGE_BYTES),
-        new_pool=lambda terms: MappedPool(pages.result(), terms, fallbacks=fallbacks),
+        new_pool=lambda terms: MappedPool(CudaPages(device, budget_bytes), terms, fallbacks=fallbacks),
         shares_workspace=True,
         torch_limit=limit,
         has_fixed_addresses=config.graphs != "off" and not any(fallbacks.values()),
     )
 
 
-def _create_pages(
-    setup: WorkerSetup, device: torch.device, budget_bytes: int, times: StartTimes
-) -> Future[CudaPages]:
-    """Create the pages of the pool on another thread, once nobody has the memory any more."""
-
-    def create() -> CudaPages:
-        with times.beside("predecessor"):
-            wait_for_end(setup.predecessor)
-        with times.beside("pages"):
-            return CudaPages(device, budget_bytes)
-
-    thread = ThreadPoolExecutor(1, "hearth-pages", lambda: torch.cuda.set_device(device))
-    try:
-        return thread.submit(create)
-    finally:
-        thread.shutdown(wait=False)
-
-
-def wait_for_end(pid: int | None) -> None:
-    """Return when a process has ended; at once if there is none."""
-    if pid is None:
-        return
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        ends = select.poll()
-        ends.register(descriptor, select.POLLIN)
-        ends.poll()
-    finally:
-        os.close(descriptor)
+def _new_arena(device: torch.device, budget_bytes: int, eviction_terms: EvictionTermsOf) -> ArenaPool:
+    _check_free(budget_bytes, device)
+    return ArenaPool(device, budget_bytes, eviction_terms, fallbacks={"arena": 1})
 
 
 def _multiply(device: torch.device, dtype: torch.dtype) -> None:

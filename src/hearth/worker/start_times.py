@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class StartTimes:
-    """The parts of a start that is under way, one after the other, and those beside them. Mutable."""
+    """The parts of a start that is under way, one after the other. Mutable."""
 
     def __init__(self) -> None:
         self._began_s = self._noted_s = time.perf_counter()
@@ -22,13 +20,6 @@ class StartTimes:
         """Note the end of a part, which began with the end of the one before."""
         now_s = time.perf_counter()
         self.seconds[part], self._noted_s = now_s - self._noted_s, now_s
-
-    @contextmanager
-    def beside(self, part: str) -> Iterator[None]:
-        """Note what another thread does meanwhile, as a part that counts for itself."""
-        began_s = time.perf_counter()
-        yield
-        self.seconds[part] = time.perf_counter() - began_s
 
     def __str__(self) -> str:
         parts = (f"{part}_s={seconds:.3f}" for part, seconds in self.seconds.items())

@@ -46,14 +46,14 @@ def rehearse(
     with _aliased(pages, device) as memory:
         runner = dry_runner(needs, memory)
         runner.rehearse_inputs(_plan())
-        names = first_step_keys(runner)
-        for key in names:
+        keys = first_step_keys(runner)
+        for key in keys:
             give_way()
             if (graph := runner.rehearse(key.name, GraphCapture())) is not None:
                 learn(graph)
         runner.synchronize()
         del runner  # before its memory
-    log.info("steps_rehearsed sizes=%d seconds=%.3f", len(names), time.perf_counter() - began_s)
+    log.info("steps_rehearsed sizes=%d seconds=%.3f", len(keys), time.perf_counter() - began_s)
 
 
 def first_step_keys(runner: Runner) -> list[GraphKey]:

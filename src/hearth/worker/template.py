@@ -18,12 +18,10 @@ import ctypes
 import gc
 import os
 import socket
-import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,11 +35,6 @@ DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")
 #: Where numpy's library of products reads how many threads to start when it is loaded. A worker computes
 #: nothing with it; torch's own reads the same variable, and has to find what the user has chosen.
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
-#: What is imported while the libraries of torch are being loaded: it needs none of them.
-WITHOUT_TORCH = (
-    *("hearth.store.borrower", "hearth.policy.batch.batcher", "hearth.worker.gateway_link"),
-    *("triton.language", "triton.experimental.gluon.language"),
-)
 _CUDA_ERROR_NOT_INITIALIZED = 3
 _COMMAND, _WORKER_COMMAND = b"hearth.worker.template", b"hearth.worker"
 
@@ -50,8 +43,10 @@ def main() -> NoReturn:
     die_with_parent()
     keep_only((0, 1, 2))
     gateway = socket.socket(fileno=0)
+    began_s = time.perf_counter()
     become_worker = import_worker()
-    gateway.send(msgspec.json.encode(TemplateAnswer(0, obstacle())))
+    import_s = time.perf_counter() - began_s
+    gateway.send(msgspec.json.encode(TemplateAnswer(0, obstacle(), import_s)))
     while True:
         request, descriptors, _, _ = socket.recv_fds(gateway, 16, TEMPLATE_BEACON + 1)
         if not request:
@@ -70,7 +65,7 @@ def main() -> NoReturn:
 
 
 def import_worker() -> Callable[[], NoReturn]:
-    """Import all that a worker needs, without leaving a thread behind, and return what a worker runs."""
+    """Import all that a worker needs, without a thread being started, and return what a worker runs."""
     gc.disable()  # there is no garbage, and looking for it takes a tenth of the time
     chosen = os.environ.get(_NUMPY_THREADS)
     os.environ[_NUMPY_THREADS] = "1"
@@ -80,27 +75,11 @@ def import_worker() -> Callable[[], NoReturn]:
         del os.environ[_NUMPY_THREADS]
     else:
         os.environ[_NUMPY_THREADS] = chosen
-    libraries = threading.Thread(target=_load_libraries)
-    libraries.start()
-    for name in WITHOUT_TORCH:
-        with suppress(ImportError):  # Triton is not everywhere; of all else the worker will tell
-            import_module(name)
-    libraries.join()
     from hearth.worker.__main__ import main as become_worker
 
     gc.freeze()  # or the first collection of every worker would copy the pages of all that is imported
     gc.enable()
     return become_worker
-
-
-def _load_libraries() -> None:
-    """Load the libraries of torch, which takes long and needs no interpreter, as torch itself would."""
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        return
-    for name, mode in (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch.so", ctypes.RTLD_LOCAL)):
-        with suppress(OSError):  # then torch knows what to do, or tells
-            ctypes.CDLL(str(Path(torch.origin).parent / "lib" / name), mode)
 
 
 def obstacle() -> str | None:
