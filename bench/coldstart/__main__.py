@@ -4,9 +4,9 @@ python -m bench.coldstart [--save] [--only PART ...] [--models MODEL ...] [--hos
 
 {parts}
 
-In brackets are the seconds on one H200. Besides, kernels of all models are compiled at once (25 s), models
-are written and deployed (7 s for 13 GB), and a service makes their snapshots (15 s, and 12 s each). Parts ask
-the 7B; first the 13B as well, others the 4B, graphs and model those of `--models`.
+In brackets are the seconds on one H200. Besides, kernels of all models are compiled at once (20 s), models
+are written (4 s for 13 GB), and a service makes their snapshots (10 s, and 12 s each): seven minutes in all.
+Parts ask the 7B; first the 13B as well, others the 4B, graphs and model those of `--models`.
 
 Random Llama-2-7B and 13B, Qwen-1.5-4B and 0.5B in bf16. Each part is told of as soon as it is over, and one
 that fails costs no other; the exit status is 1 then. `--save` writes the result after every part, and keeps
@@ -66,7 +66,7 @@ def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
             captured,
         ),
         "ready": Question(
-            *(parts.ready, ("7B",), 15),
+            *(parts.ready, ("7B",), 11),
             "`hearth serve` until a worker can host models, by parts: imports, fork, context, memory, ...",
         ),
         "first": Question(
@@ -86,11 +86,11 @@ def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
             "gaps between the tokens of a running model, alone and while another one is restored beside it",
         ),
         "burst": Question(
-            *(arrivals.burst, (arrivals.MODEL,), 45),
+            *(arrivals.burst, (arrivals.MODEL,), 40),
             "64 requests at once to a model that has just started, with a snapshot and without",
         ),
         "poisson": Question(
-            *(arrivals.poisson, (arrivals.MODEL,), 110),
+            *(arrivals.poisson, (arrivals.MODEL,), 105),
             "requests at random to such a one, 2 and 10 a second with ShareGPT lengths, likewise",
         ),
     }
