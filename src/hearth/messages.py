@@ -65,6 +65,8 @@ class WorkerSetup(Struct, frozen=True):
     beacon: int | None = None  #: the descriptor of its beacon's memory; None: nobody looks
     snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
     snapshot_bytes: int = 0  #: that all of them may take
+    predecessor: int | None = None  #: the process that has the memory until it ends; None: nobody has it
+    prepare: tuple[PrepareModel, ...] = ()  #: models to have kernels for, if there is time before it is ready
 
     def __repr__(self) -> str:
         """Leave the secret out: what is shown may be logged."""
@@ -75,11 +77,16 @@ class WorkerSetup(Struct, frozen=True):
 TEMPLATE_BEACON = 3
 
 
+#: Asked of a template: to fork a worker with the descriptors that come along, or to log to the one that does.
+FORK_WORKER, LOG_HERE = b"fork", b"log"
+
+
 class TemplateAnswer(Struct, frozen=True):
     """Said by the template of workers when it is ready, and of each worker that it was asked for."""
 
     pid: int  #: of the worker; 0: none was forked
     obstacle: str | None = None  #: why no worker can be forked
+    import_s: float = 0.0  #: how long its imports took, if it says that it is ready
 
 
 class WorkerFarewell(Struct, frozen=True):
@@ -197,7 +204,10 @@ _SHARED = (
 
 
 class PrepareModel(Struct, frozen=True, tag=True):
-    """Have the kernels of a deployed model ready, beside all other work: it may be hosted some day."""
+    """Have the kernels and the description of a deployed model ready, beside all other work.
+
+    It may be hosted some day, and its first start should wait for neither.
+    """
 
     model: ModelId
     directory: str  #: which has its manifest
@@ -371,11 +381,17 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     reused_bytes: int  #: that were on the device already
     shared_bytes: int  #: that another load was reading already
     open_s: float  #: from the order until the keeper had found the model
-    assemble_s: float  #: then memory was taken and the engine put together
-    first_layer_s: float  #: these two from the start of the load, which came then
+    assemble_s: float  #: from then until the engine was put together, beside the bytes
+    first_layer_s: float  #: these two from when the bytes began to cross
     total_s: float
     is_widened: bool = False  #: to float32, because the device is slow in what was stored
     ahead_bytes: int = 0  #: of those of the rungs, that came before this load, ahead of the model's turn
+    place_s: float = 0.0  #: of `assemble_s`: memory was taken, and the bytes were asked for
+
+    @property
+    def took_s(self) -> float:
+        """The time from the order until all was there, engine and bytes."""
+        return self.open_s + max(self.assemble_s, self.place_s + self.total_s)
 
     @property
     def whole_s(self) -> float | None:
