@@ -12,7 +12,7 @@ from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Pr
 from hearth.sizes import Dimensions
 from hearth.types import AdapterId
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 #: The ranks of the adapters of a set, in turn.
 RANKS: Mapping[str, Sequence[int]] = {"mixed": (8, 16, 32, 64), "8": (8,), "16": (16,), "64": (64,)}
 

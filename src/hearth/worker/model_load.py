@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
@@ -199,8 +198,6 @@ def start_thread(
 
     def run() -> None:
         try:
-            if resources.device.type == "cuda":
-                torch.cuda.set_device(resources.device)  # which every thread has to say for itself
             act()
         except Exception as error:  # the thread's top: whoever owns the model is told
             post(ModelBroken(failure_of(error)))
