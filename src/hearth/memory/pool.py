@@ -190,7 +190,7 @@ class Pool(Protocol):
     def place_pieces(
         self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0
     ) -> list[torch.Tensor] | None:
-        """Give an adapter that has no pieces one (uint8) of each size, out of free memory, none of them out of
+        """Give an adapter that has no pieces one (uint8) of each size, out of free memory, but nothing of
         the last `spare_bytes` of it.
 
         None where that does not suffice, and nothing has changed. They begin at multiples of 256 bytes, never

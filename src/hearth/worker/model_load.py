@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
 from hearth.engine.step_marks import StepMarks
