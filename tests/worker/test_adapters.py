@@ -195,6 +195,28 @@ def test_a_model_that_breaks_when_it_is_told_of_an_adapter_leaves_and_others_go_
         rig.check(rig.ask(stored_adapter(BASE)))
 
 
+def test_a_retired_model_that_breaks_when_its_adapter_goes_leaves_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody hosts it, so nobody is told; when it comes back it is put together anew."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such adapter")
+
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path, BASE, OTHER) as rig:
+        rig.check(rig.ask(adapter))
+        rig.gateway.retire(BASE)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "remove_adapter", broken)
+            rig.gateway.forget_adapter(adapter.order.adapter)
+            assert BASE not in {use.model for use in rig.ping().models if use.weights_bytes}
+        assert rig.there() == {}
+        rig.check(rig.ask(None, model=OTHER))
+        host(rig.gateway, rig.setting, BASE)
+        rig.check(rig.ask(adapter))
+
+
 def test_a_request_may_be_cancelled_while_it_waits_for_its_adapter(tmp_path: Path) -> None:
     adapter = stored_adapter(BASE)
     with serving("mapped", tmp_path) as rig:
