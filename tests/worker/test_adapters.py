@@ -235,17 +235,14 @@ def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_num
         rig.check(rig.ask(None))
 
 
-@pytest.mark.parametrize("is_pinned", [False, True])
-def test_what_fits_on_a_page_of_others_takes_nothing_that_models_are_promised(
-    is_pinned: bool, tmp_path: Path
-) -> None:
+def test_what_fits_on_a_page_of_others_takes_nothing_that_models_are_promised(tmp_path: Path) -> None:
     """All that is free is what their base is still owed of its KV, and its first page has room for all."""
     adapters = [stored_adapter(BASE, seed, "attention") for seed in range(4)]
     page_bytes = SETTINGS["mapped"].page_bytes
     assert sum(one.layout.num_bytes for one in adapters) <= page_bytes
     with serving("mapped", tmp_path, spare_bytes=page_bytes) as rig:
         for adapter in adapters:
-            rig.ask(adapter, is_pinned=is_pinned)
+            rig.ask(adapter, is_pinned=True)
         rig.check()
 
         assert len(rig.there()) == len(adapters)
