@@ -45,6 +45,7 @@ class ActiveRequest:
     arrived_s: float = 0.0  #: by the driver's clock
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
     adapter: AdapterOrder | None = None  #: None: the bare model
+    adapter_bytes: int = 0
 
     @property
     def end_without_tokens(self) -> FinishReason | None:
