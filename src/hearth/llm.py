@@ -97,8 +97,8 @@ class LLM:
                 add_adapters(engine, read.values())
                 return engine
 
-            self._open(build, opened.tokenizer, opened)
-            self._adapters = {name: one.adapter for name, one in read.items()}
+            adapter_ids = {name: one.adapter for name, one in read.items()}
+            self._open(build, opened.tokenizer, opened, adapter_ids)
         except BaseException:
             opened.close()
             raise
@@ -107,15 +107,19 @@ class LLM:
     def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> Self:
         """Return an LLM over an engine that was assembled elsewhere, which it then owns."""
         llm = cls.__new__(cls)
-        llm._open(lambda: engine, tokenizer, None)
+        llm._open(lambda: engine, tokenizer, None, {})
         return llm
 
     def _open(
-        self, build: Callable[[], Engine], tokenizer: Tokenizer | None, opened: OpenedModel | None
+        self,
+        build: Callable[[], Engine],
+        tokenizer: Tokenizer | None,
+        opened: OpenedModel | None,
+        adapters: Mapping[str, AdapterId],
     ) -> None:
         self._tokenizer = tokenizer
         self._opened = opened
-        self._adapters: Mapping[str, AdapterId] = {}
+        self._adapters = adapters
         self._numbers = count()
         self._open_loop: StepLoop | None = StepLoop(build)
         # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
