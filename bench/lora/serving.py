@@ -36,8 +36,8 @@ from bench.reuse.worker import WorkerClient, keeping, working_over
 from hearth.messages import AdapterLoaded, AdapterOrder, CancelRequest, Fact, Sampling, StartRequest, StepDone
 
 AIM_COLD_S, AIM_ZIPF = 0.005, 0.9
-#: Requests for other adapters come so far apart beside a batch that decodes.
-BESIDE_S = 0.015
+#: Requests for other adapters come so many steps apart beside a batch that decodes.
+BESIDE_STEPS = 3
 
 Answer = dict[str, object]
 T = TypeVar("T", "FirstTokens", "StepTimes", "Throughput")
@@ -115,13 +115,14 @@ class AdapterClient:
 
 @contextmanager
 def asking(library: Library, socket: Path, num_room: int) -> Iterator[AdapterClient]:
-    """A worker with the base and room for so many adapters, all of whose steps have been run before."""
+    """A worker with the base and room for so many adapters, over host memory that is pinned."""
     scale = library.scale
     with (
         library.pool(num_room) as new_pool,
         working_over(socket, scale.device, scale.engine, new_pool, {BASE: library.host}) as worker,
     ):
         worker.load(BASE)
+        worker.segment.wait_pinned()
         yield AdapterClient(library, worker, count(1 << 20), random.Random(1))
 
 
@@ -154,7 +155,7 @@ def steps(client: AdapterClient, there: Sequence[AdapterOrder], away: Sequence[A
 def _intervals(client: AdapterClient, run: int, others: Sequence[AdapterOrder]) -> list[float]:
     """Return the times between tokens of a run while these are asked for, or for as many steps."""
     ends: list[float] = []
-    waiting, next_s = list(others), time.perf_counter()
+    waiting = list(others)
     open_runs: set[int] = set()
     while waiting or open_runs or len(ends) < client.library.scale.num_swaps:
         heard = client.worker.until(StepDone)
@@ -163,9 +164,8 @@ def _intervals(client: AdapterClient, run: int, others: Sequence[AdapterOrder]) 
         assert run not in heard.fact.finished, "the batch has ended before all was asked"
         if heard.has_token_of(run):
             ends.append(heard.at_s)
-        if waiting and heard.at_s >= next_s:
-            open_runs.add(client.start(waiting.pop(), max_tokens=1))
-            next_s = heard.at_s + BESIDE_S
+            if waiting and len(ends) % BESIDE_STEPS == 0:
+                open_runs.add(client.start(waiting.pop(), max_tokens=1))
     return [after - before for before, after in pairwise(ends)]
 
 

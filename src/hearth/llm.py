@@ -91,13 +91,14 @@ class LLM:
         opened = open_model(path, options, store or StoreConfig())
         try:
             read = read_adapters(opened, adapters or {})
+            adapter_ids = {name: one.adapter for name, one in read.items()}
 
             def build() -> Engine:
                 engine = opened.build()
                 add_adapters(engine, read.values())
+                read.clear()  # they are on the device
                 return engine
 
-            adapter_ids = {name: one.adapter for name, one in read.items()}
             self._open(build, opened.tokenizer, opened, adapter_ids)
         except BaseException:
             opened.close()
@@ -161,9 +162,9 @@ class LLM:
         """Complete prompts, all at once, and return the completions in their order.
 
         A prompt is text or token ids; `params` is for all of them or one for each, and so is `adapter`: one
-        that the model was opened with, or None for the bare model. If one of them is wrong,
-        nothing is generated; if one fails on the way, its error is raised and the others end. `progress`
-        shows a bar on the terminal.
+        that the model was opened with, or None for the bare model. If one of them is wrong, nothing is
+        generated; if one fails on the way, its error is raised and the others end. `progress` shows a bar on
+        the terminal.
         """
         asked = _as_prompts(prompts)
         each = zip(asked, _as_params(params, len(asked)), _as_adapters(adapter, len(asked)), strict=True)

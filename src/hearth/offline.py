@@ -97,9 +97,15 @@ def read_adapters(opened: OpenedModel, paths: Mapping[str, str | Path]) -> dict[
 
 
 def add_adapters(engine: Engine, adapters: Iterable[AdapterBytes]) -> None:
-    """Put adapters beside a model, on the thread that owns its engine. They stay as long as it does."""
+    """Put adapters beside a model, on the thread that owns its engine. They stay as long as it does.
+
+    Raises:
+        DeviceError: there is no memory left for one.
+    """
+    device = engine.runner.kv.device
     for one in {one.adapter: one for one in adapters}.values():
-        content = torch.frombuffer(bytearray(one.content), dtype=torch.uint8).to(engine.runner.kv.device)
+        content = allocate(len(one.content), device, "an adapter", "name fewer of them, or lower `kv_bytes`")
+        content.copy_(torch.frombuffer(bytearray(one.content), dtype=torch.uint8))
         pieces = [content[part.begin : part.end] for _, part in one.layout.layers]
         engine.add_adapter(one.adapter, one.layout, pieces)
 
