@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -45,11 +46,13 @@ T = TypeVar("T", "FirstTokens", "StepTimes", "Throughput")
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """Times until the first token of requests, of which nothing else runs."""
+    """Times until the first token of requests, beside which nothing else runs."""
 
     cold_s: Mapping[str, float]
     warm_s: Mapping[str, float]
     more_s: float
+    until_placed_s: float  #: of it, until the adapter was found and had its memory
+    until_filled_s: float  #: then until its bytes were there
     aim_s: float = AIM_COLD_S
 
 
@@ -87,11 +90,15 @@ class AdapterClient:
         self.worker.send(StartRequest(run, BASE, prompt, (), sampling, salt=b"", adapter=adapter))
         return run
 
-    def first_token_s(self, adapter: AdapterOrder) -> float:
+    def first_token_s(self, adapter: AdapterOrder, loads: list[AdapterLoaded] | None = None) -> float:
+        """Ask for one token, and return how long it took. `loads` gets what the worker tells of the load."""
         began_s = time.perf_counter()
-        first_s = self.worker.first_token(self.start(adapter, max_tokens=1)) - began_s
+        run = self.start(adapter, max_tokens=1)
+        while not (heard := self.worker.until(StepDone, AdapterLoaded)).has_token_of(run):
+            if loads is not None and isinstance(heard.fact, AdapterLoaded):
+                loads.append(heard.fact)
         self.worker.rest()
-        return first_s
+        return heard.at_s - began_s
 
     def rolling(self, adapters: Sequence[AdapterOrder], max_tokens: int) -> Iterator[tuple[float, Fact, int]]:
         """Ask for these, a batch at a time; yield facts with their times and how many are still to come."""
@@ -128,12 +135,16 @@ def asking(library: Library, socket: Path, num_room: int) -> Iterator[AdapterCli
 
 def cold(client: AdapterClient, adapters: Sequence[AdapterOrder]) -> FirstTokens:
     """Adapters that this worker has never seen, one after the other, each once more when it is there."""
-    cold_s, warm_s = [], []
+    cold_s, warm_s, loads = [], [], list[AdapterLoaded]()
     for adapter in adapters:
-        cold_s.append(client.first_token_s(adapter))
+        cold_s.append(client.first_token_s(adapter, loads))
         warm_s.append(client.first_token_s(adapter))
     cold, warm = percentiles(cold_s), percentiles(warm_s)
-    return FirstTokens(cold, warm, more_s=cold["p50"] - warm["p50"])
+    return FirstTokens(
+        *(cold, warm, cold["p50"] - warm["p50"]),
+        until_placed_s=statistics.median(one.wait_s for one in loads),
+        until_filled_s=statistics.median(one.total_s for one in loads),
+    )
 
 
 def steps(client: AdapterClient, there: Sequence[AdapterOrder], away: Sequence[AdapterOrder]) -> StepTimes:
