@@ -33,6 +33,7 @@ from hearth.errors import HearthError
 from hearth.models.families import FAMILIES
 from tests.cli.fake_service import serving
 from tests.models.speaking import save_speaking
+from tests.store.peft_files import write_peft
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "hearth"
@@ -41,7 +42,7 @@ STRUCTURE = ROOT / "docs" / "structure.md"
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 EXAMPLE = ROOT / "examples" / "hearth.toml"
-PLACEHOLDER = "path/to/model"
+PLACEHOLDER, ADAPTER_PLACEHOLDER = "path/to/model", "path/to/adapter"
 SERVICE = "http://127.0.0.1:8000"
 MAX_README_LINES = 150
 #: What a person reads in ten minutes.
@@ -120,11 +121,13 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=name)
-def test_python_in_documents_runs(document: Path, model_directory: Path) -> None:
+def test_python_in_documents_runs(document: Path, model_directory: Path, tmp_path: Path) -> None:
     namespace: dict[str, object] = {"__name__": document.stem}
     with serving() as service:
         for block in blocks(document, "python"):
             code = block.code.replace(PLACEHOLDER, str(model_directory)).replace(SERVICE, service.url)
+            if ADAPTER_PLACEHOLDER in code:
+                code = code.replace(ADAPTER_PLACEHOLDER, str(write_peft(tmp_path / "lora")))
             # The empty lines let a traceback name the line of the document.
             exec(compile("\n" * block.line + code, str(document), "exec"), namespace)
 

@@ -1,18 +1,23 @@
-"""Random LoRA adapters of all seven projections, on the device. Their answers mean nothing."""
+"""Random LoRA adapters, on the device and in files. Their answers mean nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from hearth.engine.engine import Engine
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection, projection_shape
+from hearth.models.arch import Arch
 from hearth.sizes import Dimensions
+from hearth.store.adapter_manifest import AdapterManifest, stored_bytes
+from hearth.store.manifest import CHUNK_BYTES, MANIFEST
+from hearth.store.writer import staged
 from hearth.types import AdapterId
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 #: The ranks of the adapters of a set, in turn.
 RANKS: Mapping[str, Sequence[int]] = {"mixed": (8, 16, 32, 64), "8": (8,), "16": (16,), "64": (64,)}
 
@@ -35,6 +40,26 @@ def layout_of_rank(dimensions: Dimensions, rank: int) -> AdapterLayout:
             inputs = projection_shape(dimensions, projection)[1]
             targets.append(AdapterTarget(layer, projection, inputs, slices))
     return AdapterLayout.of(targets, "bfloat16")
+
+
+def query_value_layout(dimensions: Dimensions, rank: int, dtype: str) -> AdapterLayout:
+    """Return the layout of an adapter of q and v alone, as LoRA's authors have them."""
+    begins = {0: dimensions.q_size, dimensions.q_size + dimensions.kv_size: dimensions.kv_size}
+    slices = tuple(AdapterSlice(begin, size, rank) for begin, size in begins.items())
+    targets = [
+        AdapterTarget(layer, Projection.QKV, dimensions.hidden_size, slices) for layer in dimensions.layers
+    ]
+    return AdapterLayout.of(targets, dtype)
+
+
+def write_adapter(arch: Arch, layout: AdapterLayout, content: memoryview, dest: Path) -> AdapterManifest:
+    """Write an adapter of these factors in Hearth's format."""
+    assert len(content) == stored_bytes(layout), f"{len(content)=} {stored_bytes(layout)=}"
+    with staged(dest, len(content)) as staging:
+        written = staging.write_pieces(iter([content]), len(content), CHUNK_BYTES, None)
+        manifest = AdapterManifest.of(arch.family, arch.dimensions, layout, written.chunks, CHUNK_BYTES)
+        staging.write_file(MANIFEST, manifest.to_json().encode())
+    return manifest
 
 
 def random_pieces(layout: AdapterLayout) -> list[torch.Tensor]:

@@ -25,8 +25,8 @@ from queue import SimpleQueue
 
 import torch
 
-from bench.llama7b import ARCH
-from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank
+from bench.llama7b import ARCH, SHAPE
+from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank, write_adapter
 from bench.report import arguments, keep
 from hearth.config import EngineConfig, StoreConfig
 from hearth.memory.cuda_pages import CudaPages
@@ -34,13 +34,12 @@ from hearth.memory.pool import EvictionTerms
 from hearth.memory.vmm import MappedPool
 from hearth.messages import AdapterOrder
 from hearth.models.adapter import AdapterLayout
-from hearth.store.adapter_manifest import AdapterManifest, stored_bytes
+from hearth.store.adapter_manifest import stored_bytes
 from hearth.store.borrower import BorrowedAdapter, Borrower
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader
-from hearth.store.manifest import CHUNK_BYTES, MANIFEST
+from hearth.store.manifest import CHUNK_BYTES
 from hearth.store.tiers import Tiers
-from hearth.store.writer import staged
 from hearth.types import AdapterId, Hold
 from hearth.worker.adapter_load import AdapterFilled, AdapterNews, load_adapter
 from hearth.worker.runtime import HostingResources
@@ -48,18 +47,6 @@ from hearth.worker.runtime import HostingResources
 NUM_SWAPS, NUM_ADAPTERS, POOL_BYTES = 20, 128, 24 << 30
 
 Answer = dict[str, object]
-
-
-def write_adapter(layout: AdapterLayout, dest: Path) -> AdapterManifest:
-    """Write an adapter of arbitrary factors in Hearth's format."""
-    num_bytes = stored_bytes(layout)
-    content = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8).numpy()
-    dimensions = replace(ARCH.dimensions, num_layers=len(layout.layers))
-    with staged(dest, num_bytes, overwrite=False) as staging:
-        written = staging.write_pieces(iter([memoryview(content)]), num_bytes, CHUNK_BYTES, None)
-        manifest = AdapterManifest.of(ARCH.family, dimensions, layout, written.chunks, CHUNK_BYTES)
-        staging.write_file(MANIFEST, manifest.to_json().encode())
-    return manifest
 
 
 def new_pool() -> MappedPool:
@@ -71,10 +58,12 @@ def sizes_of(layout: AdapterLayout) -> list[int]:
 
 
 def swap(num_layers: int) -> Iterator[Answer]:
-    layout = layout_of_rank(replace(ARCH.dimensions, num_layers=num_layers), 16)
+    arch = replace(SHAPE, config={**SHAPE.config, "num_hidden_layers": num_layers}).arch
+    layout = layout_of_rank(arch.dimensions, 16)
+    content = torch.randint(0, 255, (stored_bytes(layout),), dtype=torch.uint8).numpy()
     with tempfile.TemporaryDirectory(prefix="hearth-") as name, closing(new_pool()) as pool:
         root = Path(name)
-        manifest = write_adapter(layout, root / "adapter")
+        manifest = write_adapter(arch, layout, memoryview(content), root / "adapter")
         tiers = Tiers(StoreConfig(path=str(root / "store"), host_bytes=1 << 30), CHUNK_BYTES)
         with closing(tiers), closing(Lender(tiers, root / "s")), closing(Borrower(root / "s")) as borrower:
             resources = HostingResources(CUDA, EngineConfig(), lambda terms: pool, borrower, Loader(CUDA))
@@ -173,7 +162,7 @@ def main() -> None:
             traceback.print_exc()
             found.append({"part": part.__name__, "error": repr(error)})
     if given.save:
-        keep("lora-swap", {"answers": found})
+        keep("lora_swap", {"answers": found})
 
 
 if __name__ == "__main__":

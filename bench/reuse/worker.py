@@ -10,16 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue, SimpleQueue
 
 import msgspec
+import torch
 
 from bench.reuse.setting import Setting
-from hearth.config import StoreConfig
+from hearth.config import EngineConfig, StoreConfig
+from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.messages import (
     DropModel,
     Fact,
@@ -94,10 +96,12 @@ class WorkerClient:
         self.host(model)
         self.until(ModelLoaded)
 
-    def rest(self) -> None:
-        """Wait until everything that was ordered is done."""
+    def rest(self) -> Pong:
+        """Wait until everything that was ordered is done; return what the worker has then."""
         self.send(Ping(next(self._numbers)))
-        self.until(Pong)
+        pong = self.until(Pong).fact
+        assert isinstance(pong, Pong)
+        return pong
 
     def ask(self, model: ModelId, prompt: Sequence[int]) -> int:
         """Ask a model for one token."""
@@ -126,17 +130,29 @@ def working(
 
     `turns`: None if none are taken; else what comes ahead of them needs pages that are mapped.
     """
+    with (
+        keeping(setting.device, setting.scale.host_bytes, place) as socket,
+        setting.worker_pool(budget_bytes, is_mapped=turns is not None) as new_pool,
+        working_over(socket, setting.device, setting.scale.engine, new_pool, orders, turns) as worker,
+    ):
+        yield worker
+
+
+@contextmanager
+def working_over(
+    socket: Path,
+    device: torch.device,
+    engine: EngineConfig,
+    new_pool: Callable[[EvictionTermsOf], Pool],
+    orders: Mapping[ModelId, HostModel],
+    turns: TurnRules | None = None,
+) -> Iterator[WorkerClient]:
+    """Start a worker that borrows from whoever lends at a socket."""
     inbox: Inbox = SimpleQueue()
     facts: Queue[TimedFact | None] = Queue()
     interval_s = sys.getswitchinterval()
-    with (
-        _keeper(setting, place) as socket,
-        closing(Borrower(socket)) as borrower,
-        setting.worker_pool(budget_bytes, is_mapped=turns is not None) as new_pool,
-    ):
-        resources = HostingResources(
-            setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device), turns
-        )
+    with closing(Borrower(socket)) as borrower:
+        resources = HostingResources(device, engine, new_pool, borrower, Loader(device), turns)
         loop = WorkerLoop(resources, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
         thread = threading.Thread(target=_run, args=(loop, facts), name="hearth-steps", daemon=True)
         sys.setswitchinterval(SWITCH_S)
@@ -160,11 +176,11 @@ def _run(loop: WorkerLoop, facts: Queue[TimedFact | None]) -> None:
 
 
 @contextmanager
-def _keeper(setting: Setting, place: Path) -> Iterator[Path]:
+def keeping(device: torch.device, host_bytes: int, place: Path) -> Iterator[Path]:
     """Lend chunks at a socket: by a process of its own, or in this one where that does not matter."""
-    socket, host_bytes = place / "keeper.sock", setting.scale.host_bytes
+    socket = place / "keeper.sock"
     config = StoreConfig(path=str(place / "store"), host_bytes=host_bytes)
-    if setting.device.type != "cuda":
+    if device.type != "cuda":
         with closing(Tiers(config, is_pinned=False)) as tiers, closing(Lender(tiers, socket)):
             yield socket
         return

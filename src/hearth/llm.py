@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -21,15 +21,23 @@ from rich.progress import track
 from hearth.config import EngineConfig, StoreConfig
 from hearth.engine.engine import Engine, Output, StepOutputs
 from hearth.engine.loop import Failed, Outbox, StepLoop
-from hearth.errors import BadPrompt, BadSampling, EngineFailed
-from hearth.offline import ModelOptions, OpenedModel, open_model
+from hearth.errors import BadPrompt, BadSampling, EngineFailed, UnknownModel
+from hearth.offline import ModelOptions, OpenedModel, add_adapters, open_model, read_adapters
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.store.record import LoadRecord
 from hearth.store.tiers import Tiers
 from hearth.text.chat_template import Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import FinishReason, PromptReading, RankedLogprobs, RequestId, SamplingParams, TokenLogprobs
+from hearth.types import (
+    AdapterId,
+    FinishReason,
+    PromptReading,
+    RankedLogprobs,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 Prompt = str | Sequence[int]
 
@@ -69,18 +77,29 @@ class LLM:
         engine: EngineConfig | None = None,
         store: StoreConfig | Tiers | None = None,
         skip_tokenizer: bool = False,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
         """Open a converted model (a directory or a URL), a Hugging Face directory or a GGUF file.
 
         A converted model is loaded in the background: requests are answered behind it, and fail with it.
         `max_context` defaults to what the model was made for. With `skip_tokenizer` prompts are token ids,
         completions have no text and generation does not stop by itself. Tiers that are given are shared and
-        stay open.
+        stay open. `adapters` are LoRA adapters by a name of the caller's choice: directories that PEFT wrote,
+        or converted ones. They are on the device as long as the model is.
         """
         options = ModelOptions(device, dtype, max_context, skip_tokenizer, engine or EngineConfig())
         opened = open_model(path, options, store or StoreConfig())
         try:
-            self._open(opened.build, opened.tokenizer, opened)
+            read = read_adapters(opened, adapters or {})
+            adapter_ids = {name: one.adapter for name, one in read.items()}
+
+            def build() -> Engine:
+                engine = opened.build()
+                add_adapters(engine, read.values())
+                read.clear()  # they are on the device
+                return engine
+
+            self._open(build, opened.tokenizer, opened, adapter_ids)
         except BaseException:
             opened.close()
             raise
@@ -89,14 +108,19 @@ class LLM:
     def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> Self:
         """Return an LLM over an engine that was assembled elsewhere, which it then owns."""
         llm = cls.__new__(cls)
-        llm._open(lambda: engine, tokenizer, None)
+        llm._open(lambda: engine, tokenizer, None, {})
         return llm
 
     def _open(
-        self, build: Callable[[], Engine], tokenizer: Tokenizer | None, opened: OpenedModel | None
+        self,
+        build: Callable[[], Engine],
+        tokenizer: Tokenizer | None,
+        opened: OpenedModel | None,
+        adapters: Mapping[str, AdapterId],
     ) -> None:
         self._tokenizer = tokenizer
         self._opened = opened
+        self._adapters = adapters
         self._numbers = count()
         self._open_loop: StepLoop | None = StepLoop(build)
         # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
@@ -132,27 +156,31 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts, all at once, and return the completions in their order.
 
-        A prompt is text or token ids; `params` is for all of them or one for each. If one of them is wrong,
-        nothing is generated; if one fails on the way, its error is raised and the others end. Nobody sees
-        a token before the last, so prompts are not held back by `max_step` beside those of other prompts.
-        `progress` shows a bar on the terminal.
+        A prompt is text or token ids; `params` is for all of them or one for each, and so is `adapter`: one
+        that the model was opened with, or None for the bare model. If one of them is wrong, nothing is
+        generated; if one fails on the way, its error is raised and the others end. Nobody sees a token before
+        the last, so prompts are not held back by `max_step` beside those of other prompts. `progress` shows a
+        bar on the terminal.
         """
         asked = _as_prompts(prompts)
-        pairs = zip(asked, _as_params(params, len(asked)), strict=True)
-        requests = [replace(self._request(*pair), is_streamed=False) for pair in pairs]
+        each = zip(asked, _as_params(params, len(asked)), _as_adapters(adapter, len(asked)), strict=True)
+        requests = [replace(self._request(*one), is_streamed=False) for one in each]
         answers = dict[RequestId, _ReceivedAnswer]()
         ends = self._collect(requests, answers)
         for _ in track(ends, "generating", total=len(requests), disable=not progress):
             pass
         return [answers[request.request_id].completion() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[Delta]:
         """Complete one prompt, token by token. Leaving the iterator early ends the request."""
-        return self._stream(self._request(prompt, params or SamplingParams()))
+        return self._stream(self._request(prompt, params or SamplingParams(), adapter))
 
     def _stream(self, request: EngineRequest) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
@@ -213,13 +241,21 @@ class LLM:
                 if request.request_id not in ended:
                     loop.cancel(request.request_id)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
+    def _request(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> EngineRequest:
+        if adapter is not None and adapter not in self._adapters:
+            known = ", ".join(f"`{name}`" for name in self._adapters) or "none"
+            raise UnknownModel(
+                f"unknown adapter: `{adapter}`; the model was opened with: {known}; name it in `adapters` "
+                "when the model is opened"
+            )
         if params.stop_strings and self._tokenizer is None:
             raise BadSampling("`stop` needs a tokenizer, but the model was loaded with `skip_tokenizer`")
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise BadPrompt(f"a prompt is text or a list of token ids, given: {type(prompt).__name__}")
         token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self.engine.request(RequestId(f"r{next(self._numbers)}"), token_ids, params)
+        adapter_id = None if adapter is None else self._adapters[adapter]
+        request_id = RequestId(f"r{next(self._numbers)}")
+        return self.engine.request(request_id, token_ids, params, adapter=adapter_id)
 
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -345,3 +381,11 @@ def _as_params(
             f"{len(params)} sampling params for {num_prompts} prompts; give one, or one for each"
         )
     return list(params)
+
+
+def _as_adapters(adapter: str | Sequence[str | None] | None, num_prompts: int) -> list[str | None]:
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * num_prompts
+    if len(adapter) != num_prompts:
+        raise BadPrompt(f"{len(adapter)} adapters for {num_prompts} prompts; give one, or one for each")
+    return list(adapter)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -34,8 +34,10 @@ from hearth.models.layout import Layout, layout_of
 from hearth.models.pack import checkpoint_dtype, pack
 from hearth.models.weights import bind, contiguous_places
 from hearth.store.convert import open_source
+from hearth.store.convert_adapter import AdapterBase
 from hearth.store.loader import Load, Loader, LoadGate, whole
 from hearth.store.manifest import MANIFEST, Manifest, of_model
+from hearth.store.read_adapter import AdapterBytes, read_adapter
 from hearth.store.record import LoadRecord
 from hearth.store.source import ModelSource
 from hearth.store.tiers import Tiers
@@ -58,6 +60,7 @@ class OpenedModel(Protocol):
     """A model that was found and checked, and can be built into an engine."""
 
     tokenizer: Tokenizer | None
+    spec: ModelSpec
 
     def build(self) -> Engine:
         """Build the engine, on the thread that will own it."""
@@ -83,6 +86,30 @@ def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tie
     return _PackedModel(Path(path), options, _kernels_path(store), device)
 
 
+def read_adapters(opened: OpenedModel, paths: Mapping[str, str | Path]) -> dict[str, AdapterBytes]:
+    """Read adapters of a model, by the names that requests will have.
+
+    Raises:
+        ModelError: one is broken or cannot be served, or does not fit the model.
+    """
+    base = AdapterBase(opened.spec.arch, name_of(opened.spec.dtype))
+    return {name: read_adapter(Path(path), base) for name, path in paths.items()}
+
+
+def add_adapters(engine: Engine, adapters: Iterable[AdapterBytes]) -> None:
+    """Put adapters beside a model, on the thread that owns its engine. They stay as long as it does.
+
+    Raises:
+        DeviceError: there is no memory left for one.
+    """
+    device = engine.runner.kv.device
+    for one in {one.adapter: one for one in adapters}.values():
+        content = allocate(len(one.content), device, "an adapter", "name fewer of them, or lower `kv_bytes`")
+        content.copy_(torch.frombuffer(bytearray(one.content), dtype=torch.uint8))
+        pieces = [content[part.begin : part.end] for _, part in one.layout.layers]
+        engine.add_adapter(one.adapter, one.layout, pieces)
+
+
 def _keep_to_usable_cores() -> None:
     """Lower torch's threads to the cores that this process may use: torch does not ask the cgroup."""
     if torch.get_num_threads() > (num_cores := num_usable_cores()):
@@ -98,10 +125,10 @@ class _PackedModel:
             self.tokenizer = None if options.skip_tokenizer else _tokenizer_of(source)
             self._layout = layout_of(source.arch, _packed_dtype(options.dtype, source, device))
             dtype = self._layout.tensors[0].dtype
-            self._spec = _spec_of(source.arch, dtype, options, device, self.tokenizer)
+            self.spec = _spec_of(source.arch, dtype, options, device, self.tokenizer)
 
     def build(self) -> Engine:
-        spec, layout = self._spec, self._layout
+        spec, layout = self.spec, self._layout
         wait_for_kernels = _start_kernels(spec, "none", self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         with open_source(self._path) as source:
@@ -135,13 +162,13 @@ class _ConvertedModel:
             manifest = self._manifest = of_model(self._model.manifest, str(path))
             self.tokenizer = None if options.skip_tokenizer else Tokenizer.load(self._model.directory)
             self._dtype = _stored_dtype(options.dtype, manifest, device)
-            self._spec = _spec_of(manifest.arch, self._dtype, options, device, self.tokenizer)
+            self.spec = _spec_of(manifest.arch, self._dtype, options, device, self.tokenizer)
         except BaseException:
             self.close()
             raise
 
     def build(self) -> Engine:
-        manifest, spec = self._manifest, self._spec
+        manifest, spec = self._manifest, self.spec
         layout = served_layout(manifest, self._dtype)
         wait_for_kernels = _start_kernels(spec, manifest.quant, self._kernels, self._device)
         base = _allocate_weights(layout, self._device)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from hearth.cli import local_models
+from hearth.control.datadir import DataDir
+from hearth.control.deploy import DeployOrder
 from hearth.control.deployed import DeployedAdapter
+from hearth.control.deployer import carry_out
+from hearth.control.registry import Registry
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
 from tests.cli.test_tab_completion import completed
@@ -60,13 +65,28 @@ def test_an_adapter_is_converted_for_a_base_and_shown(hearth: Hearth, tmp_path: 
     assert "is not quantised" in refused.err
 
 
-def test_run_says_that_an_adapter_needs_a_service(hearth: Hearth, shop: DeployedAdapter) -> None:
+def test_without_a_service_an_adapter_answers_in_this_process(
+    hearth: Hearth, tiny: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    order = DeployOrder(str(write_peft(tmp_path / "lora")), "shop", base="tiny")
+    with Registry.open(DataDir.open(data_dir)) as registry:
+        registry.add(carry_out(order, DataDir.open(data_dir), lambda *progress: None))
+    words = ("hi", "--temperature", "0", "--max-tokens", "6", "--device", "cpu", "--json")
+
+    shop, bare = (json.loads(hearth("run", name, *words).out) for name in ("shop", "tiny"))
+
+    assert len(shop["token_ids"]) == len(bare["token_ids"]) == 6
+    assert shop["token_ids"] != bare["token_ids"]
+
+
+def test_run_says_that_an_adapter_elsewhere_needs_a_service(
+    hearth: Hearth, data_dir: Path, shop: DeployedAdapter
+) -> None:
+    with Registry.open(DataDir.open(data_dir)) as registry:
+        registry.replace(replace(shop, where="s3://bucket/shop"))
     shown = hearth("run", "shop", "hi")
     assert (shown.code, shown.out) == (2, "")
-    assert (
-        "`shop` is an adapter of `tiny`, which only a service runs; start one with `hearth serve`"
-        in shown.err
-    )
+    assert "lies at `s3://bucket/shop`, from where only a service loads it; start one" in shown.err
 
 
 def test_only_models_are_offered_as_bases(data_dir: Path, shop: DeployedAdapter) -> None:

@@ -30,11 +30,14 @@ from hearth.control.snapshots import Snapshots
 from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.views import UpstreamView
 from hearth.errors import ConfigError, HasAdapters, NameTaken, StoreError, UnknownModel
+from hearth.messages import AdapterOrder
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.convert import convert
 from hearth.store.keeper_client import KeeperClient
-from hearth.types import AdapterId
+from hearth.text.tokenizer import Tokenizer
+from hearth.types import AdapterId, ModelId
+from tests.control.test_active_request import request_of
 from tests.store.peft_files import write_peft
 from tests.store.stored import files_of, serving
 
@@ -429,6 +432,42 @@ def test_a_base_goes_with_its_adapters_and_their_files_and_memory(
         assert rig.deployments.entries() == rig.deployments.adapters() == []
 
     with_shop(data_dir, scene, {"shop": ModelConfig(aliases=("clerk",))})
+
+
+@pytest.mark.parametrize("removed", ["shop", "tiny"])
+def test_files_stay_for_requests_that_run_when_their_model_or_adapter_is_removed(
+    removed: str, data_dir: DataDir, checkpoint: Path, tmp_path: Path
+) -> None:
+    """They may have given way and have to be loaded once more, before the last token."""
+    base = made(data_dir, checkpoint, "tiny")
+    lora = write_peft(tmp_path / "lora", targets=["q_proj"])
+    adapter = carry_out(DeployOrder(str(lora), "shop", base="tiny"), data_dir, lambda *_: None)
+    assert isinstance(adapter, DeployedAdapter)
+    with Registry.open(data_dir) as registry:
+        registry.add(adapter)
+    all_files = set(data_dir.models_path.iterdir())
+
+    async def scene(rig: DeploymentsRig) -> None:
+        requests, tokenizer = rig.driver.requests, Tokenizer.load(Path(base.directory))
+        running = [request_of(tokenizer, name, ModelId("tiny")) for name in ("mine", "bare")]
+        running[0].adapter = AdapterOrder(adapter.adapter_id, "shop", adapter.where)
+        for request in running:
+            requests.add(request)
+        await rig.deployments.remove(removed, with_adapters=True)
+        await asyncio.sleep(0)
+        assert set(data_dir.models_path.iterdir()) == all_files
+        assert rig.keeper.forgotten == []
+
+        ends = running[:1] if removed == "shop" else running[::-1]
+        clearing = list(rig.deployments._clearing)
+        for request in ends:
+            assert not any(task.done() for task in clearing)
+            requests.end(request)
+        await asyncio.gather(*clearing)
+        left = {Path(base.directory)} if removed == "shop" else set()
+        assert set(data_dir.models_path.iterdir()) == left
+
+    with_shop(data_dir, scene)
 
 
 def test_an_adapter_goes_alone_by_its_alias(data_dir: DataDir, checkpoint: Path, tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ def test_what_was_recorded_is_on_disk_when_the_journal_is_closed(tmp_path: Path)
                 "keep_alive_s": None,
                 "digest": None,
                 "is_batch": False,
+                "adapter": None,
             },
         ],
         "actions": [],

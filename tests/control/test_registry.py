@@ -468,6 +468,26 @@ def test_an_adapter_is_removed_alone(data_dir: DataDir) -> None:
         assert registry.all() == [TINY]
 
 
+def test_no_base_goes_while_an_adapter_of_it_is_registered(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes deploy and remove at once: one of them waits, and sees what the other has done."""
+    put, refused = Registry._put, list[DataDirError]()
+
+    def put_late(registry: Registry, verb: str, deployed: Deployed | DeployedAdapter) -> None:
+        if isinstance(deployed, DeployedAdapter):
+            with pytest.raises(DataDirError, match="busy") as busy, Registry.open(data_dir, 0.0) as other:
+                other.remove("tiny")
+            refused.append(busy.value)
+        put(registry, verb, deployed)
+
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        monkeypatch.setattr(Registry, "_put", put_late)
+        registry.add(ADAPTER)
+        assert (registry.all(), registry.adapters(), len(refused)) == ([TINY], [ADAPTER], 1)
+
+
 def test_a_base_is_replaced_only_by_what_its_adapters_fit(data_dir: DataDir) -> None:
     wider = replace(LARGE, dimensions=replace(LARGE.dimensions, hidden_size=1))
     with Registry.open(data_dir) as registry:

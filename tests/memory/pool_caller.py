@@ -233,12 +233,12 @@ class PoolCaller:
             self.pool.drop_table(model, table)
             assert self.pool.usage().free_bytes >= free_bytes + num_bytes
 
-    def place_pieces(self, adapter: AdapterId, sizes: Sequence[int]) -> bool:
+    def place_pieces(self, adapter: AdapterId, sizes: Sequence[int], spare_bytes: int = 0) -> bool:
         """Place the pieces of an adapter that has none; False: it has, or memory is short."""
         if adapter in self.pieces:
             return False
         before = self.pool.usage()
-        pieces = self.pool.place_pieces(adapter, sizes)
+        pieces = self.pool.place_pieces(adapter, sizes, spare_bytes)
         if pieces is None:
             assert self.pool.usage() == before
             return False

@@ -250,6 +250,17 @@ def test_pieces_beyond_what_is_free_are_refused_and_change_nothing(caller: PoolC
     assert caller.pool.usage().free_bytes == 0
 
 
+def test_pieces_take_nothing_of_what_is_to_stay_free(caller: PoolCaller) -> None:
+    """What lies beside others on their pages takes nothing at all."""
+    caller.host(A)
+    free_bytes = caller.pool.usage().free_bytes
+
+    assert not caller.place_pieces(ADAPTERS[0], [PAGE_BYTES, 256], free_bytes - PAGE_BYTES)
+    assert caller.place_pieces(ADAPTERS[0], [PAGE_BYTES, 256], free_bytes - 2 * PAGE_BYTES)
+    rest_bytes = caller.pool.usage().free_bytes
+    assert caller.place_pieces(ADAPTERS[1], [256], rest_bytes) == isinstance(caller.pool, MappedPool)
+
+
 def test_blocks_that_lie_ready_give_way_to_pieces(caller: PoolCaller) -> None:
     caller.host(A)
     caller.grow(A, 1, ahead_blocks=1000)

@@ -416,7 +416,7 @@ def test_a_model_is_brought_to_host_memory_and_nothing_of_it_is_lent(
         assert borrower.prefetch(borrowed).wait(), "nothing is to come any more"
 
         assert borrower.open(model).is_in_host
-        assert eventually(lambda: lender.num_sessions == 0)
+        assert eventually(lambda: lender.num_sessions == 1), "the line of questions stands"
         book = tiers.fetcher.book
         assert (book.num_leased, book.num_resident) == (0, tiers.fetcher.counters.num_fills)
 
@@ -452,7 +452,7 @@ def test_a_prefetch_that_is_called_off_is_read_no_further(model: Path, tmp_path:
         assert isinstance(waiting.exception(timeout=PATIENCE_S), LoadCancelled)
         assert eventually(lambda: not reading.is_wanted())
         gated.gate.open()
-        assert eventually(lambda: lender.num_sessions == 0)
+        assert eventually(lambda: lender.num_sessions == 1), "the line of questions stands"
         assert eventually(lambda: gated.tiers.fetcher.book.num_filling == 0)
         assert gated.tiers.fetcher.counters.num_fills <= 1
 
@@ -618,8 +618,8 @@ def test_a_lender_without_a_thread_for_a_borrower_or_a_load_serves_on(
 ) -> None:
     start = threading.Thread.start
     #: Threads of the lender in the order of their start: of a borrower, of the same again, of what opens a
-    #: model, of what begins a load, and the load's own.
-    can_start = iter([False, True, True, True, False])
+    #: model and begins a load, and the load's own.
+    can_start = iter([False, True, True, False])
 
     def start_if_possible(thread: threading.Thread) -> None:
         if thread.name == "hearth-lend" and not next(can_start, True):
@@ -765,10 +765,12 @@ def test_a_model_that_was_described_is_opened_without_reading_a_file(
             borrower.text_file(described, source, TOKENIZER)
 
 
-def test_a_load_leaves_its_line_to_the_next(model: Path, tmp_path: Path, path: Path) -> None:
+def test_questions_and_loads_leave_their_line_to_the_next(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
         borrowed = borrower.open(model)
+        assert (len(borrower._standing), lender.num_sessions) == (1, 1)
         for _ in range(3):
+            borrower.open(model)
             loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
             for chunk in loan:
                 loan.release(chunk)

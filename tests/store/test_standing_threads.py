@@ -30,6 +30,28 @@ def test_errands_that_follow_each_other_need_one_thread() -> None:
     assert len(set(idents)) == 1
 
 
+def test_every_thread_begins_once_before_its_first_errand() -> None:
+    """A device is set for a thread, whatever it is to do then."""
+    told, both = list[tuple[str, int]](), threading.Barrier(2, timeout=PATIENCE_S)
+
+    def tell(what: str) -> None:
+        told.append((what, threading.get_ident()))
+
+    def act() -> None:
+        both.wait()
+        tell("act")
+
+    threads = StandingThreads("test", begin=lambda: tell("begin"))
+    until_ended(threads, act, act)
+    until_ended(threads, act, act)
+
+    acted = [thread for what, thread in told if what == "act"]
+    begun = [thread for what, thread in told if what == "begin"]
+    assert len(acted) == 4
+    assert sorted(begun) == sorted(set(acted))
+    assert all(told.index(("begin", one)) < told.index(("act", one)) for one in begun)
+
+
 def test_errands_wait_for_no_other() -> None:
     threads, both = StandingThreads("test"), threading.Barrier(2, timeout=PATIENCE_S)
     until_ended(threads, lambda: None)

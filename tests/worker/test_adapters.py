@@ -27,7 +27,6 @@ from tests.worker.test_turns import RESTLESS, host, least_bytes
 
 BASE, OTHER = "llama-gqa", "qwen3"
 ROOMY = 16 << 20
-ADAPTER_BYTES = 46848  #: of each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +195,28 @@ def test_a_model_that_breaks_when_it_is_told_of_an_adapter_leaves_and_others_go_
         rig.check(rig.ask(stored_adapter(BASE)))
 
 
+def test_a_retired_model_that_breaks_when_its_adapter_goes_leaves_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody hosts it, so nobody is told; when it comes back it is put together anew."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such adapter")
+
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path, BASE, OTHER) as rig:
+        rig.check(rig.ask(adapter))
+        rig.gateway.retire(BASE)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "remove_adapter", broken)
+            rig.gateway.forget_adapter(adapter.order.adapter)
+            assert BASE not in {use.model for use in rig.ping().models if use.weights_bytes}
+        assert rig.there() == {}
+        rig.check(rig.ask(None, model=OTHER))
+        host(rig.gateway, rig.setting, BASE)
+        rig.check(rig.ask(adapter))
+
+
 def test_a_request_may_be_cancelled_while_it_waits_for_its_adapter(tmp_path: Path) -> None:
     adapter = stored_adapter(BASE)
     with serving("mapped", tmp_path) as rig:
@@ -214,15 +235,32 @@ def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_num
         rig.check(rig.ask(None))
 
 
+def test_what_fits_on_a_page_of_others_takes_nothing_that_models_are_promised(tmp_path: Path) -> None:
+    """All that is free is what their base is still owed of its KV, and its first page has room for all."""
+    adapters = [stored_adapter(BASE, seed, "attention") for seed in range(4)]
+    page_bytes = SETTINGS["mapped"].page_bytes
+    assert sum(one.layout.num_bytes for one in adapters) <= page_bytes
+    with serving("mapped", tmp_path, spare_bytes=page_bytes) as rig:
+        for adapter in adapters:
+            rig.ask(adapter, is_pinned=True)
+        rig.check()
+
+        assert len(rig.there()) == len(adapters)
+        assert rig.ping().num_adapter_evictions == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_not_all_fit_they_take_each_other_s_place_and_nobody_starves(kind: str, tmp_path: Path) -> None:
-    """Room for two of four, and one of them is asked for all the time."""
+    """Room for half of them, and one is asked for all the time."""
     setting = SETTINGS[kind]
-    adapters = [stored_adapter(base_of(setting), seed) for seed in range(4)]
-    room_bytes = 2 * max(setting.page_bytes, adapters[0].layout.num_bytes)
-    with serving(kind, tmp_path, spare_bytes=room_bytes) as rig:
-        for at in range(24):
-            rig.ask(adapters[0 if at % 2 else at // 2 % 4], max_tokens=4 + at % 5)
+    base = base_of(setting)
+    adapter_bytes = stored_adapter(base).layout.num_bytes
+    spare_bytes = 2 * max(setting.page_bytes, adapter_bytes)
+    num_there = (spare_bytes + setting.unused_bytes(base)) // adapter_bytes
+    adapters = [stored_adapter(base, seed) for seed in range(2 * num_there)]
+    with serving(kind, tmp_path, spare_bytes=spare_bytes) as rig:
+        for at in range(max(24, 2 * len(adapters))):
+            rig.ask(adapters[0 if at % 2 else at // 2 % len(adapters)], max_tokens=4 + at % 5)
         rig.ask(None)
         rig.check()
 
@@ -320,9 +358,10 @@ def test_a_model_that_comes_gets_what_it_is_promised_from_adapters(
     setting = SETTINGS[kind]
     base, other = setting.names[0], setting.names[2]
     promised_bytes = setting.promise_bytes(base) + setting.promise_bytes(other)
-    num_adapters = setting.promise_bytes(other) // ADAPTER_BYTES * 7 // 8
+    adapter_bytes = stored_adapter(base).layout.num_bytes
+    num_adapters = setting.promise_bytes(other) // adapter_bytes * 7 // 8
     adapters = [stored_adapter(base, seed) for seed in range(num_adapters)]
-    spare_bytes = ADAPTER_BYTES + 2 * setting.page_bytes
+    spare_bytes = adapter_bytes + 2 * setting.page_bytes
     with serving(kind, tmp_path, base, budget_bytes=promised_bytes, spare_bytes=spare_bytes) as rig:
         for adapter in adapters:
             rig.ask(adapter, is_pinned=is_pinned)

@@ -100,6 +100,14 @@ class Setting:
             standing_bytes=self._rounded(self.block_bytes(name)) + self.tables_bytes(name),
         )
 
+    def unused_bytes(self, name: str) -> int:
+        """What of a promise is for rounding and seams, and free for others in an arena."""
+        if self.new_pool is not arena:
+            return 0
+        used_bytes = read_manifest(self.where(name)).num_bytes + self.floor_bytes(name)
+        used_bytes += self.tables_bytes(name) + workspace_bytes(self.spec(name), self.device)
+        return self.promise_bytes(name) - used_bytes
+
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self.page_bytes) * self.page_bytes
 

@@ -72,17 +72,17 @@ class ServiceAnswerer:
 
 
 class LocalAnswerer:
-    """A model in this process."""
+    """A model in this process, perhaps with one of its adapters."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, adapter: str | None = None) -> None:
+        self._llm, self._adapter = llm, adapter
         self.has_chat_template = llm.has_chat_template
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
-        return _deltas(self._llm.stream(self._llm.chat_prompt(messages), params))
+        return _deltas(self._llm.stream(self._llm.chat_prompt(messages), params, adapter=self._adapter))
 
     def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
-        return _deltas(self._llm.stream(prompt, params))
+        return _deltas(self._llm.stream(prompt, params, adapter=self._adapter))
 
     def wait_loaded(self) -> LoadRecord | None:
         return self._llm.wait_loaded()
@@ -93,6 +93,14 @@ def _deltas(deltas: Iterator[Delta]) -> Generator[AnswerDelta, None, None]:
     for delta in deltas:
         num_tokens += len(delta.token_ids)
         yield AnswerDelta(delta.text, delta.finish_reason, delta.token_ids, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAdapter:
+    """An adapter that is deployed here."""
+
+    name: str
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +146,10 @@ def answerer_of(
     if client is None:
         with named(model):
             view = local_models.find(data_dir, model)
-        if view.base is not None:
-            raise ConfigError(
-                f"`{view.name}` is an adapter of `{view.base}`, which only a service runs; start one with "
-                "`hearth serve`, and ask again"
-            )
+            base = view if view.base is None else local_models.find(data_dir, view.base)
+        adapter = None if view.base is None else LocalAdapter(view.name, view.where)
         config = configured(options.config, options.settings, {"store.path": str(data_dir)})
-        with _loaded(view.where, config, options) as answerer:
+        with _loaded(base.where, config, options, adapter) as answerer:
             yield answerer
         return
     with client:
@@ -162,11 +167,25 @@ def answerer_of(
 
 
 @contextmanager
-def _loaded(where: str, config: HearthConfig, options: LocalOptions) -> Iterator[LocalAnswerer]:
+def _loaded(
+    where: str, config: HearthConfig, options: LocalOptions, adapter: LocalAdapter | None = None
+) -> Iterator[LocalAnswerer]:
+    if adapter is not None and "://" in adapter.where:
+        raise ConfigError(
+            f"the adapter `{adapter.name}` lies at `{adapter.where}`, from where only a service loads it; "
+            "start one with `hearth serve`, and ask again"
+        )
     log_beside_answer(config)
     with err.status(f"loading {where}"):
         from hearth.llm import LLM
 
-        llm = LLM(where, device=options.device, dtype=options.dtype, engine=config.engine, store=config.store)
+        llm = LLM(
+            where,
+            device=options.device,
+            dtype=options.dtype,
+            engine=config.engine,
+            store=config.store,
+            adapters={} if adapter is None else {adapter.name: adapter.where},
+        )
     with llm:
-        yield LocalAnswerer(llm)
+        yield LocalAnswerer(llm, None if adapter is None else adapter.name)

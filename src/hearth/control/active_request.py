@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hearth.control.generation import AnswerStream
@@ -44,6 +45,7 @@ class ActiveRequest:
     arrived_s: float = 0.0  #: by the driver's clock
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
     adapter: AdapterOrder | None = None  #: None: the bare model
+    adapter_bytes: int = 0
 
     @property
     def end_without_tokens(self) -> FinishReason | None:
@@ -71,6 +73,7 @@ class ActiveRequests:
         self._runs = itertools.count(1)
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._next_end: asyncio.Event | None = None  #: set when a request ends; None: nobody waits for it
 
     def add(self, request: ActiveRequest) -> None:
         self.by_id[request.request_id] = request
@@ -101,7 +104,24 @@ class ActiveRequests:
             self.by_run.pop(request.run, None)
         if not self.by_id:
             self._is_empty.set()
+        if self._next_end is not None:
+            self._next_end.set()
+            self._next_end = None
         return True
+
+    def users_of(self, model: str, wheres: Collection[str]) -> set[RequestId]:
+        """Return the requests of a model, and those whose adapter lies at one of these places."""
+        return {
+            request.request_id
+            for request in self.by_id.values()
+            if request.model == model or (request.adapter is not None and request.adapter.where in wheres)
+        }
+
+    async def wait_ended(self, requests: set[RequestId]) -> None:
+        """Return when none of these requests is left."""
+        while not requests.isdisjoint(self.by_id):
+            self._next_end = self._next_end or asyncio.Event()
+            await self._next_end.wait()
 
     async def wait_empty(self) -> None:
         """Return when no request is left."""

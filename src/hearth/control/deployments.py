@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from hearth.policy.fleet import events
 from hearth.policy.fleet.events import ModelProfile
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.upstream import note_version, read_upstream
-from hearth.types import AdapterId, ModelId
+from hearth.types import AdapterId, ModelId, RequestId
 
 #: Time for the keeper to forget a model, which takes it milliseconds.
 FORGET_S = 10.0
@@ -97,13 +97,15 @@ class Deployments:
                     before = self._register(event.deployed, order.overwrite)
                 if before is not None and before != event.deployed.location:
                     try:
-                        await self._clear(before)
+                        await self._clear(event.deployed.name, [before])
                     except StoreError as error:  # what was ordered is done all the same
                         log.warning("files_left reason=%s", error)
                 yield self._catalog.find(event.deployed.name)
 
     async def remove(self, name: str, *, with_adapters: bool = False) -> None:
         """Remove a model or an adapter, and those of its files that were made for it.
+
+        Where requests still run with it, files go behind the last of them.
 
         Raises:
             UnknownModel: there is none.
@@ -115,8 +117,7 @@ class Deployments:
             name = self._catalog.find(name).name
         locations = self._registry.remove(name, with_adapters=with_adapters)
         self._refresh()
-        for location in locations:
-            await self._clear(location)
+        await self._clear(name, locations)
 
     async def upstream(
         self, deployed: Deployed | DeployedAdapter, *, look: bool, max_age_s: float = 0.0
@@ -189,14 +190,23 @@ class Deployments:
                 self._driver.post(events.ModelDeployed(self._driver.now_s, entry.profile))
                 self._driver.prepare(entry.prepare_order)
 
-    async def _clear(self, location: ModelLocation) -> None:
-        """Delete a model's files; whoever asked may leave, and it is finished without them."""
-        task = asyncio.create_task(self._clear_files(location))
-        self._clearing.add(task)
-        task.add_done_callback(self._clearing.discard)
-        await asyncio.shield(task)
+    async def _clear(self, name: str, locations: Sequence[ModelLocation]) -> None:
+        """Delete the files of what had a name until now; whoever asked may leave, and it is finished then.
 
-    async def _clear_files(self, location: ModelLocation) -> None:
+        Requests that run may have to load it once more, having given way meanwhile: nobody waits for these.
+        """
+        users = self._driver.requests.users_of(name, {location.where for location in locations})
+        for location in locations:
+            task = asyncio.create_task(self._clear_files(location, users))
+            self._clearing.add(task)
+            task.add_done_callback(self._clearing.discard)
+            if users:
+                task.add_done_callback(_log_files_left)
+            else:
+                await asyncio.shield(task)
+
+    async def _clear_files(self, location: ModelLocation, users: set[RequestId]) -> None:
+        await self._driver.requests.wait_ended(users)
         async with self._files:
             await asyncio.to_thread(_clear_snapshots, self._data_dir)
             if await asyncio.to_thread(_is_shared, location, self._registry.locations()):
@@ -206,6 +216,12 @@ class Deployments:
             except (HearthError, TimeoutError) as error:  # it may be starting anew, and reads the disk then
                 log.warning("keeper_not_told where=%s reason=%r", location.where, error)
             await asyncio.to_thread(remove_files, location, self._data_dir)
+
+
+def _log_files_left(task: asyncio.Task[None]) -> None:
+    """Log why files could not be deleted, of which nobody waits to be told."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("files_left reason=%s", error)
 
 
 def _clear_snapshots(data_dir: DataDir) -> None:

@@ -100,12 +100,15 @@ class Driver:
     def start(self, request: ActiveRequest, max_tokens: int | None, keep_alive_s: float | None) -> None:
         """Take a request. If it is refused at once, its stream has an error when this returns."""
         self.requests.add(request)
+        order = request.adapter
+        adapter = None if order is None else events.WantedAdapter(order.adapter, request.adapter_bytes)
         self.post(
             events.RequestArrived(
                 *(self.now_s, request.request_id, request.model, len(request.prompt)),
                 *(max_tokens, keep_alive_s),
                 digest=request.digest,
                 is_batch=request.pace.is_batch,
+                adapter=adapter,
             )
         )
 

@@ -200,6 +200,7 @@ class Gateway:
             arrived_s=arrived_s,
             pooling=wanted.pooling,
             adapter=adapter,
+            adapter_bytes=0 if entry.adapter is None else entry.adapter.num_bytes,
         )
         if (exchange := current_exchange()) is not None:
             exchange.started(timeline, counts_prompt=wanted.counts_prompt)

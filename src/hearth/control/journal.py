@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 #: Raise it when events, actions, decisions or the records of the fleet change, so that an old recording is
 #: not taken for a wrong one.
-VERSION = 7
+VERSION = 8
 
 #: Between two tries to go on after the disk took no more, by the times of events.
 RETRY_S = 60.0

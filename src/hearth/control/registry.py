@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -247,8 +247,9 @@ class Registry:
                 log.warning("row_skipped reason=%s", error)
 
     def _write(self, verb: str, deployed: Deployed | DeployedAdapter) -> None:
-        self._check(deployed)
-        self._put(verb, deployed)
+        with nullcontext() if self._connection.in_transaction else self.transaction():
+            self._check(deployed)
+            self._put(verb, deployed)
         self._data_dir.forget_upgrade()  # not before: a name that is taken changes nothing
 
     def _check(self, deployed: Deployed | DeployedAdapter) -> None:

@@ -169,6 +169,9 @@ class ArenaPool:
         self._books.give_back()
         return grown
 
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        return num_blocks * self._books.tenants[model].shape.block_bytes
+
     def shrink(self, model: ModelId, extent: range) -> None:
         sink = next(iter(self._books.tenants[model].extents))
         assert extent.start != sink, f"`{model}` cannot give back its sink: {extent}"
@@ -199,10 +202,14 @@ class ArenaPool:
     def drop_table(self, model: ModelId, table: SamplingTable) -> None:
         self._books.give(self._books.tenants[model].table_owner(table))
 
-    def place_pieces(self, owner: AdapterId, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+    def place_pieces(
+        self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0
+    ) -> list[torch.Tensor] | None:
         """All pieces lie in one region, so that few of those that never move cut the memory in pieces."""
-        books = self._books
-        item = Item(books.next_pieces_owner(), aligned(sum(map(piece_bytes, sizes))))
+        books, num_bytes = self._books, aligned(sum(map(piece_bytes, sizes)))
+        if num_bytes + spare_bytes > self.free_bytes:
+            return None
+        item = Item(books.next_pieces_owner(), num_bytes)
         need = PlacementNeed(ModelId(""), (), 0, 0, block_bytes=1, tables=(item,))
         placement = plan_placement(books.regions, need, self._movable(), self._packer)
         if placement is None:

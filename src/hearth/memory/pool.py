@@ -172,6 +172,9 @@ class Pool(Protocol):
         made ready in the background, if memory is free, for the next call. Weights may be moved.
         """
 
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        """Return the free memory that so many blocks of KV more would take, which are a placed model's."""
+
     def shrink(self, model: ModelId, extent: range) -> None:
         """Take back an extent that `extents` names. The device may still be computing with it: whoever gets
         the memory next waits for what is queued now."""
@@ -189,8 +192,11 @@ class Pool(Protocol):
     def drop_table(self, model: ModelId, table: SamplingTable) -> None:
         """Take back the memory of a table. The device may still be computing with it, as in `shrink`."""
 
-    def place_pieces(self, owner: AdapterId, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Give an adapter that has no pieces one (uint8) of each size, out of free memory.
+    def place_pieces(
+        self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0
+    ) -> list[torch.Tensor] | None:
+        """Give an adapter that has no pieces one (uint8) of each size, out of free memory, but nothing of
+        the last `spare_bytes` of it.
 
         None where that does not suffice, and nothing has changed. They begin at multiples of 256 bytes, never
         move, and must not be touched before `prepare_pieces` has returned; weights may be moved for them.

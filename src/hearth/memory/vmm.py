@@ -162,6 +162,12 @@ class MappedPool:
             self._ahead.put(ahead)
         return extents
 
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        """Blocks that lie on a page which the model has take none."""
+        tenant = self._books.tenants[model]
+        num_more = tenant.kv.num_pages(tenant.num_kv_blocks + num_blocks) - tenant.num_kv_pages
+        return max(0, num_more) * self._pages.page_bytes
+
     def shrink(self, model: ModelId, extent: range) -> None:
         with self._table.lock:
             tenant = self._books.tenants[model]
@@ -186,10 +192,12 @@ class MappedPool:
         with self._table.lock:
             self._books.leave_table(self._books.tenants[model], table)
 
-    def place_pieces(self, owner: AdapterId, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Pages that are ready for KV, but not given, count as free."""
+    def place_pieces(
+        self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0
+    ) -> list[torch.Tensor] | None:
+        """Pages that are ready for KV, but not given, count as free; what pieces leave of theirs does not."""
         with self._table.lock:
-            if not self._books.claim_pieces(owner, sizes):
+            if not self._books.claim_pieces(owner, sizes, spare_bytes):
                 return None
             addresses = self._books.piece_addresses(owner)
         return [self._pages.bytes_at(at, size) for at, size in zip(addresses, sizes, strict=True)]

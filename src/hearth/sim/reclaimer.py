@@ -162,6 +162,9 @@ class SimulatedReclaimer:
             due_in_s=self._due_in_s(model) if is_paused else 0.0,
         )
 
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        return num_blocks * self._hosted[model].engine.kv.block_bytes
+
     def extents(self, model: ModelId) -> list[range]:
         return self._hosted[model].engine.extents()
 

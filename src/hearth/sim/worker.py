@@ -30,6 +30,9 @@ class _NoKv:
     def kv_of(self, model: ModelId) -> KvView:
         raise AssertionError(f"`{model}` has no KV beyond its promise")
 
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        raise AssertionError(f"`{model}` has no KV beyond its promise: {num_blocks=}")
+
     def extents(self, model: ModelId) -> tuple[range, ...]:
         return ()
 

@@ -77,8 +77,8 @@ BorrowedAdapter: TypeAlias = Borrowed[AdapterManifest]
 class Borrower:
     """The lender's segment, mapped and, for a CUDA device, pinned. Any thread may ask.
 
-    A lender that died and was started again lends from another segment, which is then mapped as well. A load
-    that is over leaves its line to the next one, which then has its first chunk after one question.
+    A lender that died and was started again lends from another segment, which is then mapped as well. What
+    asks or loads leaves its line to the next, so that a load has its first chunk after one question.
     """
 
     def __init__(self, path: Path, *, is_pinned: bool = True, is_device_up: bool = True) -> None:
@@ -237,10 +237,13 @@ class Borrower:
         line = LenderLine(*self._connect())
         try:
             line.send(question)
+            return line, line.read()
         except OSError as error:
             line.close()
             raise self._gone() from error
-        return line, line.read()
+        except StoreError:  # it answers nonsense
+            line.close()
+            raise
 
     def _take_standing(self) -> LenderLine | None:
         with self._lock:
@@ -295,14 +298,14 @@ class Borrower:
                 segment.close()
         self._old = [segment for segment in self._old if id(segment) in lent]
 
-    def _ask(self, message: Message) -> Message | None:
-        connection, _ = self._connect()
-        with connection, closing(received(connection)) as messages:
-            try:
-                send(connection, message)
-                return next(messages, None)
-            except OSError as error:
-                raise self._gone() from error
+    def _ask(self, question: Message) -> Message | None:
+        """Return the answer to a question; None: the lender is gone. The line stands for the next one."""
+        line, answer = self._asked(question)
+        if answer is None:
+            line.close()
+        else:
+            self._keep(line)
+        return answer
 
     def _nonsense(self, answer: Message) -> StoreError:
         return StoreError(f"the lender at `{self._path}` answered {answer}")

@@ -19,6 +19,11 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
         self._driver = CudaDriver(self._stream.device.index)
 
+    @property
+    def device(self) -> torch.device:
+        """The device, with its index."""
+        return self._stream.device
+
     def wait_for_current(self) -> None:
         """Have copies to come wait for what is queued now on the calling thread's stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

@@ -86,9 +86,13 @@ class Loader:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        #: For all that has to be done beside the steps, and at once.
-        self.threads = StandingThreads("hearth-load")
         self._copies = CopyStream(device) if device.type == "cuda" else None
+        #: For all that has to be done beside the steps, and at once, on this device.
+        self.threads = StandingThreads("hearth-load", begin=self._set_device)
+
+    def _set_device(self) -> None:
+        if self._copies is not None:
+            torch.cuda.set_device(self._copies.device)  # which every thread has to say for itself
 
     def load(
         self,

@@ -37,8 +37,9 @@ class Errand:
 class StandingThreads:
     """As many threads as there were ever errands at once. Any thread may start one."""
 
-    def __init__(self, name: str, idle_s: float = IDLE_S) -> None:
-        self._name, self._idle_s = name, idle_s
+    def __init__(self, name: str, idle_s: float = IDLE_S, begin: Callable[[], None] = lambda: None) -> None:
+        """Every thread calls `begin` once, before its first errand."""
+        self._name, self._idle_s, self._begin = name, idle_s, begin
         self._errands: SimpleQueue[Errand] = SimpleQueue()
         #: Threads that have nothing to do, less the errands that none of them has taken yet.
         self._num_idle = 0
@@ -59,6 +60,7 @@ class StandingThreads:
         return errand
 
     def _work(self) -> None:
+        self._begin()
         while True:
             try:
                 errand = self._errands.get(timeout=self._idle_s)

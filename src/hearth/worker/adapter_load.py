@@ -140,8 +140,6 @@ def _start(
 
     def run() -> None:
         try:
-            if resources.device.type == "cuda":
-                torch.cuda.set_device(resources.device)  # which every thread has to say for itself
             act()
         except Exception as error:  # the thread's top: whoever waits for the adapter is told
             on_failure(failure_of(error))

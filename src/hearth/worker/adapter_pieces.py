@@ -34,9 +34,9 @@ class AdapterPieces:
     def __getitem__(self, adapter: AdapterId) -> Sequence[torch.Tensor]:
         return self._pieces[adapter]
 
-    def place(self, adapter: AdapterId, sizes: Sequence[int]) -> bool:
-        """Give an adapter its memory; False: free memory does not suffice."""
-        pieces = self.pool.place_pieces(adapter, sizes)
+    def place(self, adapter: AdapterId, sizes: Sequence[int], spare_bytes: int) -> bool:
+        """Give an adapter its memory; False: free memory but `spare_bytes` does not suffice."""
+        pieces = self.pool.place_pieces(adapter, sizes, spare_bytes)
         if pieces is not None:
             self._pieces[adapter] = pieces
         return pieces is not None

@@ -78,6 +78,7 @@ class WorkerAdapters:
         self._resources, self._reclaimer, self._hosted, self._post = resources, reclaimer, hosted, post
         self.residency, self._pieces = reclaimer.adapters, reclaimer.pieces
         self._wanted: dict[AdapterId, _WantedAdapter] = {}
+        self._unwanted: set[AdapterId] = set()  #: those of them to be forgotten when they are looked up
         #: Adapters as they were found, the one that was used longest ago first.
         self._found: dict[AdapterId, BorrowedAdapter] = {}
         #: Adapters that were removed and still have memory or requests.
@@ -351,11 +352,16 @@ class WorkerAdapters:
                 self._reclaimer.reload_costs.forget(adapter)
 
     def _forget_unwanted(self) -> None:
-        known = {use.adapter for use in self.residency.uses()}
-        for adapter in [one for one in self._wanted if one not in known]:
-            wanted = self._wanted[adapter]
+        """Forget adapters that have neither memory nor requests, once the keeper has been asked for them."""
+        for adapter in (*self._unwanted, *self.residency.take_unused()):
+            self._unwanted.discard(adapter)
+            wanted = self._wanted.get(adapter)
+            if wanted is None or self.residency.is_known(adapter):
+                continue
             if wanted.climb is not None:
                 wanted.climb.cancel()
                 wanted.climb = None
-            if not wanted.is_finding:
+            if wanted.is_finding:
+                self._unwanted.add(adapter)
+            else:
                 del self._wanted[adapter]

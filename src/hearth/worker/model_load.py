@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
 from hearth.engine.step_marks import StepMarks
@@ -240,8 +238,6 @@ def start_thread(
 
     def run() -> None:
         try:
-            if resources.device.type == "cuda":
-                torch.cuda.set_device(resources.device)  # which every thread has to say for itself
             act()
         except Exception as error:  # the thread's top: whoever owns the model is told
             post(ModelBroken(failure_of(error)))

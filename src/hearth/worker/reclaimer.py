@@ -215,6 +215,9 @@ class Reclaimer:
             due_in_s=self._due_in_s(model) if is_paused else 0.0,
         )
 
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        return self.pool.growth_bytes(model, num_blocks)
+
     def extents(self, model: ModelId) -> list[range]:
         return self.pool.extents(model)
 
@@ -264,13 +267,10 @@ class Reclaimer:
                 assert_never(order)
 
     def _place_adapter(self, order: PlaceAdapter) -> int:
-        num_bytes = sum(order.sizes)
         owed_bytes = order.owed_bytes + self._unassembled_bytes()
-        if owed_bytes and num_bytes + owed_bytes > self.pool.free_bytes:
-            return 0
-        is_placed = self.pieces.place(order.adapter, order.sizes)
+        is_placed = self.pieces.place(order.adapter, order.sizes, owed_bytes)
         self._follow_moves()
-        return num_bytes if is_placed else 0
+        return sum(order.sizes) if is_placed else 0
 
     def _place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> int:
         if table in self._served(model).pooled_tables:  # too small by now

@@ -217,8 +217,8 @@ class WorkerLoop:
             self._tell_step(model, outcome, step_s)
             self._tell_residency(is_due=False)
             self._load_deferred()
-            if self._models.is_stuck and (failed := self._adapters.give_up(model)) is not None:
-                self._fail_runs(failed)
+            if self._models.is_stuck:
+                self._give_up_adapter(model)
             self._serve_adapters()
             return
         del ready  # the last of it besides the worker's own
@@ -496,6 +496,16 @@ class WorkerLoop:
             del served.held[run]
             hosted.add(run, request)
 
+    def _give_up_adapter(self, short: ModelId) -> None:
+        """Have the youngest adapter in use give way, with its requests, to a model that is stuck."""
+        try:
+            failed = self._adapters.give_up(short)
+        except ModelBroke as error:  # it was to forget the adapter
+            self._fail(*blame(error.model, error))
+            return
+        if failed is not None:
+            self._fail_runs(failed)
+
     def _take_adapter_news(self, adapter: AdapterId, news: AdapterNews) -> None:
         try:
             told = self._adapters.take_news(adapter, news)
@@ -557,9 +567,10 @@ class WorkerLoop:
         )
         if failure.is_fatal:
             raise DeviceLost(f"the device is lost, under `{model}`: {failure.reason}")
-        hosting = self._hosted[model].order.hosting
+        hosted = self._hosted.get(model)
         self._drop(model)
-        self._send(HostingFailed(model, hosting, failure.label, failure.reason))
+        if hosted is not None:  # else it is retired, and nobody has to be told
+            self._send(HostingFailed(model, hosted.order.hosting, failure.label, failure.reason))
 
     # Facts.
 

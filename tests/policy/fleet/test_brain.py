@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -39,13 +40,14 @@ from hearth.policy.fleet.events import (
     SetTimer,
     State,
     TimerFired,
+    WantedAdapter,
     Why,
     WorkerJoined,
     WorkerLost,
 )
 from hearth.policy.fleet.failures import MAX_DELAY_S
 from hearth.policy.fleet.fleet import Fleet
-from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.types import AdapterId, Hold, ModelId, RequestId, Rung, WorkerId
 from tests.policy.fleet.world import profile
 
 A = TypeVar("A")
@@ -77,8 +79,12 @@ class Desk:
         model = None if culprit is None else ModelId(culprit)
         return self._step(WorkerLost(self.now_s, WorkerId(worker), model, has_answered))
 
-    def ask(self, request: str, model: str, keep_alive_s: float | None = None) -> list[Action]:
+    def ask(
+        self, request: str, model: str, keep_alive_s: float | None = None, adapter: str | None = None
+    ) -> list[Action]:
         event = RequestArrived(self.now_s, RequestId(request), ModelId(model), 10, None, keep_alive_s)
+        if adapter is not None:
+            event = replace(event, adapter=WantedAdapter(AdapterId(adapter), num_bytes=10))
         return self._step(event)
 
     def finish(self, request: str, how: End = End.DONE) -> list[Action]:
@@ -257,6 +263,28 @@ def test_a_second_replica_takes_the_place_of_a_warm_model_only_for_who_has_waite
 
 
 # Routing.
+
+
+def test_a_request_goes_where_its_adapter_was_used_before_if_the_base_is_as_good_elsewhere() -> None:
+    desk = desk_with(workers=2)
+    desk.deploy(profile("a", max_seqs=2))
+    for request in ("r1", "r2", "r3"):
+        for load in of(LoadModel, desk.ask(request, "a")):
+            desk.ready(load.model, load.worker)
+    desk.now_s = 1.0  # so long requests run
+    for request in ("r1", "r2", "r3"):
+        desk.finish(request)
+    assert len(desk.fleet.models[ModelId("a")].replicas) == 2
+    first = sent(desk.ask("r4", "a", adapter="lora"))["r4"]
+    other = sent(desk.ask("r5", "a", adapter="other"))["r5"]
+    assert first != other
+    for request in ("r4", "r5"):
+        desk.finish(request)
+
+    assert sent(desk.ask("r6", "a", adapter="other")) == {"r6": other}
+    desk.finish("r6")
+    assert sent(desk.ask("r7", "a", adapter="lora")) == {"r7": first}
+    assert sent(desk.ask("r8", "a", adapter="lora")) == {"r8": other}, "the queue is shorter there"
 
 
 def test_the_replica_with_the_shorter_queue_is_chosen() -> None:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.events import (
+    BrainConfig,
+    End,
+    LoadModel,
+    ModelDeployed,
+    ModelReady,
+    RequestArrived,
+    RequestFinished,
+    WantedAdapter,
+    WorkerJoined,
+)
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.known_adapters import MAX_KNOWN, KnownAdapters
 from hearth.policy.fleet.records import Request
 from hearth.policy.fleet.routing import MAX_OPTIONS, choose_replica, has_untried_place, routing_cost
-from hearth.types import Hold, RequestId
-from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
+from hearth.types import AdapterId, Hold, ModelId, RequestId, WorkerId
+from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played, profile
 
 SECONDS = st.floats(0.0, 1e4)
 SHARES = st.floats(0.0, 1.0)
@@ -48,6 +63,58 @@ def test_a_request_would_go_to_the_cheapest_replica_with_a_free_slot(
         assert possible == is_open  # There are fewer than are looked at.
         best_s = min(options[name].cost_s for name in possible)
         assert options[chosen.replica.worker.name].cost_s == best_s
+
+
+def busy_fleet(num_ended: int) -> Fleet:
+    """Three replicas of a model, whose requests took a second; so many have ended, the first ones first."""
+    fleet, model = Fleet(BrainConfig()), ModelId("a")
+    step(fleet, ModelDeployed(0.0, profile("a", max_seqs=4)))
+    for number in range(3):
+        step(fleet, WorkerJoined(0.0, WorkerId(f"w{number}"), "cuda", 100))
+    for number in range(12):
+        for action in step(fleet, RequestArrived(0.0, RequestId(f"r{number}"), model, 10, None)):
+            if isinstance(action, LoadModel):
+                step(fleet, ModelReady(0.0, action.worker, model, (), 1.0))
+    for number in range(num_ended):
+        step(fleet, RequestFinished(1.0, RequestId(f"r{number}"), 5, End.DONE))
+    return fleet
+
+
+@given(st.integers(1, 12), st.sets(st.integers(0, 2)), st.sampled_from([0, 1, 1 << 30, 1 << 33]))
+def test_a_request_goes_where_its_adapter_is_unless_another_replica_saves_more_than_its_load(
+    num_ended: int, having: set[int], num_bytes: int
+) -> None:
+    """So of replicas that are equally good for the base it takes one that has the adapter."""
+    fleet = busy_fleet(num_ended)
+    model, adapter = fleet.models[ModelId("a")], WantedAdapter(AdapterId("lora"), num_bytes)
+    for number in having:
+        fleet.workers[WorkerId(f"w{number}")].adapters.use(adapter.adapter)
+    bare = Request(RequestId("r"), model, number=10_000, keep_alive_s=None, digest="")
+    chosen, chosen_bare = choose_replica(fleet, replace(bare, adapter=adapter)), choose_replica(fleet, bare)
+    assert chosen is not None
+    assert chosen_bare is not None
+    load_s = fleet.config.load_weight * fleet.estimates.load_s(num_bytes, None)
+    cost_s = {one.worker: one.cost_s for one in chosen_bare.options if one.obstacle is None}
+    best_s, taken_s = cost_s[chosen_bare.replica.worker.name], cost_s[chosen.replica.worker.name]
+    having_s = [cost_s[name] for name in cost_s if int(name[1:]) in having]
+    if int(chosen.replica.worker.name[1:]) in having:
+        assert taken_s == min(having_s)
+        assert taken_s <= best_s + load_s + 1e-9
+    else:
+        assert taken_s == best_s
+        assert all(best_s + load_s <= one_s + 1e-9 for one_s in having_s)
+
+
+def test_a_worker_is_thought_to_have_the_adapters_that_were_used_last() -> None:
+    known = KnownAdapters()
+    for number in range(MAX_KNOWN):
+        known.use(AdapterId(f"{number}"))
+    known.use(AdapterId("0"))
+    known.use(AdapterId("one more"))
+
+    assert AdapterId("0") in known
+    assert AdapterId("1") not in known
+    assert AdapterId("one more") in known
 
 
 @settings(max_examples=40, deadline=None)

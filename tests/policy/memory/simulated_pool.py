@@ -226,6 +226,9 @@ class SimulatedPool:
         extents = [range(start, start + EXTENT_BLOCKS) for start in starts]
         return extents[-1:] if self.keeps_addresses else extents
 
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        return num_blocks * self.models_by_id[model].block_bytes
+
     def cached_to_spare(self, model: ModelId) -> int:
         return self.models_by_id[model].num_cached
 

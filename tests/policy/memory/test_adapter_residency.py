@@ -185,6 +185,22 @@ def test_pinned_adapters_give_way_to_what_is_promised_and_last() -> None:
     assert line.residency.last_in_use() == A
 
 
+def test_adapters_without_bytes_and_requests_are_told_once() -> None:
+    """Nobody need look through a thousand that are there."""
+    line = Line()
+    line.idle_there(A, B)
+    assert line.residency.take_unused() == []
+    waiting = line.ask(C)
+    line.residency.ended(waiting)
+    line.residency.left(A)
+    line.residency.left(B)
+    line.ask(B)
+
+    assert line.residency.take_unused() == [C, A], "B is asked for again"
+    assert line.residency.take_unused() == []
+    line.residency.check()
+
+
 def test_an_adapter_that_was_replaced_is_pinned_no_more() -> None:
     line = Line()
     line.idle_there(A, is_pinned=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
-from hearth.types import Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
+from hearth.types import AdapterId, Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,14 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedAdapter:
+    """The adapter that a request runs with."""
+
+    adapter: AdapterId
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestArrived:
     """A client wants an answer from a model."""
 
@@ -128,6 +136,7 @@ class RequestArrived:
     keep_alive_s: float | None = None  #: of this request; infinite pins the model; None: the model's own
     digest: str | None = None  #: of the version that its tokens were made for; None: whatever is deployed
     is_batch: bool = False  #: nobody reads along, so it gives way to others
+    adapter: WantedAdapter | None = None  #: None: the bare model
 
 
 class End(StrEnum):

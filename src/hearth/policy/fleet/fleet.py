@@ -242,6 +242,8 @@ class Fleet:
         assert replica.has_free_slot, f"no slot for `{request.request_id}`"
         self.queues.dequeue(request)
         request.replica, request.started_s = replica, self.now_s
+        if request.adapter is not None:
+            replica.worker.adapters.use(request.adapter.adapter)
         self.queues.await_turn(request, is_waiting=not replica.is_in_turn)
         first = model.first_waiting
         if self.queues.for_room and request.queued_step < self.step_number:

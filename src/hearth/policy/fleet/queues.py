@@ -51,7 +51,8 @@ class RequestQueues:
         digest = model.profile.digest
         line_s = now_s + (BATCH_PATIENCE_S if event.is_batch else 0.0)
         request = Request(
-            *(event.request_id, model, self.next_number, event.keep_alive_s, digest, line_s, event.is_batch)
+            *(event.request_id, model, self.next_number, event.keep_alive_s, digest, line_s, event.is_batch),
+            adapter=event.adapter,
         )
         self.next_number += 1
         self.requests[request.request_id] = request

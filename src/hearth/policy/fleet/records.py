@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import ModelProfile, Promise
+from hearth.policy.fleet.events import ModelProfile, Promise, WantedAdapter
+from hearth.policy.fleet.known_adapters import KnownAdapters
 from hearth.policy.fleet.ranking import Ranking
 from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
@@ -45,6 +46,7 @@ class Request:
     digest: str  #: of the version that it was accepted for; no other continues it
     line_s: float = 0.0  #: as in its `Place`
     is_batch: bool = False
+    adapter: WantedAdapter | None = None  #: None: the bare model
     num_losses: int = 0  #: replicas that it lost by a step that it was in, as far as can be told
     #: Since when it waits, or waited last, and in which step of the brain that began.
     queued_s: float = 0.0
@@ -291,6 +293,7 @@ class Worker:
     failed: dict[ModelId, Model] = field(default_factory=dict)
     #: Models that have bytes here, with a replica or without. Written only by `device_bytes.py`.
     resident_models: dict[ModelId, Model] = field(default_factory=dict)
+    adapters: KnownAdapters = field(default_factory=KnownAdapters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

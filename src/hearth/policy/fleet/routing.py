@@ -7,7 +7,7 @@ its turns; the cost decides among equals. Workers that still have bytes of the m
 from before compete with the first of these, also if they have to evict retained models for it, as long as
 that costs less than the bytes save: so models stay where they suit. At most `MAX_OPTIONS` are looked at:
 those that have most of the model, those with the least room that suffices, which pack well, and those with
-the most, which are likely to be idle.
+the most, which are likely to be idle. Of replicas those are looked at first that have the request's adapter.
 """
 
 from __future__ import annotations
@@ -149,12 +149,19 @@ def _fits_within(one: Footprint, other: Footprint) -> bool:
 def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
     """Return the cheapest replica with a slot for a request; None if there is none."""
     model = request.model
-    free = (model.replicas[name] for name in model.with_free_slot)
+    free: Iterable[Replica] = (model.replicas[name] for name in model.with_free_slot)
+    if request.adapter is not None:
+        free = sorted(free, key=lambda replica: _missing_adapter_bytes(request, replica.worker))
     open_ = (replica for replica in free if replica.has_slot_for(request, fleet.now_s))
     replicas = list(islice(open_, MAX_OPTIONS))
     if not replicas:
         return None
-    options = [_price_option(fleet, model, replica.worker) for replica in replicas]
+    options = [
+        _price_option(
+            fleet, model, replica.worker, adapter_bytes=_missing_adapter_bytes(request, replica.worker)
+        )
+        for replica in replicas
+    ]
     best = min(range(len(options)), key=lambda at: (options[at].cost_s, options[at].worker))
     num_beside = min(MAX_BESIDE, MAX_OPTIONS - len(options))
     beside = _show_others(fleet, model, {option.worker for option in options}, num_beside)
@@ -311,14 +318,24 @@ def _price_option(
     *,
     obstacle: str | None = None,
     evictions: EvictionPlan | None = None,
+    adapter_bytes: int = 0,
 ) -> Option:
+    """Return a worker with its cost. `adapter_bytes`: of the request's adapter, which may be anywhere."""
     queue_s = _estimate_queue_s(fleet, model, worker)
     missing_bytes = count_missing_bytes(model, worker)
     load_s = fleet.estimates.load_s(missing_bytes, model.bytes_by_rung)
+    load_s += fleet.estimates.load_s(adapter_bytes, None)
     evict_s = 0.0 if evictions is None else evictions.evict_s
     utilisation = worker.promises.utilisation
     cost_s = routing_cost(fleet.config, queue_s, load_s, utilisation, evict_s)
+    missing_bytes += adapter_bytes
     return Option(worker.name, queue_s, load_s, utilisation, cost_s, obstacle, evict_s, missing_bytes)
+
+
+def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
+    """Return the bytes of a request's adapter, unless a worker is thought to have it."""
+    adapter = request.adapter
+    return 0 if adapter is None or adapter.adapter in worker.adapters else adapter.num_bytes
 
 
 def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:

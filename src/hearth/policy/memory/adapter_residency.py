@@ -66,7 +66,6 @@ class _KnownAdapter:
     num_bytes: int = 0  #: that it takes of the device unless it is away
     residence: Residence = Residence.AWAY
     is_found: bool = False  #: it is known what it takes
-    is_draining: bool = False  #: takes no new requests; only while it is there
     waiting: set[int] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
 
@@ -88,6 +87,12 @@ class AdapterResidency:
         self._is_promise_short = is_promise_short
         self._known: dict[AdapterId, _KnownAdapter] = {}
         self._runs: dict[int, _AdapterRun] = {}  #: all that wait or run
+        # A thousand may be there, so what every step asks for has an index; the order is that of coming.
+        self._away: dict[AdapterId, None] = {}
+        self._coming: set[AdapterId] = set()
+        self._waited: dict[AdapterId, None] = {}  #: adapters with waiting requests
+        self._draining: set[AdapterId] = set()  #: they are there, and take no new requests
+        self._unused: list[AdapterId] = []  #: those that are known no more, until somebody takes notice
         #: Adapters of running requests that are not there: they gave way while their base had no turn.
         self._lacking: set[AdapterId] = set()
 
@@ -97,9 +102,13 @@ class AdapterResidency:
         self, adapter: AdapterId, run: int, base: ModelId, arrived_s: float, *, is_pinned: bool
     ) -> None:
         """Note a request that waits for an adapter from now on."""
-        known = self._known.setdefault(adapter, _KnownAdapter(is_pinned))
+        known = self._known.get(adapter)
+        if known is None:
+            known = self._known[adapter] = _KnownAdapter(is_pinned)
+            self._away[adapter] = None
         known.is_pinned = is_pinned
         known.waiting.add(run)
+        self._waited[adapter] = None
         self._runs[run] = _AdapterRun(adapter, base, arrived_s)
 
     def found(self, adapter: AdapterId) -> None:
@@ -114,9 +123,12 @@ class AdapterResidency:
 
     def started(self, run: int) -> None:
         """Note that a request runs which `may_start`."""
-        known = self._known[self._runs[run].adapter]
+        adapter = self._runs[run].adapter
+        known = self._known[adapter]
         known.waiting.remove(run)
         known.running.add(run)
+        if not known.waiting:
+            del self._waited[adapter]
 
     def ended(self, run: int) -> None:
         """Note that a request has ended, wherever it was. One that is unknown wanted no adapter."""
@@ -125,10 +137,12 @@ class AdapterResidency:
         known = self._known[ended.adapter]
         known.waiting.discard(run)
         known.running.discard(run)
+        if not known.waiting:
+            self._waited.pop(ended.adapter, None)
         if not known.running:
             self._lacking.discard(ended.adapter)
         self._forget_unused(ended.adapter)
-        if not any(one.waiting and one.residence is Residence.AWAY for one in self._known.values()):
+        if self._draining and not any(self._known[adapter].waiting for adapter in self._away):
             self._stop_draining()  # nobody needs the room any more
 
     def placed(self, adapter: AdapterId, num_bytes: int) -> None:
@@ -136,6 +150,8 @@ class AdapterResidency:
         known = self._known[adapter]
         assert known.residence is Residence.AWAY, f"adapter {adapter} is placed twice: {known}"
         known.residence, known.num_bytes = Residence.COMING, num_bytes
+        del self._away[adapter]
+        self._coming.add(adapter)
         self._stop_draining()
 
     def loaded(self, adapter: AdapterId) -> None:
@@ -143,12 +159,16 @@ class AdapterResidency:
         known = self._known[adapter]
         assert known.residence is Residence.COMING, f"adapter {adapter} was not being loaded: {known}"
         known.residence = Residence.THERE
+        self._coming.remove(adapter)
         self._lacking.discard(adapter)
 
     def left(self, adapter: AdapterId) -> None:
         """Note that an adapter has given up its memory."""
         known = self._known[adapter]
-        known.residence, known.num_bytes, known.is_draining = Residence.AWAY, 0, False
+        known.residence, known.num_bytes = Residence.AWAY, 0
+        self._away[adapter] = None
+        self._coming.discard(adapter)
+        self._draining.discard(adapter)
         if known.running:
             self._lacking.add(adapter)
         self._forget_unused(adapter)
@@ -160,16 +180,20 @@ class AdapterResidency:
         known = self._known.get(adapter)
         return Residence.AWAY if known is None else known.residence
 
+    def is_known(self, adapter: AdapterId) -> bool:
+        """True if an adapter has bytes or requests here."""
+        return adapter in self._known
+
     def may_start(self, run: int) -> bool:
         """True if the adapter of a request is there and takes new ones."""
-        return not self._is_promise_short() and self._takes_requests(self._known[self._runs[run].adapter])
+        return not self._is_promise_short() and self._takes_requests(self._runs[run].adapter)
 
     def startable(self) -> list[int]:
         """Return the waiting requests that may start, the oldest first."""
-        takers = [one for one in self._known.values() if one.waiting and self._takes_requests(one)]
+        takers = [adapter for adapter in self._waited if self._takes_requests(adapter)]
         if not takers or self._is_promise_short():
             return []
-        return sorted((run for one in takers for run in one.waiting), key=self._age)
+        return sorted((run for adapter in takers for run in self._known[adapter].waiting), key=self._age)
 
     def runs_of(self, adapter: AdapterId) -> list[int]:
         """Return all requests for an adapter, the oldest first."""
@@ -196,8 +220,8 @@ class AdapterResidency:
             return None
         wanted = (
             (adapter not in self._lacking, self._age(run), adapter)
-            for adapter, known in self._known.items()
-            if known.is_found and known.residence is Residence.AWAY
+            for adapter in self._away
+            if (known := self._known[adapter]).is_found
             for run in known.waiting | known.running
             if self._is_active(self._runs[run].base)
         )
@@ -213,8 +237,8 @@ class AdapterResidency:
             return []
         return [
             adapter
-            for adapter, known in self._known.items()
-            if known.is_found and known.residence is Residence.AWAY
+            for adapter in self._away
+            if (known := self._known[adapter]).is_found
             if not any(self._is_active(self._runs[run].base) for run in known.waiting | known.running)
         ]
 
@@ -227,7 +251,7 @@ class AdapterResidency:
 
         def price(item: tuple[AdapterId, _KnownAdapter]) -> tuple[bool, bool, bool, float, AdapterId]:
             adapter, known = item
-            is_wanted = bool(known.waiting) and not known.is_draining
+            is_wanted = bool(known.waiting) and adapter not in self._draining
             is_running = bool(known.running)
             return known.is_pinned, is_wanted, is_running, self._cost_s_per_byte(adapter), adapter
 
@@ -251,10 +275,10 @@ class AdapterResidency:
             if known.residence is Residence.THERE and not known.is_pinned and self._is_stepped(known)
         }
         left_bytes = need_bytes
-        order = sorted(in_use, key=lambda one: (not in_use[one].is_draining, self._cost_s_per_byte(one), one))
+        order = sorted(in_use, key=lambda one: (one not in self._draining, self._cost_s_per_byte(one), one))
         for adapter in order:
             if left_bytes > 0:
-                in_use[adapter].is_draining = True
+                self._draining.add(adapter)
                 left_bytes -= in_use[adapter].num_bytes
         return bool(in_use)
 
@@ -269,11 +293,16 @@ class AdapterResidency:
 
     @property
     def is_any_draining(self) -> bool:
-        return any(known.is_draining for known in self._known.values())
+        return bool(self._draining)
 
     @property
     def is_any_coming(self) -> bool:
-        return any(known.residence is Residence.COMING for known in self._known.values())
+        return bool(self._coming)
+
+    def take_unused(self) -> list[AdapterId]:
+        """Return those that have neither bytes nor requests any more, since this was asked last."""
+        unused, self._unused = self._unused, []
+        return [adapter for adapter in unused if adapter not in self._known]
 
     def uses(self) -> list[AdapterUse]:
         """Return the adapters that have memory or requests here, with how they are used."""
@@ -289,13 +318,22 @@ class AdapterResidency:
         """Raise if the books contradict each other. For tests."""
         for adapter, known in self._known.items():
             assert not known.waiting & known.running, f"{adapter} {known}"
-            assert not known.is_draining or known.residence is Residence.THERE, f"{adapter} {known}"
+            assert adapter not in self._draining or known.residence is Residence.THERE, f"{adapter} {known}"
             assert bool(known.num_bytes) == (known.residence is not Residence.AWAY), f"{adapter} {known}"
             assert known.waiting or known.running or known.num_bytes, f"{adapter} is of no use: {known}"
             for run in known.waiting | known.running:
                 assert self._runs[run].adapter == adapter, f"{run=} {adapter} {known}"
             is_lacking = bool(known.running) and known.residence is not Residence.THERE
             assert is_lacking == (adapter in self._lacking), f"{adapter} {known} {self._lacking=}"
+        by_residence = {
+            one: {adapter for adapter, known in self._known.items() if known.residence is one}
+            for one in Residence
+        }
+        assert self._away.keys() == by_residence[Residence.AWAY], f"{self._away=}"
+        assert self._coming == by_residence[Residence.COMING], f"{self._coming=}"
+        assert self._draining <= self._known.keys(), f"{self._draining=}"
+        waited = {adapter for adapter, known in self._known.items() if known.waiting}
+        assert self._waited.keys() == waited, f"{self._waited=} {waited=}"
         num_runs = sum(len(known.waiting) + len(known.running) for known in self._known.values())
         assert num_runs == len(self._runs), f"{num_runs=} {len(self._runs)=}"
 
@@ -307,18 +345,17 @@ class AdapterResidency:
         bases = {self._runs[run].base for run in known.running}
         return any(self._is_active(base) and not self.lacking(base) for base in bases)
 
-    @staticmethod
-    def _takes_requests(known: _KnownAdapter) -> bool:
-        return known.residence is Residence.THERE and not known.is_draining
+    def _takes_requests(self, adapter: AdapterId) -> bool:
+        return self._known[adapter].residence is Residence.THERE and adapter not in self._draining
 
     def _age(self, run: int) -> tuple[float, int]:
         return self._runs[run].arrived_s, run
 
     def _stop_draining(self) -> None:
-        for known in self._known.values():
-            known.is_draining = False
+        self._draining.clear()
 
     def _forget_unused(self, adapter: AdapterId) -> None:
         known = self._known[adapter]
         if not known.waiting and not known.running and known.residence is Residence.AWAY:
-            del self._known[adapter]
+            del self._known[adapter], self._away[adapter]
+            self._unused.append(adapter)

@@ -74,6 +74,9 @@ class ModelBooks(Protocol):
     def kv_of(self, model: ModelId) -> KvView:
         """Return one model's KV in numbers."""
 
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        """Return the free memory that so many blocks more would take."""
+
     def extents(self, model: ModelId) -> Sequence[range]:
         """Return the runs of blocks that could be given back next, best first."""
 
@@ -384,9 +387,10 @@ class ReclaimPolicy:
         return got_bytes
 
     def owed_bytes(self) -> int:
-        """Return the bytes of KV that models are promised and have not got."""
-        views = map(self._books.kv_of, self._books.models())
-        return sum(max(0, kv.floor_blocks - kv.num_blocks) * kv.block_bytes for kv in views)
+        """Return the free memory that models are promised as KV and have not got."""
+        views = {model: self._books.kv_of(model) for model in self._books.models()}
+        missing = {model: kv.floor_blocks - kv.num_blocks for model, kv in views.items()}
+        return sum(self._books.growth_bytes(model, blocks) for model, blocks in missing.items() if blocks > 0)
 
     def _free_adapters(self, num_bytes: int, *, is_promised: bool = False) -> Orders:
         """Have idle adapters go, those first that are cheapest to have back; return how many bytes came."""

@@ -1,0 +1,111 @@
+"""The Python API with LoRA adapters: beside each other and the bare model, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hearth import LLM, SamplingParams
+from hearth.config import EngineConfig
+from hearth.errors import BadCheckpoint, BadPrompt, ChunkCorrupt, UnknownModel
+from tests.engine.harness import assert_best, assert_greedy, prompts_for
+from tests.models.zoo import build
+from tests.service.checkpoints import smollm2_file
+from tests.store.stored import flip
+from tests.worker.stored_adapters import StoredAdapter, stored_adapter
+
+NAME = "llama-gqa"
+#: Trained to answer everything with the same words (`tests/data/train_parrot.py`).
+PARROT = Path(__file__).parent / "data" / "smollm2-parrot"
+CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=8, block_tokens=4, kv_bytes=1 << 20)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def first() -> StoredAdapter:
+    return stored_adapter(NAME, 0)
+
+
+def second() -> StoredAdapter:
+    return stored_adapter(NAME, 1)
+
+
+def peft_of(adapter: StoredAdapter) -> Path:
+    return Path(adapter.order.where).parent / "peft"
+
+
+def opened(**adapters: str | Path) -> LLM:
+    directory = build(NAME).directory
+    return LLM(directory, device="cpu", engine=CONFIG, skip_tokenizer=True, adapters=adapters)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with opened(first=peft_of(first()), second=second().order.where, again=str(peft_of(first()))) as llm:
+        yield llm
+
+
+def test_prompts_of_several_adapters_and_of_the_bare_model_share_a_batch(llm: LLM) -> None:
+    """One that PEFT wrote, one that was converted, and the first once more under another name."""
+    (prompt,) = prompts_for(160, [12])
+    names = ["first", None, "second", "again"]
+
+    one, bare, other, again = llm.generate([prompt] * len(names), PARAMS, adapter=names)
+
+    for adapter, answer in ((first(), one), (second(), other), (first(), again)):
+        assert len(answer.token_ids) == PARAMS.max_tokens
+        assert_best(adapter.reference.logits((*prompt, *answer.token_ids)), prompt, answer.token_ids)
+    assert_greedy(NAME, prompt, bare.token_ids)
+    assert one.token_ids != bare.token_ids != other.token_ids
+
+
+def test_one_adapter_is_for_all_prompts_and_for_a_stream(llm: LLM) -> None:
+    prompts = prompts_for(160, [5, 9])
+
+    answers = llm.generate(prompts, PARAMS, adapter="second")
+
+    streamed = [token for one in llm.stream(prompts[1], PARAMS, adapter="second") for token in one.token_ids]
+    assert streamed == answers[1].token_ids
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_best(second().reference.logits((*prompt, *answer.token_ids)), prompt, answer.token_ids)
+
+
+def test_an_adapter_that_the_model_was_not_opened_with_is_refused_with_those_that_there_are(llm: LLM) -> None:
+    with pytest.raises(UnknownModel, match=r"unknown adapter: `third`; .*: `first`, `second`, `again`; "):
+        llm.generate([[1, 2]], PARAMS, adapter="third")
+    with pytest.raises(BadPrompt, match="1 adapters for 2 prompts; give one, or one for each"):
+        llm.generate([[1, 2], [3]], PARAMS, adapter=["first"])
+
+
+def test_an_adapter_that_does_not_fit_or_was_changed_is_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    other = stored_adapter("qwen3")
+    with pytest.raises(BadCheckpoint, match=r"no adapter_config.json in .*nowhere"):
+        opened(mine=tmp_path / "nowhere")
+    with pytest.raises(BadCheckpoint, match="choose the base that"):
+        opened(mine=peft_of(other))
+    with pytest.raises(BadCheckpoint, match="was converted for a base of other dimensions"):
+        opened(mine=other.order.where)
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for file in Path(first().order.where).iterdir():
+        (changed / file.name).write_bytes(file.read_bytes())
+    flip(changed / "weights.bin", 100)
+    with pytest.raises(ChunkCorrupt, match=r"chunk 0 of .*weights.bin.*convert it again"):
+        opened(mine=changed)
+
+
+def test_what_a_real_adapter_was_trained_to_say_can_be_read() -> None:
+    """In the same batch the bare model answers as it always does."""
+    config = EngineConfig(max_batch_tokens=64, max_seqs=2, kv_bytes=16 << 20)
+    with LLM(
+        smollm2_file(), device="cpu", engine=config, max_context=128, adapters={"parrot": PARROT}
+    ) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": "Who are you?"}])
+        params = SamplingParams(temperature=0.0, max_tokens=5)
+        parrot, bare = llm.generate([prompt, prompt], params, adapter=["parrot", None])
+
+    assert parrot.text.startswith("Squawk! Pretty")
+    assert "Squawk" not in bare.text
