@@ -112,7 +112,8 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     )
     if not predecessor.is_gone:  # there is still time
         borrower.device_is_up()
-        _load_kernels(setup, predecessor, resources.kernels)
+        if resources.kernels is not None:
+            _load_kernels(setup, predecessor, resources.kernels)
     times.note("kernels")
     predecessor.wait()
     times.note("predecessor")
@@ -130,9 +131,9 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     return loop
 
 
-def _load_kernels(setup: WorkerSetup, predecessor: Predecessor, kernels: ModelKernels | None) -> None:
+def _load_kernels(setup: WorkerSetup, predecessor: Predecessor, kernels: ModelKernels) -> None:
     """Bring compiled kernels of deployed models to the device, as long as its memory is waited for."""
-    for order in setup.prepare if kernels is not None else ():
+    for order in setup.prepare:
         if predecessor.is_gone:
             return
         with suppress(HearthError, OSError):  # told of when the gateway orders the same
