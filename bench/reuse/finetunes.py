@@ -95,6 +95,7 @@ def _cost(replay: Replay, model: LibraryModel) -> Cost:
     began_s = time.perf_counter()
     make_room(pool, model)
     space = pool.place(model.id, model.shape)
+    pool.prepare_rest(model.id)
     replay.load(model, space)
     load_s = time.perf_counter() - began_s
     usage = pool.usage()

@@ -93,6 +93,7 @@ class Replay:
         room_s = time.perf_counter() - began_s
         timer = _Timer(self.loader.device)
         space = pool.place(model.id, model.shape)
+        pool.prepare_rest(model.id)
         pool.take_moved()
         timer.stop()
         place_s = time.perf_counter() - began_s - room_s

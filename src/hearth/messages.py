@@ -204,7 +204,10 @@ _SHARED = (
 
 
 class PrepareModel(Struct, frozen=True, tag=True):
-    """Have the kernels of a deployed model ready, beside all other work: it may be hosted some day."""
+    """Have the kernels and the description of a deployed model ready, beside all other work.
+
+    It may be hosted some day, and its first start should wait for neither.
+    """
 
     model: ModelId
     directory: str  #: which has its manifest
@@ -378,11 +381,17 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     reused_bytes: int  #: that were on the device already
     shared_bytes: int  #: that another load was reading already
     open_s: float  #: from the order until the keeper had found the model
-    assemble_s: float  #: then memory was taken and the engine put together
-    first_layer_s: float  #: these two from the start of the load, which came then
+    assemble_s: float  #: from then until the engine was put together, beside the bytes
+    first_layer_s: float  #: these two from when the bytes began to cross
     total_s: float
     is_widened: bool = False  #: to float32, because the device is slow in what was stored
     ahead_bytes: int = 0  #: of those of the rungs, that came before this load, ahead of the model's turn
+    place_s: float = 0.0  #: of `assemble_s`: memory was taken, and the bytes were asked for
+
+    @property
+    def took_s(self) -> float:
+        """The time from the order until all was there, engine and bytes."""
+        return self.open_s + max(self.assemble_s, self.place_s + self.total_s)
 
     @property
     def whole_s(self) -> float | None:

@@ -174,22 +174,28 @@ def test_a_ceiling_that_is_fine_before_a_worker_is_there_is_fine_afterwards(
     assert (after.max_batch_tokens, after.max_seqs) <= (before.max_batch_tokens, before.max_seqs)
 
 
-def test_workers_prepare_once_for_all_models_that_are_alike(registry: Registry) -> None:
+def test_workers_prepare_for_all_models_and_first_for_one_of_each_kind(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are common to a kind, descriptions are not."""
     registry.add(Deployed("tuned", "hf:a/c", "/models/c", "/models/c", "other", LARGE, 2.0))
     small = replace(LARGE, quant="int8")
     registry.add(Deployed("small", "hf:a/d", "/models/d", "/models/d", "third", small, 3.0))
     orders = catalog(registry).prepare_orders()
-    assert len(orders) == 2
-    assert PrepareModel(ModelId("small"), "/models/d", LIMITS) in orders
+    assert len(set(orders)) == len(orders) == 3
+    assert PrepareModel(ModelId("small"), "/models/d", LIMITS) in orders[:2]
+    monkeypatch.setattr("hearth.control.catalog.MAX_PREPARED", 1)
+    assert catalog(registry).prepare_orders() == orders[:2], "no kind is left out"
 
 
-def test_workers_prepare_for_each_of_two_models_that_have_no_more_than_their_dimensions_in_common(
-    registry: Registry,
+def test_models_that_have_no_more_than_their_dimensions_in_common_are_of_two_kinds(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longer = replace(LARGE, max_positions=2 * LARGE.max_positions)
     registry.add(Deployed("longer", "hf:a/c", "/models/c", "/models/c", "other", longer, 2.0))
     talking = replace(LARGE, has_chat_template=not LARGE.has_chat_template)
     registry.add(Deployed("talking", "hf:a/d", "/models/d", "/models/d", "third", talking, 3.0))
+    monkeypatch.setattr("hearth.control.catalog.MAX_PREPARED", 1)
     orders = catalog(registry).prepare_orders()
     assert len(orders) == 2
     assert PrepareModel(ModelId("longer"), "/models/c", LIMITS) in orders

@@ -31,8 +31,10 @@ from hearth.errors import (
     StoreError,
     UnknownModel,
 )
-from hearth.policy.memory.space_slots import NUM_SLOTS
+from hearth.policy.memory.space_slots import BASE_ADDRESS, NUM_SLOTS, SPACE_BYTES
+from hearth.snapshot.directory import SnapshotDirectory
 from tests.policy.fleet.test_footprint import LARGE
+from tests.snapshot.fingerprints import FINGERPRINT
 
 TINY = Deployed("tiny", "/source", "/models/tiny", "/models/tiny", "0" * 32, LARGE, 1.5)
 OTHER = replace(TINY, name="Other-1.0", source="hf:org/other")
@@ -101,6 +103,23 @@ def test_each_model_has_a_slot_of_its_own_for_as_long_as_it_is_the_same(data_dir
         registry.replace(replace(models[1], digest=hexadecimal(90)))
         registry.replace(replace(models[2], digest=hexadecimal(9 + NUM_SLOTS)))
         assert registry.space_slots() == {"m1": 90, "m2": 9}
+
+
+def test_a_model_gets_the_slot_that_a_snapshot_of_it_was_made_for(data_dir: DataDir) -> None:
+    """Unless another has it by now, or the file is damaged: its digest decides then."""
+    digest = hexadecimal(3)
+    fingerprint = replace(
+        FINGERPRINT, manifest=digest, addresses=f"weights={BASE_ADDRESS + 5 * SPACE_BYTES:#x}"
+    )
+    kept = SnapshotDirectory.open(data_dir.snapshots_path, 1 << 20).save(fingerprint, {"section": b"1"})
+    with Registry.open(data_dir) as registry:
+        registry.add(replace(TINY, digest=digest))
+        registry.add(replace(TINY, name="twin", digest=digest))
+        assert registry.space_slots() == {"tiny": 5, "twin": 3}
+        registry.remove("tiny")
+        kept.write_bytes(kept.read_bytes()[:-1])
+        registry.add(replace(TINY, digest=digest))
+        assert registry.space_slots() == {"tiny": 4, "twin": 3}
 
 
 def test_models_that_were_deployed_when_there_were_no_slots_get_theirs(data_dir: DataDir) -> None:

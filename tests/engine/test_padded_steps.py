@@ -143,8 +143,25 @@ def test_no_graph_is_captured_or_replayed_while_weights_arrive() -> None:
     assert (len(graphs.work_by_key), gate.passed[:2], gate.passed[-1]) == (0, ["embed", "layer 0"], "head")
     gate.is_shut = False
 
-    assert ask(engine, [asked], greedy(2)) == answers
+    for _ in ("behind the gate, once", "by graphs"):
+        assert ask(engine, [asked], greedy(2)) == answers
     assert {key.part for key in graphs.work_by_key} == set(StepPart)
+
+
+def test_nothing_is_captured_on_the_way_to_the_first_token_behind_a_load() -> None:
+    """Not even where all weights have come before the step; but what is captured already is replayed."""
+    graphs, asked = FirstWork(), prompts("llama-gqa", [5])
+    engine = padded("llama-gqa", ROOMY, graphs)
+    engine.runner.follow(gate := Gate(is_shut=False))
+    (answer,) = ask(engine, asked, greedy(1))
+    assert (len(graphs.work_by_key), gate.passed[-1]) == (0, "head")
+
+    assert ask(engine, asked, greedy(1)) == [answer]
+    assert {key.part for key in graphs.work_by_key} == {StepPart.MIXED, StepPart.TAIL}
+    engine.runner.follow(later := Gate(is_shut=False))
+    num_before = graphs.num_replayed
+    assert ask(engine, asked, greedy(1)) == [answer]
+    assert (graphs.num_replayed - num_before, later.passed) == (2, [])
 
 
 def test_a_step_is_warm_once_its_weights_and_its_graphs_are_there() -> None:

@@ -74,6 +74,7 @@ def capture(name: str, models: MappedPool) -> None:
         slot=slot,
     )
     space = models.place(ModelId(name), shape)
+    models.prepare_rest(ModelId(name))
     for gap in space.gaps:
         models.prepare(ModelId(name), gap.part)
     base = next(iter(space.places.values())).base

@@ -126,6 +126,7 @@ class PoolCaller:
                 self.holds.by_model[model] = held
                 return False
         space = self.pool.place(model, shape)
+        self.pool.prepare_rest(model)
         self._placed(model, space)
         return True
 

@@ -153,6 +153,24 @@ def test_tables_lie_in_pages_of_their_own_behind_kv(pages: Watched) -> None:
             caller.pool.place(B, too_large)
 
 
+def test_a_place_costs_the_thread_of_the_steps_no_call_of_the_driver(pages: Watched) -> None:
+    """Another thread maps workspace and tables, beside the first bytes; also one that comes too late."""
+    with hosting(pages) as caller:
+        num_before = pages.num_calls
+        caller.holds.by_model[A] = Hold.BUSY
+        space = caller.pool.place(A, SAMPLES[A].shape)
+        assert pages.num_calls == num_before
+        caller.pool.prepare_rest(A)
+        space.workspace.fill_(1)
+        num_mapped = pages.num_calls
+        caller.pool.prepare_rest(A)
+        assert pages.num_calls == num_mapped > num_before, "what is mapped is mapped again"
+        caller.pool.load_ended(A, is_whole=False)
+        caller.pool.drop(A)
+        caller.pool.prepare_rest(A)
+        assert pages.num_calls == num_mapped
+
+
 def test_a_refused_address_costs_nothing_but_the_address(pages: Watched) -> None:
     other = HostPages(1, PAGE)
     wanted = other.base_address + 1 * other.space_bytes

@@ -72,7 +72,7 @@ def test_all_graphs_are_restored_the_smallest_first() -> None:
     graphs = machine.restored(sections_of(names) | {"memory_profile": b"of somebody else"})
     assert all(graphs.is_coming(name) for name in names)
     assert graphs.find("decode-8") is None
-    graphs.restore(machine.rehearse)
+    graphs.restore(machine.rehearse, lambda: None)
 
     assert machine.rehearsed == ["tail-1", "decode-8", "decode-64", "mixed-512"]
     assert not any(graphs.is_coming(name) for name in names)
@@ -89,16 +89,31 @@ def test_kernels_that_are_known_need_no_rehearsal() -> None:
     for size in (8, 64):
         machine.handles.learn(machine.capture(size))
     graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
-    graphs.restore(machine.rehearse)
+    graphs.restore(machine.rehearse, lambda: None)
 
     assert machine.rehearsed == ["decode-8"]
     assert graphs.find("decode-64") is not None
 
 
+def test_each_graph_gives_way_and_none_is_restored_that_nobody_wants_any_more() -> None:
+    machine = Machine([8, 64])
+    graphs, num_pauses = machine.restored(sections_of(["decode-8", "decode-64"])), list[None]()
+
+    def pause() -> None:
+        num_pauses.append(None)
+        if len(num_pauses) == 2:
+            graphs.stop()
+
+    graphs.restore(machine.rehearse, pause)
+
+    assert (machine.rehearsed, len(num_pauses)) == (["decode-8"], 2)
+    assert graphs.find("decode-8") is not None
+
+
 def test_a_graph_whose_kernels_are_nowhere_is_left_out_visibly(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine([8])
     graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
-    graphs.restore(machine.rehearse)
+    graphs.restore(machine.rehearse, lambda: None)
 
     assert graphs.find("decode-8") is not None
     assert graphs.find("decode-64") is None
@@ -113,7 +128,7 @@ def test_nothing_is_rehearsed_whose_triton_kernels_are_not_loaded() -> None:
     graphs = {"decode-8": captured.capture(8)}
     binaries = {captured.function_by_size[8]: "hash of source and variant"}
     restored = machine.restored(pack_graphs(captured.driver, graphs, binaries, FIXED))
-    restored.restore(machine.rehearse)
+    restored.restore(machine.rehearse, lambda: None)
 
     assert machine.rehearsed == []
     assert restored.num_failed == 1
@@ -128,7 +143,7 @@ def test_a_discarded_snapshot_has_no_graphs_and_none_are_coming() -> None:
         if name == "decode-64":  # while this one is restored
             graphs.discard("3 numbers differ")
 
-    graphs.restore(discard)
+    graphs.restore(discard, lambda: None)
 
     assert machine.reasons == ["3 numbers differ"]
     assert graphs.find("decode-8") is None
@@ -151,7 +166,7 @@ def test_a_damaged_graph_discards_the_snapshot() -> None:
     sections["graph/decode-16"] = sections["graph/decode-16"][:-64]
     machine = Machine([8, 16, 64])
     graphs = machine.restored(sections)
-    graphs.restore(machine.rehearse)
+    graphs.restore(machine.rehearse, lambda: None)
 
     (reason,) = machine.reasons
     assert "a packed graph has" in reason
@@ -170,7 +185,7 @@ def test_a_rehearsal_waits_for_the_memory_of_weights_that_arrive(monkeypatch: py
         machine.rehearse(name)
 
     graphs = machine.restored(sections_of(["decode-8"]))
-    graphs.restore(rehearse)
+    graphs.restore(rehearse, lambda: None)
     assert graphs.find("decode-8") is not None
 
 
@@ -182,5 +197,5 @@ def test_a_rehearsal_waits_for_no_memory_once_nobody_wants_the_graphs() -> None:
         graphs.stop()  # its engine is closed, and its memory gone
         raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
-    graphs.restore(rehearse)
+    graphs.restore(rehearse, lambda: None)
     assert graphs.find("decode-8") is None

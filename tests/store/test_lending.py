@@ -22,8 +22,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.random_model import TINY, write_random
 from hearth.config import StoreConfig
-from hearth.errors import BadCheckpoint, ChunkMissing, LenderGone, LoadCancelled, StoreError
+from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing, LenderGone, LoadCancelled, StoreError
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.store.borrower import Borrower, Loan
 from hearth.store.convert import convert
@@ -33,7 +34,7 @@ from hearth.store.lender import Lender
 from hearth.store.lender_line import LenderLine
 from hearth.store.lending import CancelLoad, ChunkLent, LenderHello, ReleaseChunk, encode, received, send
 from hearth.store.loader import Loader, whole
-from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
+from hearth.store.manifest import TOKENIZER, WEIGHTS, Manifest, read_manifest
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.types import Rung
@@ -738,6 +739,30 @@ def test_a_copy_of_a_model_that_is_removed_leaves_the_other_loadable_and_counted
             borrower.fetch(opened[removed], [0])
         assert counted[digest][Rung.HOST] == num_bytes
         borrower.close()
+
+
+def test_a_model_that_was_described_is_opened_without_reading_a_file(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first start has no time for that. A file that has changed since is read again."""
+
+    def reads(*_: object) -> None:
+        raise AssertionError("a file is read")
+
+    monkeypatch.setattr("bench.random_model.CHUNK_BYTES", CELL_BYTES)
+    source = write_random(tmp_path / "source", TINY, "float32", 0, torch.device("cpu"))
+    with lending(tmp_path, path), closing(Borrower(path)) as borrower:
+        described = borrower.describe(source)
+        assert described.files, "it has no tokenizer to check"
+        with monkeypatch.context() as patch:
+            patch.setattr("hearth.store.borrower.read_description", reads)
+            patch.setattr("hearth.store.borrower.damage_of", reads)
+            assert borrower.open(source).manifest is described
+            tokenizer = borrower.text_file(described, source, TOKENIZER)
+        assert tokenizer == source / TOKENIZER
+        tokenizer.write_bytes(tokenizer.read_bytes().replace(b"{", b"[", 1))
+        with pytest.raises(ChunkCorrupt, match=r"tokenizer\.json` "):
+            borrower.text_file(described, source, TOKENIZER)
 
 
 def test_a_load_leaves_its_line_to_the_next(model: Path, tmp_path: Path, path: Path) -> None:

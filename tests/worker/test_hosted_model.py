@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from bench.host_pages import HostPages
 from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.engine.runner import Runner
+from hearth.errors import DeviceError
 from hearth.kernels import prefill_hopper
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
@@ -23,8 +25,10 @@ from hearth.memory.vmm import MappedPool
 from hearth.messages import DeviceResidency, HostingFailed, LoadProgress, ModelLoaded, StepDone
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.types import Hold, Rung
+from hearth.types import Hold, ModelId, Rung
+from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosted_models import HostedModels
 from hearth.worker.model_load import EngineReady, ModelLoad
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.watched_load import WeightsLoaded
@@ -241,6 +245,91 @@ def test_a_load_that_was_called_off_while_its_engine_was_put_together_touches_no
     assert not filled
 
 
+def test_bytes_cross_while_the_engine_is_put_together(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them may come first: no step is made before there is an engine to make it."""
+    is_filled = Event()
+    weights_loaded = HostedModel.weights_loaded
+
+    def noted(hosted: HostedModel, news: WeightsLoaded) -> ModelLoaded | None:
+        told = weights_loaded(hosted, news)
+        is_filled.set()
+        return told
+
+    def late(*arguments: object) -> Engine:
+        assert is_filled.wait(PATIENCE_S), "its bytes wait for it"
+        return assemble(*arguments)  # type: ignore[arg-type] # as it was called
+
+    monkeypatch.setattr(HostedModel, "weights_loaded", noted)
+    monkeypatch.setattr("hearth.worker.model_load.assemble", late)
+    bench.gate.open()
+    bench.gateway.host("a", model)
+    run = bench.start("a", 10)
+
+    assert bench.num_tokens(run) == 10
+    (loaded,) = bench.gateway.loads
+    assert loaded.place_s + loaded.total_s <= loaded.assemble_s, "the engine came last"
+
+
+@pytest.mark.parametrize("breaks", ["engine", "bytes", "tables"])
+def test_a_start_of_which_a_part_breaks_beside_the_others_leaves_nothing_behind(
+    bench: Bench, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    is_failed, is_over, closed = Event(), Event(), list[Runner]()
+    run, drop, close = ModelLoad._run, HostedModels.drop, Runner.close
+
+    def noted(load: ModelLoad, engine: Engine | None) -> None:
+        try:
+            run(load, engine)
+        finally:
+            is_over.set()
+
+    def dropped(models: HostedModels, name: ModelId) -> None:
+        drop(models, name)
+        is_failed.set()
+
+    def assembled(*arguments: object) -> Engine:
+        bench.gate.next()  # bytes are asked for
+        if breaks == "engine":
+            raise DeviceError("no memory for it")
+        if breaks == "bytes":
+            bench.gate.open()
+            assert is_failed.wait(PATIENCE_S)
+        return assemble(*arguments)  # type: ignore[arg-type] # as it was called
+
+    def filled(runner: Runner) -> None:
+        raise DeviceError("no tables")
+
+    def closes(runner: Runner) -> None:
+        closed.append(runner)
+        close(runner)
+
+    where = tmp_path / "copied"
+    shutil.copytree(model, where)
+    if breaks == "bytes":
+        flip(where / WEIGHTS, 5000)
+    if breaks == "tables":
+        monkeypatch.setattr(Runner, "fill_tables", filled)
+    monkeypatch.setattr(ModelLoad, "_run", noted)
+    monkeypatch.setattr(HostedModels, "drop", dropped)
+    monkeypatch.setattr(Runner, "close", closes)
+    monkeypatch.setattr("hearth.worker.model_load.assemble", assembled)
+    bench.gateway.host("a", where)
+    bench.start("a", 10)
+
+    bench.gateway.until(HostingFailed)
+
+    assert is_over.wait(PATIENCE_S)
+    assert bench.is_empty
+    assert len(closed) == (breaks != "engine"), "an engine that nobody has was left open, or closed twice"
+    monkeypatch.undo()
+    bench.gate.open()
+    bench.gateway.load("b", model)
+    assert bench.num_tokens(bench.start("b", 5)) == 5
+    assert not any(isinstance(fact, HostingFailed) for fact in bench.gateway.facts.queue)
+
+
 def test_a_model_is_there_when_both_its_bytes_and_its_engine_are(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +463,40 @@ def test_nobody_takes_the_facts_so_no_step_is_made(model: Path, tmp_path: Path) 
             assert bench.gateway.facts.qsize() <= 3
 
     assert len(bench.gateway.answers[run].tokens) == 50
+
+
+def test_nobody_is_taken_to_wait_for_a_first_token_who_has_one_or_has_gone(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs that are restored give way to those who wait."""
+    noted, awaited = set[FirstTokens](), FirstTokens.awaited
+
+    def note(first_tokens: FirstTokens, run: int) -> None:
+        noted.add(first_tokens)
+        awaited(first_tokens, run)
+
+    monkeypatch.setattr(FirstTokens, "awaited", note)
+    bench.gateway.host("a", model)
+    gone = bench.start("a", 5)
+    bench.gateway.host("b", converted("opt-pre"))
+    bench.start("b", 5)
+    bench.gateway.ping()
+    (first_tokens,) = noted
+    assert len(first_tokens._runs) == 2
+    assert not first_tokens._are_all_served.is_set()
+
+    bench.gateway.cancel(gone)
+    bench.gateway.drop("b")
+    run = bench.start("a", 50)
+    bench.gate.open()
+    while not bench.gateway.answers[run].tokens:
+        bench.gateway.hear()
+
+    assert first_tokens._are_all_served.is_set()
+    first_tokens.give_way(math.inf)()
+    awaited(first_tokens, 7)
+    first_tokens.give_way(0.0)()  # returns all the same
+    assert bench.num_tokens(run) == 50
 
 
 def test_progress_is_told_by_bytes_and_layers(

@@ -12,7 +12,7 @@ from bench.host_pages import HostPages
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
-from hearth.messages import PrepareModel
+from hearth.messages import ModelLoaded, PrepareModel
 from hearth.sizes import StepLimits
 from hearth.store.manifest import Manifest, read_manifest
 from hearth.types import ModelId
@@ -89,6 +89,33 @@ def test_a_model_that_left_while_its_kernels_were_compiled_waits_for_them_when_i
         kernels.may_end.set()
         (answer,) = gateway.until_ended(waiting)
         assert len(answer.tokens) == 3
+
+
+def test_a_snapshot_is_looked_for_when_the_kernels_are_there_that_its_graphs_are_made_of(
+    tmp_path: Path,
+) -> None:
+    slow = converted("qwen3")
+    kernels, looks = SlowKernels(read_manifest(slow).digest), list[bool]()
+
+    class Snapshots:
+        def look(self, *_: object, **__: object) -> None:
+            looks.append(kernels.may_end.is_set())
+
+    new_pool = partial(ArenaPool, torch.device("cpu"), BUDGET_BYTES)
+    with (
+        tiers_at(tmp_path) as tiers,
+        working_in_process(
+            tiers,
+            new_pool,
+            kernels=kernels,  # type: ignore[arg-type] # as said
+            snapshots=Snapshots(),  # type: ignore[arg-type] # all that is asked here
+        ) as gateway,
+    ):
+        gateway.host("slow", slow)
+        assert kernels.is_compiling.wait(PATIENCE_S)
+        kernels.may_end.set()
+        gateway.until(ModelLoaded)
+    assert looks == [True]
 
 
 def test_a_worker_prepares_for_models_that_nobody_has_asked_for(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ MEASURED_SHARE = 0.97
 #: The share of a budget that a context may fill where models take turns: the rest is for what others keep out
 #: of turn. A model with all of it could take turns with nobody.
 TURN_SHARE = 31 / 32
+#: Models that a worker prepares for when it starts, unless there are more kinds: those behind them are read
+#: when they are asked for, which takes some milliseconds.
+MAX_PREPARED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,16 +235,19 @@ class Catalog:
         )
 
     def prepare_orders(self) -> list[PrepareModel]:
-        """Return orders to have the kernels of all models ready, one for all models that seem alike.
+        """Return orders to have all models ready to start, one for each; of many models not for all.
 
-        Models of the same dimensions may have other kernels, as where one has biases, or its positions go
-        further. So all that is known of a model has to agree, but for what only its text depends on.
+        Kernels are common to all models that seem alike, so one of each kind comes first, and always. Models
+        of the same dimensions may have other kernels, as where one has biases, or its positions go further.
+        So all that is known of a model has to agree, but for what only its text depends on.
         """
-        pairs = ((one, one.deployed.facts) for one in self._entries.values())
-        alike = {
-            (replace(facts, eos_ids=(), has_chat_template=False), one.limits): one for one, facts in pairs
+        pairs = [(one.prepare_order, one) for one in self._entries.values()]
+        kinds = {
+            (replace(one.deployed.facts, eos_ids=(), has_chat_template=False), one.limits): order
+            for order, one in pairs
         }
-        return [entry.prepare_order for entry in alike.values()]
+        orders = dict.fromkeys((*kinds.values(), *(order for order, _ in pairs)))
+        return list(orders)[: max(len(kinds), MAX_PREPARED)]
 
     def view(self, entry: CatalogEntry) -> ModelView:
         if entry.adapter is not None:

@@ -63,10 +63,10 @@ class LoadLog:
     def succeed(self, now_s: float, loaded: ModelLoaded) -> None:
         """End the load; the times that the worker measured tell when it really began."""
         self.loaded, self.ended_s, self.awaits_turn = loaded, now_s, False
-        took_s = loaded.open_s + loaded.assemble_s + loaded.total_s
+        took_s = loaded.took_s
         # When one began that nobody has ordered was only guessed.
         self.began_s = now_s - took_s if self.is_again else min(self.began_s, now_s - took_s)
-        self.first_layer_at_s = self.began_s + loaded.open_s + loaded.assemble_s + loaded.first_layer_s
+        self.first_layer_at_s = self.began_s + loaded.open_s + loaded.place_s + loaded.first_layer_s
 
     def turn_began(self, now_s: float) -> None:
         """Note that the load begins now, unless it had begun."""

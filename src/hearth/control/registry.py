@@ -16,9 +16,18 @@ import msgspec
 from hearth.control.datadir import DataDir
 from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter, ModelLocation
 from hearth.control.names import Names, check_name, listed
-from hearth.errors import DataDirError, HasAdapters, NameTaken, StoreError, StoreFull, UnknownModel
+from hearth.errors import (
+    DataDirError,
+    HasAdapters,
+    NameTaken,
+    SnapshotError,
+    StoreError,
+    StoreFull,
+    UnknownModel,
+)
 from hearth.policy.fleet.footprint import Facts
-from hearth.policy.memory.space_slots import NUM_SLOTS, choose_slot
+from hearth.policy.memory.space_slots import NUM_SLOTS, choose_slot, slot_at
+from hearth.snapshot.directory import SnapshotDirectory
 
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
 WAIT_S, LOOP_WAIT_S = 10.0, 1.0
@@ -192,11 +201,22 @@ class Registry:
             "where base is null and name not in (select name from space_slots) order by name"
         )
         for name, digest in lacking.fetchall():
-            if (slot := choose_slot(digest, taken)) is None:
+            if (slot := choose_slot(digest, taken, self._snapshot_slot(digest))) is None:
                 break
             # Another process may have been faster: then this one is given its slot the next time.
             self._execute("insert or ignore into space_slots values (?, ?, ?)", name, digest, slot)
             taken.add(slot)
+
+    def _snapshot_slot(self, digest: str) -> int | None:
+        """Return the slot that a snapshot of a model was made for: in another one it would be of no use."""
+        path = self._data_dir.snapshots_path
+        if not digest.isalnum() or not (path / digest).is_dir():  # a registry may be damaged
+            return None
+        try:
+            address = SnapshotDirectory.open(path, quota_bytes=0).weights_address(digest)
+        except SnapshotError:  # whoever would use it is told
+            return None
+        return None if address is None else slot_at(address)
 
     def has_changed(self) -> bool:
         """True if another connection has written since this was asked last. Takes microseconds."""

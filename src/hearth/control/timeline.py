@@ -288,7 +288,8 @@ class Timeline:
             load_end_s = min(load.ended_s or end_s, end_s)
             return [self._span("load", load.began_s, load_end_s, load.failure or "under way")]
         opened_s = min(load.began_s + loaded.open_s, end_s)
-        copying_s = min(opened_s + loaded.assemble_s, end_s)
+        assembled_s = min(opened_s + loaded.assemble_s, end_s)
+        copying_s = min(opened_s + loaded.place_s, end_s)
         copied_s = min(copying_s + loaded.total_s, end_s)
         gigabytes = [f"{use.num_bytes / 1e9:.3f} GB from {use.rung}" for use in loaded.rungs]
         if loaded.shared_bytes:
@@ -297,7 +298,7 @@ class Timeline:
             gigabytes.append(f"{loaded.reused_bytes / 1e9:.3f} GB were there")
         return [
             self._span("open", load.began_s, opened_s, "the model is looked up"),
-            self._span("assemble", opened_s, copying_s, "memory and engine"),
+            self._span("assemble", opened_s, assembled_s, "memory and engine, beside the load"),
             self._span("load", copying_s, copied_s, ", ".join(gigabytes)),
         ]
 

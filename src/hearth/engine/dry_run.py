@@ -7,6 +7,7 @@ by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,25 +62,34 @@ def dry_run(needs: KernelNeeds) -> None:
         runner.run_padding(next(shape for shape in shapes if shape.has_prompts is has_prompts))
 
 
-def dry_runner(needs: KernelNeeds) -> Runner:
-    """Return a runner over tensors without memory."""
-    arch, limits, meta = needs.arch, needs.limits, torch.device("meta")
+@dataclass(frozen=True, slots=True)
+class DryMemory:
+    """Memory for a runner that computes nothing, each given the number of bytes."""
+
+    large: Callable[[int], torch.Tensor]  #: weights, workspace and KV: nobody touches them
+    tables: Callable[[int], torch.Tensor]
+
+
+def dry_runner(needs: KernelNeeds, memory: DryMemory | None = None) -> Runner:
+    """Return a runner over memory that holds nothing; None: over tensors without memory."""
+    memory = memory or DryMemory(_without_memory, _without_memory)
+    arch, limits = needs.arch, needs.limits
     # No variant depends on the context, see `do_not_specialize` of the kernels.
     spec = ModelSpec(arch, DTYPES[needs.dtype], arch.max_positions, limits, frozenset())
     layout = layout_of(arch, needs.dtype, needs.quant)
-    weights = bind(arch, layout, contiguous_places(layout, _bytes(layout.num_bytes, meta)))
+    weights = bind(arch, layout, contiguous_places(layout, memory.large(layout.num_bytes)))
     size = StepSize.of(limits, "cuda", needs.num_processors)
-    memory = Memory(
-        _bytes(Workspace.num_bytes(arch, spec.dtype, size), meta),
-        _bytes(tables_bytes(spec), meta),
-        _bytes(2 * block_bytes(spec), meta),
+    parts = Memory(
+        memory.large(Workspace.num_bytes(arch, spec.dtype, size)),
+        memory.tables(tables_bytes(spec)),
+        memory.large(2 * block_bytes(spec)),
         *(SINK_BLOCK, 1),
     )
-    return assemble_runner(spec, weights, EngineConfig(), memory, size)
+    return assemble_runner(spec, weights, EngineConfig(), parts, size)
 
 
-def _bytes(count: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8, device=device)
+def _without_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
 def _few_layers(arch: Arch) -> Arch:

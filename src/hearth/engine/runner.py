@@ -179,7 +179,11 @@ class Runner:
         """
         if self._gate is not None or self._trial is not None or (plan.has_readings and plan.num_decode_rows):
             return False
-        return self.graphs is None or all(key in self.graphs for key in self.sizes.shape_of(plan).keys)
+        return self._has_graphs(self.sizes.shape_of(plan))
+
+    def _has_graphs(self, shape: StepShape) -> bool:
+        """True if a step of this shape has nothing to be captured, because it was or nothing is."""
+        return self.graphs is None or all(key in self.graphs for key in shape.keys)
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -222,6 +226,18 @@ class Runner:
         (key, shape), decoder = found[0], self.decoder.first_layers(_REHEARSED_LAYERS)
         kv = self.kv[:, : len(decoder.layers)]
         return capturer.capture(partial(self._queue, key.part, shape, None, decoder, kv, None))
+
+    @torch.inference_mode()
+    def rehearse_inputs(self, plan: StepPlan) -> None:
+        """Do all that a step of a plan does around its parts: fill tables, send inputs, fetch a token.
+
+        No part of the step is run, and nothing but tables is touched.
+        """
+        self._tables.fill()
+        self._sampler.admit(plan.admissions)
+        rows = self._inputs.fill(plan, self.sizes.shape_of(plan))
+        samples = Samples(self._sampler.chosen[: plan.num_rows], None, None, None, ())
+        PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows]).wait()
 
     @torch.inference_mode()
     def draw_padding(self, shape: StepShape) -> None:
@@ -336,8 +352,11 @@ class Runner:
         self.settle()
         self._uploads.next_step()
         self._sampler.admit(plan.admissions)
-        self._drop_open_gate()
         shape = self.sizes.shape_of(plan)
+        # Else it stays for this step, and with it no graph is captured: the first step behind a load is run
+        # sooner than captured, and somebody waits for its token, however early the last bytes came.
+        if self._has_graphs(shape):
+            self._drop_open_gate()
         rows = self._inputs.fill(plan, shape)
         if shape.has_adapters:
             self.allow_adapters().fill(plan, shape, self._adapters)
@@ -352,6 +371,7 @@ class Runner:
         if trial is not None:
             trial.replay()
             self._trial = trial
+        self._drop_open_gate()
         return pending
 
     def _begin_trial(self, shape: StepShape, plan: StepPlan) -> GraphTrial | None:

@@ -114,6 +114,9 @@ class ArenaPool:
         if queued is not None:
             queued.synchronize()
 
+    def prepare_rest(self, model: ModelId) -> None:
+        """Do nothing: it lies in memory that is always there, and is touched in the order of the steps."""
+
     def load_ended(self, model: ModelId, *, is_whole: bool) -> None:
         tenant = self._books.tenants[model]
         coming, tenant.coming = tenant.coming, set()

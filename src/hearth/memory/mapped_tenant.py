@@ -111,6 +111,16 @@ class MappedTenant:
     def table_places(self, table: SamplingTable, indices: Iterable[int]) -> list[int]:
         return [self.table_address(table) + index * self.page_bytes for index in indices]
 
+    def rest_places(self) -> list[int]:
+        """Return the places of workspace, tables and sink; none unless the model is placed."""
+        if not self.is_placed:
+            return []
+        return [
+            *self.workspace_places(range(self.num_workspace_pages)),
+            *self.tables_places(),
+            *self.kv_places(range(self.kv.sink_pages)),
+        ]
+
     def all_places(self) -> list[int]:
         """Return the places where pages belong now."""
         num_workspace_pages = self.num_workspace_pages if self.is_placed else 0

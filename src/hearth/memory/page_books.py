@@ -136,8 +136,8 @@ class PageBooks:
         tenant.borrowed = {index for index, place in places.items() if not self.table.is_real(place)}
         return sorted(tenant.coming | tenant.borrowed)
 
-    def place_rest(self, tenant: MappedTenant) -> list[int]:
-        """Give a model its workspace, tables and sink; return their places."""
+    def place_rest(self, tenant: MappedTenant) -> None:
+        """Give a model its workspace, tables and sink, at its `rest_places`."""
         workspace = tenant.workspace_places(range(tenant.num_workspace_pages))
         num_shared = min(len(workspace), len(self.workspace))
         for place, page in zip(workspace[:num_shared], self.workspace, strict=False):
@@ -150,7 +150,6 @@ class PageBooks:
         self.workspace += [self.table.page_at(place) for place in workspace[num_shared:]]
         tenant.is_placed = True
         tenant.num_kv_pages, tenant.num_kv_blocks = len(sink), 1
-        return [*workspace, *tables, *sink]
 
     def _make_free(self, num_wanted: int) -> None:
         """Have so many pages be free, if need be those that are only ready to be given."""

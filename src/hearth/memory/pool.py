@@ -10,7 +10,7 @@ and says with `EvictionTerms` whose weights may be taken, and at which price. Tw
 (`memory/vmm.py`), where any free page fits anywhere, and one contiguous arena (`memory/arena.py`), where
 tensors have to be moved together now and then.
 
-One thread, that of the steps, calls all methods but `prepare` and `prepare_pieces`.
+One thread, that of the steps, calls all methods but `prepare`, `prepare_rest` and `prepare_pieces`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Space:
     """A model's memory. What it has not got yet holds arbitrary bits, or must not be touched at all."""
 
     places: Mapping[str, TensorPlace]  #: of every tensor, as served
+    #: These two and the sink must not be touched before `prepare_rest` has returned.
     workspace: torch.Tensor  #: uint8; arbitrary bits between two steps
     tables: torch.Tensor  #: uint8; arbitrary bits when the model is placed, and its own until it is retired
     #: uint8. Block `b` lies at `b * block_bytes`; those that the pool has not given must not be touched.
@@ -141,6 +142,10 @@ class Pool(Protocol):
 
     def prepare(self, model: ModelId, part: ByteRange) -> None:
         """Make a part of a space, or a piece of one, ready to be written. Any one thread may call it."""
+
+    def prepare_rest(self, model: ModelId) -> None:
+        """Make workspace, tables and sink of a placed model ready to be used. Any thread may call it; of a
+        model that was dropped or retired meanwhile nothing is done."""
 
     def load_ended(self, model: ModelId, *, is_whole: bool) -> None:
         """Note that a load has ended: all gaps are filled, or, unless `is_whole`, given back."""

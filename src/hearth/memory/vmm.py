@@ -85,9 +85,9 @@ class MappedPool:
             tenant = self._books.tenant(model, shape)
             assert not tenant.coming, f"`{model}` is still being loaded: {sorted(tenant.coming)}"
             self._books.place_weights(tenant)
-            rest = [] if tenant.is_placed else self._books.place_rest(tenant)
+            if not tenant.is_placed:
+                self._books.place_rest(tenant)
             unreal = self._books.unreal_weights(tenant)
-        self._table.make_real(rest)
         return self._space(tenant, unreal)
 
     def place_front(self, model: ModelId, shape: Shape, num_bytes: int) -> Space | None:
@@ -110,6 +110,12 @@ class MappedPool:
         indices = range(part.begin // tenant.page_bytes, num_pages(part.end, tenant.page_bytes))
         places = tenant.weights_places(indices)
         self._table.wait_until_idle(places)  # loads write on a stream of their own
+        self._table.make_real(places)
+
+    def prepare_rest(self, model: ModelId) -> None:
+        with self._table.lock:
+            tenant = self._books.tenants.get(model)
+            places = [] if tenant is None else tenant.rest_places()
         self._table.make_real(places)
 
     def load_ended(self, model: ModelId, *, is_whole: bool) -> None:

@@ -90,12 +90,17 @@ def write_cos_sin(rope: Rope, table: torch.Tensor) -> None:
     frequencies = 1.0 / rope.theta ** (steps / rope.dim)
     if rope.llama3 is not None:
         frequencies = _stretch(frequencies, rope.llama3)
-    steps_per_token = (frequencies / rope.linear_factor).to(table.device)
+    steps_per_token = _sent(frequencies / rope.linear_factor, table.device)
     for begin in range(0, len(table), _POSITIONS_AT_ONCE):
         piece = table[begin : begin + _POSITIONS_AT_ONCE]
         positions = torch.arange(begin, begin + len(piece), device=table.device)
         angles = positions.float()[:, None] * steps_per_token
         torch.stack([angles.cos(), angles.sin()], dim=1, out=piece)
+
+
+def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return numbers on a device, without waiting for steps, or for weights that cross, in front of them."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def _stretch(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

@@ -84,7 +84,7 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     #: None: this device's memory is not mapped by pages, or that was not measured apart
     mapping: MeasuredMapping | None
     switch: MeasuredSwitch
-    assemble_s: _Time  #: of a model's first load here, before its bytes begin to cross
+    assemble_s: _Time  #: of a model's first load here, beside its bytes
     host_step_s: _Time  #: that a worker adds to each step of an engine
     shapes: Annotated[list[MeasuredShape], Meta(min_length=1)]
     #: For which a request is on its way: from its arrival to a worker, tokenized, and its first token back.

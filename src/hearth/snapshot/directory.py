@@ -140,6 +140,20 @@ class SnapshotDirectory:
                 return self.open_file(entry.path)
         return None
 
+    def weights_address(self, model: str) -> int | None:
+        """Return where the weights of a model lay for the snapshot that was used last; None: nowhere.
+
+        So where there is none that may be read, or it was made on a device without such addresses.
+        """
+        try:
+            opened = self.newest(model)
+            if opened is None:
+                return None
+            with opened:
+                return opened.fingerprint.weights_address
+        except SnapshotError:  # another version's
+            return None
+
     def differences(self, fingerprint: Fingerprint) -> list[FieldDifference]:
         """Return why none of a model's snapshots is that of a fingerprint; []: the model has none.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 
 from hearth.errors import SnapshotCorrupt
@@ -46,6 +47,12 @@ class Fingerprint:
     def digest(self) -> str:
         """A name for the fingerprint, which no other one has."""
         return hashlib.blake2b(self.pack(), digest_size=_DIGEST_BYTES).hexdigest()
+
+    @property
+    def weights_address(self) -> int | None:
+        """The address where the weights begin; None: they have none that lasts."""
+        found = re.search(r"\bweights=0x([0-9a-f]+)", self.addresses)
+        return None if found is None else int(found[1], 16)
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()

@@ -90,15 +90,19 @@ class RestoredGraphs:
         self._coming, self._restored = {}, {}
         self._on_discard(reason)
 
-    def restore(self, rehearse: Callable[[str], None]) -> None:
+    def restore(self, rehearse: Callable[[str], None], give_way: Callable[[], None]) -> None:
         """Restore all graphs. One that cannot be restored is left out, and so captured when it is needed.
 
-        `rehearse` shows to `handles` the kernels of libraries that a graph of that name needs. It is asked
-        where some are not known, and for the first graph of each kind.
+        `give_way` is called before each, and waits while others need the interpreter more. `rehearse` shows
+        to `handles` the kernels of libraries that a graph of that name needs. It is asked where some are not
+        known, and for the first graph of each kind.
         """
         began_s, num_graphs, reasons = time.perf_counter(), len(self._coming), list[str]()
         coming, kinds = self._coming, set[str]()  # the first is another one once nobody wants the graphs
         while coming and coming is self._coming:
+            give_way()
+            if not coming or coming is not self._coming:  # nobody wants them any more
+                break
             name = next(iter(coming))
             try:
                 graph = GraphNodes.unpack(self._sections[_PREFIX + name])

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from hearth.errors import HearthError, LenderGone, LoadCancelled, ModelNotOpen, StoreError
+from hearth.errors import ChunkCorrupt, HearthError, LenderGone, LoadCancelled, ModelNotOpen, StoreError
 from hearth.store.adapter_manifest import AdapterManifest, of_adapter
 from hearth.store.description import read_description
 from hearth.store.fetch import HostChunk
+from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.lender_line import LenderLine
 from hearth.store.lending import (
     CancelLoad,
@@ -34,7 +35,7 @@ from hearth.store.lending import (
     received,
     send,
 )
-from hearth.store.manifest import Manifest, StoredManifest, of_model
+from hearth.store.manifest import TOKENIZER, Manifest, StoredManifest, damage_of, of_model
 from hearth.store.segment import Segment
 from hearth.types import Digest
 
@@ -96,6 +97,8 @@ class Borrower:
         self.segment = self._pinned(segment)
         #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
         self._manifests: dict[Digest, StoredManifest] = {}
+        #: Files beside models that were the stored ones: of which digest, and in which state. As above.
+        self._texts: dict[Path, tuple[Digest, FileStamp | None]] = {}
         #: Segments of lenders that are gone, mapped while a loan of theirs may still be copied from.
         self._old: list[Segment] = []
         self._loans: list[Loan] = []  #: loans that are not over, and some that are
@@ -126,6 +129,35 @@ class Borrower:
         found = self._open(where, weight)
         return Borrowed(found.opened, of_adapter(found.manifest, found.where), found.where, weight)
 
+    def describe(self, directory: Path) -> Manifest:
+        """Read a model's description and check its tokenizer, for whoever will open it some day.
+
+        Raises:
+            HearthError: there is no such model, or a file of it is damaged.
+        """
+        manifest = of_model(self._read(directory), str(directory))
+        self.text_file(manifest, directory, TOKENIZER)
+        return manifest
+
+    def text_file(self, manifest: Manifest, directory: Path, name: str) -> Path | None:
+        """Return a file that lies beside a model's weights, if it is the one that was stored; None: none was.
+
+        Read once for each state of the file: one of some MB takes milliseconds, as descriptions do.
+
+        Raises:
+            ChunkCorrupt: it is not.
+        """
+        file = next((file for file in manifest.files if file.name == name), None)
+        if file is None:
+            return None
+        path = directory / name
+        checked = (file.digest, stamp_of(path))
+        if self._texts.get(path) != checked:
+            if damage := damage_of(file, directory):
+                raise ChunkCorrupt(f"`{path}` {damage}; convert or fetch the model again")
+            self._texts[path] = checked
+        return path
+
     def _open(self, where: str | Path, weight: float) -> Borrowed[StoredManifest]:
         where = str(where) if "://" in str(where) else str(Path(where).absolute())
         match self._ask(OpenModel(where, weight)):
@@ -143,13 +175,19 @@ class Borrower:
         """Return the manifest, read once: that takes milliseconds, which a switch of models does not have."""
         known = self._manifests.get(opened.digest)
         if known is None:
-            known = read_description(Path(opened.directory))
+            known = self._read(Path(opened.directory))
             if known.digest != opened.digest:
                 raise StoreError(f"`{opened.directory}` was replaced while it was opened; open it again")
-            if len(self._manifests) >= MAX_MANIFESTS:
-                self._manifests.clear()
-            self._manifests[opened.digest] = known
         return known
+
+    def _read(self, directory: Path) -> StoredManifest:
+        """Read a description, and keep it."""
+        found = read_description(directory)
+        if len(self._manifests) >= MAX_MANIFESTS:
+            self._manifests.clear()
+            self._texts.clear()
+        self._manifests[found.digest] = found
+        return found
 
     def prefetch(self, model: Borrowed[StoredManifest]) -> Prefetch:
         """Have the lender bring a model into host memory, as far as no load that is waited for is held up."""

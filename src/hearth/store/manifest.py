@@ -48,10 +48,11 @@ WEIGHTS = "weights.bin"
 FORMAT = "hearth-model"
 VERSION = 2
 CHUNK_BYTES = 16 << 20
+TOKENIZER = "tokenizer.json"
 #: The files that a tokenizer and its chat template are read from.
 TEXT_FILES = frozenset(
     {
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
         *("generation_config.json", "chat_template.jinja"),
     }
 )

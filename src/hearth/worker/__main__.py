@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,7 +20,6 @@ import torch
 
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
-from hearth.engine.engine import Engine
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
@@ -29,11 +27,11 @@ from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.snapshot.parts import SnapshotParts
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
 from hearth.store.manifest import read_manifest
+from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
@@ -102,13 +100,16 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         borrower.segment.touch_in_background()  # there is time, and streams wait for what lies there
     times.note("keeper")
     runtime = start(setup, config, times)
+    first_tokens = FirstTokens()
+    graphs = _snapshot_graphs(setup, runtime, first_tokens)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
-        kernels=_kernels(setup, runtime),
-        snapshots=_snapshots(setup, config, runtime),
+        kernels=_kernels(setup, runtime, borrower, first_tokens, graphs),
+        snapshots=_snapshots(setup, config, runtime, graphs),
         torch_limit=runtime.torch_limit,
         turns=TurnRules() if setup.turns else None,
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
+        first_tokens=first_tokens,
     )
     if not predecessor.is_gone:  # there is still time
         borrower.device_is_up()
@@ -140,14 +141,24 @@ def _load_kernels(setup: WorkerSetup, predecessor: Predecessor, kernels: ModelKe
             kernels.load(read_manifest(Path(order.directory)), order.limits)
 
 
-def _kernels(setup: WorkerSetup, runtime: Runtime) -> ModelKernels | None:
+def _kernels(
+    setup: WorkerSetup,
+    runtime: Runtime,
+    borrower: Borrower,
+    first_tokens: FirstTokens,
+    graphs: SnapshotGraphs | None,
+) -> ModelKernels | None:
     if runtime.device.type != "cuda" or not HAS_TRITON:
         return None
     COMPILATIONS.watch()
-    return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device)
+    cache = KernelCache.open(Path(setup.kernels_path))
+    learn = None if graphs is None else graphs.learn
+    return ModelKernels(cache, runtime.device, borrower.describe, first_tokens, learn)
 
 
-def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> ModelSnapshots | None:
+def _snapshots(
+    setup: WorkerSetup, config: EngineConfig, runtime: Runtime, graphs: SnapshotGraphs | None
+) -> ModelSnapshots | None:
     if setup.snapshots_path is None:
         return None
     name, device = runtime.name, runtime.device
@@ -158,18 +169,21 @@ def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> Mo
     except SnapshotError as error:  # which the gateway has met as well, and tells of
         log.warning("fallback snapshots=off reason=`%s`", error)
         return None
-    return ModelSnapshots(directory, config, device, name, runtime.device_bytes, _parts_of(runtime))
+    parts_of = no_parts if graphs is None else graphs.parts_of
+    return ModelSnapshots(directory, config, device, name, runtime.device_bytes, parts_of)
 
 
-def _parts_of(runtime: Runtime) -> Callable[[Engine], SnapshotParts | None]:
+def _snapshot_graphs(
+    setup: WorkerSetup, runtime: Runtime, first_tokens: FirstTokens
+) -> SnapshotGraphs | None:
     """Return what keeps the graphs of engines, where another process could use them."""
-    if not runtime.has_fixed_addresses:
-        return no_parts
+    if setup.snapshots_path is None or not runtime.has_fixed_addresses:
+        return None
     try:
-        return SnapshotGraphs(runtime.device).parts_of
+        return SnapshotGraphs(runtime.device, first_tokens)
     except DeviceError as error:
         log.warning("fallback snapshots=without_graphs reason=`%s`", error)
-        return no_parts
+        return None
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:

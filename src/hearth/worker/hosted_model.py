@@ -13,6 +13,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
@@ -21,6 +23,7 @@ from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.memory.eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.borrower import BorrowedModel
+from hearth.store.manifest import TOKENIZER
 from hearth.store.record import LoadRecord
 from hearth.types import Hold, ModelId, RequestId
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
@@ -53,6 +56,15 @@ from hearth.worker.watched_load import WeightsLoaded
 
 #: Told of a model of which nothing was missing.
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadTimes:
+    """The times of a load before its bytes and beside them, as `ModelLoaded` has them."""
+
+    open_s: float
+    place_s: float
+    assemble_s: float
 
 
 class HostedModel:
@@ -218,8 +230,11 @@ class HostedModel:
         is_given_up = self._is_closed.is_set
 
         def look_up() -> None:
-            borrowed = borrow(resources.borrower, order, is_given_up)
-            spec = hosting_spec(order, borrowed, resources.device)
+            borrower = resources.borrower
+            borrowed = borrow(borrower, order, is_given_up)
+            manifest, directory = borrowed.manifest, Path(borrowed.opened.directory)
+            tokenizer_json = borrower.text_file(manifest, directory, TOKENIZER)
+            spec = hosting_spec(order, manifest, tokenizer_json, resources.device)
             post(order.hosting, ModelFound(spec, borrowed))
 
         start_thread(look_up, resources, lambda news: post(order.hosting, news))
@@ -260,12 +275,14 @@ class HostedModel:
             case Incomplete(served) | Retired(served):
                 space = place(self.model, served.spec)
                 if isinstance(self.state, Retired):
+                    self._pool.prepare_rest(self.model)
                     served.engine.runner.fill_tables()
                 if not self._pool.keeps_addresses:
                     served.rebind(space.places)
                 if not space.parts:
-                    assemble_s = time.perf_counter() - began_s
-                    return self._complete(served, _NO_LOAD, served.spec.tensor_bytes, 0.0, assemble_s)
+                    took_s = time.perf_counter() - began_s
+                    times = _LoadTimes(open_s=0.0, place_s=took_s, assemble_s=took_s)
+                    return self._complete(served, _NO_LOAD, served.spec.tensor_bytes, times)
                 load = self._start_load(served.spec, space, began_s, open_s=0.0, engine=served.engine)
                 self.state = Loading(served, load)
                 return None
@@ -287,6 +304,7 @@ class HostedModel:
         return ModelLoad(
             *(self._borrowed, spec, space, self._resources),
             prepare=lambda part: pool.prepare(name, part),
+            prepare_rest=lambda: pool.prepare_rest(name),
             post=lambda news: post(hosting, news),
             marks=self._resources.marks.of(name),
             began_s=began_s,
@@ -349,7 +367,8 @@ class HostedModel:
                 raise self._wrong("got an engine")
         load.is_engine_ready = True
         if news.is_whole:
-            load.ready_s, load.weights = time.perf_counter(), _NO_LOAD
+            load.crossing_s = load.ready_s = time.perf_counter()
+            load.weights = _NO_LOAD
         return self._complete_if_whole()
 
     def almost_loaded(self) -> None:
@@ -366,8 +385,10 @@ class HostedModel:
     def _complete_if_whole(self) -> ModelLoaded | None:
         match self.state:
             case Loading(served, load) if load.is_engine_ready and load.weights is not None:
-                assemble_s = load.ready_s - load.began_s
-                return self._complete(served, load.weights, load.reused_bytes, load.open_s, assemble_s)
+                times = _LoadTimes(
+                    load.open_s, load.crossing_s - load.began_s, assemble_s=load.ready_s - load.began_s
+                )
+                return self._complete(served, load.weights, load.reused_bytes, times)
         return None
 
     def _complete(
@@ -375,8 +396,7 @@ class HostedModel:
         served: ServedModel,
         weights: WeightsLoaded,
         reused_bytes: int,
-        open_s: float,
-        assemble_s: float,
+        times: _LoadTimes,
     ) -> ModelLoaded:
         """Have all of the model be there: its bytes may be taken and moved only from here on."""
         self.state = Loaded(served)
@@ -393,12 +413,13 @@ class HostedModel:
             rungs=_sum_rungs([*untold, record]),
             reused_bytes=max(0, reused_bytes - ahead_bytes),
             shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in untold),
-            open_s=open_s,
-            assemble_s=assemble_s,
+            open_s=times.open_s,
+            assemble_s=times.assemble_s,
             first_layer_s=record.first_layer_s if widen_s is None else total_s,
             total_s=total_s,
             is_widened=widen_s is not None,
             ahead_bytes=ahead_bytes,
+            place_s=times.place_s,
         )
         self.first_load = self.first_load or loaded
         return loaded

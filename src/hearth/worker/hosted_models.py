@@ -57,13 +57,18 @@ class HostedModels:
         self._retired: dict[ModelId, HostedModel] = {}
         self._readiness = StepReadiness()
         self._num_vain = 0  #: steps in a row that had nothing to compute
+        self._is_prepared = False  #: for some start, and so in what all have in common
 
     # Coming and going.
 
     def prepare(self, order: PrepareModel) -> None:
-        """Have the kernels of a model ready that may be hosted some day."""
-        if self._resources.kernels is not None:
-            self._resources.kernels.prepare(order)
+        """Have ready what the start of a model needs that may be hosted some day."""
+        resources = self._resources
+        if resources.kernels is not None:
+            resources.kernels.prepare(order)
+        if resources.snapshots is not None and not self._is_prepared:
+            resources.loader.threads.start(resources.snapshots.prepare)
+        self._is_prepared = True
 
     def host(self, order: HostModel) -> ModelLoaded | None:
         """Take a model in; a retired one comes back with its engine, if that is still of use."""
@@ -302,7 +307,10 @@ class HostedModels:
 
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:
-            log.info("model_loaded model=%s load_s=%.3f", loaded.model, loaded.total_s)
+            log.info(
+                "model_loaded model=%s load_s=%.3f open_s=%.3f place_s=%.3f assemble_s=%.3f",
+                *(loaded.model, loaded.total_s, loaded.open_s, loaded.place_s, loaded.assemble_s),
+            )
             self.reclaimer.reload_costs.learn_load(
                 loaded.model,
                 {use.rung: use.num_bytes for use in loaded.rungs},

@@ -8,17 +8,14 @@ from pathlib import Path
 import torch
 
 from hearth.engine.assemble import ModelSpec, block_bytes, tables_bytes, workspace_bytes
-from hearth.errors import ChunkCorrupt, ModelError
+from hearth.errors import ModelError
 from hearth.memory.pool import Shape
 from hearth.messages import HostModel
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import Layout
 from hearth.sizes import computed_dtype
-from hearth.store.borrower import BorrowedModel
-from hearth.store.manifest import Manifest, damage_of
+from hearth.store.manifest import Manifest
 from hearth.store.widen_dtype import served_layout
-
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +34,14 @@ class HostingSpec:
         return sum(spec.nbytes for spec in self.manifest.tensors)
 
 
-def hosting_spec(order: HostModel, model: BorrowedModel, device: torch.device) -> HostingSpec:
-    """Return how a model is hosted as an order asks for it.
+def hosting_spec(
+    order: HostModel, manifest: Manifest, tokenizer_json: Path | None, device: torch.device
+) -> HostingSpec:
+    """Return how a model is hosted as an order asks for it, with the tokenizer that guides go by.
 
     Raises:
         ModelError: the order asks for what the model was not made for.
     """
-    manifest = model.manifest
     dtype = computed_dtype(manifest.dtype, device.type)
     layout = served_layout(manifest, dtype)
     spec = ModelSpec(
@@ -52,7 +50,7 @@ def hosting_spec(order: HostModel, model: BorrowedModel, device: torch.device) -
         max_context=_context(order, manifest),
         limits=order.limits,
         eos_ids=frozenset(order.eos_ids),
-        tokenizer_json=_tokenizer(model),
+        tokenizer_json=tokenizer_json,
     )
     num_bytes = block_bytes(spec)
     shape = Shape(
@@ -78,17 +76,3 @@ def _context(order: HostModel, manifest: Manifest) -> int:
             f"given: {order.max_context}"
         )
     return order.max_context
-
-
-def _tokenizer(model: BorrowedModel) -> Path | None:
-    """Return the file that guides read the vocabulary from, if it is the one that was stored.
-
-    Raises:
-        ChunkCorrupt: it is not.
-    """
-    directory = Path(model.opened.directory)
-    stored = [file for file in model.manifest.files if file.name == TOKENIZER]
-    for file in stored:
-        if damage := damage_of(file, directory):
-            raise ChunkCorrupt(f"`{directory / TOKENIZER}` {damage}; convert or fetch the model again")
-    return directory / TOKENIZER if stored else None

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
+from hearth.engine.compile import list_key
 from hearth.engine.dry_run import KernelNeeds
+from hearth.engine.graphs import CapturedGraph
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.errors import HearthError
 from hearth.kernels.kernel_cache import KernelCache
+from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.messages import PrepareModel
 from hearth.sizes import StepLimits
-from hearth.store.manifest import Manifest, read_manifest
+from hearth.store.manifest import Manifest
+from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.step_rehearsal import rehearse
+
+#: For so long the rehearsal for a kind of models gives way, in all.
+MAX_PAUSE_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +32,21 @@ log = logging.getLogger(__name__)
 class ModelKernels:
     """Kernels on a worker's CUDA device. Any thread calls it; one of its own prepares for other models."""
 
-    def __init__(self, cache: KernelCache, device: torch.device) -> None:
-        self._warmup, self._device = KernelWarmup(cache), device
+    def __init__(
+        self,
+        cache: KernelCache,
+        device: torch.device,
+        describe: Callable[[Path], Manifest],
+        first_tokens: FirstTokens,
+        learn: Callable[[CapturedGraph], None] | None = None,
+    ) -> None:
+        """`describe` reads the description of a model in a directory, and keeps it for its first start.
+
+        Rehearsals give way to those who wait for `first_tokens`; `learn` is shown the graphs of them.
+        """
+        self._first_tokens, self._learn = first_tokens, learn or _forget
+        self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
+        self._rehearsed: set[str] = set()  #: lists of kernels whose first steps were rehearsed, or failed to
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
         self._thread.submit(_prune, cache)
 
@@ -41,14 +64,29 @@ class ModelKernels:
 
     def _prepare(self, order: PrepareModel) -> None:
         try:
-            self.compile(read_manifest(Path(order.directory)), order.limits)
+            manifest = self._describe(Path(order.directory))
+            self.compile(manifest, order.limits)
+            self._rehearse(self._needs(manifest, order.limits))
         except (HearthError, OSError) as error:  # whoever asks for the model is told
             log.warning("model_not_prepared model=%s reason=%s", order.model, error)
         except Exception:  # the thread's top: the next model may do better
             log.exception("model_not_prepared model=%s", order.model)
 
+    def _rehearse(self, needs: KernelNeeds) -> None:
+        """Rehearse the first steps, once for each list; not where a kernel would have to be compiled here."""
+        if (key := list_key(needs)) in self._rehearsed or not self._warmup.load(needs):
+            return
+        self._rehearsed.add(key)
+        with closing(CudaPages(self._device, PAGE_BYTES)) as pages:
+            give_way = self._first_tokens.give_way(MAX_PAUSE_S)
+            rehearse(needs, pages, self._device, give_way, self._learn)
+
     def _needs(self, manifest: Manifest, limits: StepLimits) -> KernelNeeds:
         return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)
+
+
+def _forget(graph: CapturedGraph) -> None:
+    """Keep nothing of a graph: no snapshot has any."""
 
 
 def _prune(cache: KernelCache) -> None:

@@ -1,6 +1,10 @@
-"""How a placed model comes to be there: its engine is put together, and what is missing is loaded.
+"""How a placed model comes to be there: what is missing is loaded, and its engine is put together meanwhile.
 
-Both happen on threads of their own, while the step thread makes tokens of other models. Places nothing.
+    pages of weights   | mapped ahead of those who fill them
+    bytes                | cross
+    workspace, tables      | mapped | engine assembled, tables filled, graphs on their way | first step
+
+All of it happens on threads of their own, while the step thread makes tokens of other models. Places nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -89,6 +94,7 @@ class ModelLoad:
         space: Space,
         resources: HostingResources,
         prepare: Callable[[ByteRange], None],
+        prepare_rest: Callable[[], None],
         post: Callable[[HostingNews], None],
         *,
         marks: StepMarks,
@@ -96,12 +102,14 @@ class ModelLoad:
         open_s: float,
         engine: Engine | None = None,
     ) -> None:
-        """Start to put the engine together, unless the model has one, and to load what is missing.
+        """Start to load what is missing, and to put the engine together, unless the model has one.
 
-        `prepare` makes a part of the space ready to be written. `borrowed`: the model as it was found, which
-        took `open_s`. `marks` is told how the engine's steps advance.
+        `prepare` makes a part of the space ready to be written, `prepare_rest` all of it but the weights.
+        `borrowed`: the model as it was found, which took `open_s`. `marks` is told how the engine's steps
+        advance.
         """
         self._spec, self._space, self._resources, self._marks = spec, space, resources, marks
+        self._prepare_rest = prepare_rest
         self._borrowed, self._post, self.began_s, self.open_s = borrowed, post, began_s, open_s
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         #: Bytes as stored that need no load: the model's own, or those of a model like it.
@@ -110,14 +118,15 @@ class ModelLoad:
         self.is_engine_ready = False
         self.is_almost_loaded = False
         self.weights: WeightsLoaded | None = None
-        self.ready_s = 0.0  #: when the engine was there, on the clock of `time.perf_counter`
+        #: When bytes began to cross, if any do, and when the engine was there: by `time.perf_counter`.
+        self.crossing_s = self.ready_s = 0.0
         #: Keeps building and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._engine: Engine | None = None
         self._watched: WatchedLoad | None = None
-        threads = resources.loader.threads
-        self._map_ahead = MapAhead(prepare, space.parts, threads) if space.parts else None
+        self._map_ahead: MapAhead | None = None
+        self._new_map_ahead = partial(MapAhead, prepare, space.parts, resources.loader.threads)
         start_thread(lambda: self._prepare(engine), resources, post)
 
     @property
@@ -145,47 +154,79 @@ class ModelLoad:
             self._run(engine)
 
     def _run(self, engine: Engine | None) -> None:
-        """Put the engine together, where there is none, and start to load what is missing."""
+        """Start to load what is missing, and put the engine together beside that, where there is none."""
         spec, space, resources = self._spec, self._space, self._resources
-        # Kernels on disk come first: on their way to the device they would queue behind the weights, too.
+        # Kernels on disk come first: on their way to the device they would queue behind the weights.
         # An engine is told of when they are ready, and one that was not is never used again: so a model that
         # has its engine has had them. To ask again would stand between a turn and its bytes.
         kernels = resources.kernels if engine is None else None
         are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
+        if space.gaps:
+            self._start_crossing()
+        elif space.parts:
+            self._start_mapping()
         look, is_new = None, engine is None
         if engine is None and not self._is_cancelled:
-            # Not under the lock: it takes its time, and touches none of the space.
-            weights = bind(spec.model.arch, spec.layout, space.places)
-            memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
-            engine = assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
-            if resources.snapshots is not None:
-                post = self._post
-                look = resources.snapshots.look(
-                    spec, space, engine, discarded=lambda reason: post(SnapshotDiscarded(reason))
-                )
-        # Only now: whatever else goes to the device would have to queue behind the weights.
-        loan = self._borrow_missing() if space.gaps else None
+            engine = self._assemble()
+            if kernels is not None and not are_kernels_ready:
+                # Beside the weights: this model's first step waits, and no other's.
+                kernels.compile(spec.manifest, spec.model.limits)
+            if not self._is_cancelled:
+                look = self._look(engine)  # behind them: restored graphs are made of kernels that are there
         with self._lock:
             if self._is_cancelled or engine is None:
-                if loan is not None:
-                    loan.cancel()
                 if is_new and engine is not None:
                     engine.runner.close()  # graphs of it may be on their way
                 return
+            self._engine = engine  # first: whoever cancels closes it, whatever breaks below
             if is_new:
                 engine.runner.fill_tables()  # under the lock: it touches the space
-            self._engine, self.ready_s = engine, time.perf_counter()
-            if loan is not None and self._map_ahead is not None:  # gaps are to be mapped
-                to = Destination(space.gaps, self._map_ahead, space.places, spec.layout)
-                self._watched = WatchedLoad(self._borrowed, loan, to, resources.loader, self._post)
-                if (gate := self._watched.gate()) is not None:
-                    engine.runner.follow(gate)
-        if kernels is not None and not are_kernels_ready:
-            # Beside the weights: this model's first step waits, and no other's.
-            kernels.compile(spec.manifest, spec.model.limits)
+            self.ready_s = time.perf_counter()
+            if self._watched is not None and (gate := self._watched.gate()) is not None:
+                engine.runner.follow(gate)
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
+
+    def _start_crossing(self) -> None:
+        """Have the missing bytes cross from here on, unless the load was called off.
+
+        From now on little else may go to the device by a copy, which would wait for as many chunks as are
+        queued at a time.
+        """
+        loan = self._borrow_missing()
+        with self._lock:
+            if self._is_cancelled:
+                loan.cancel()
+                return
+            # Not before there is a loan: a thread that maps keeps the interpreter from one that asks.
+            self._map_ahead = self._new_map_ahead()
+            to = Destination(self._space.gaps, self._map_ahead, self._space.places, self._spec.layout)
+            self.crossing_s = time.perf_counter()
+            self._watched = WatchedLoad(self._borrowed, loan, to, self._resources.loader, self._post)
+
+    def _start_mapping(self) -> None:
+        """Have bytes mapped that are there, in other hands, unless the load was called off."""
+        with self._lock:
+            if not self._is_cancelled:
+                self._map_ahead = self._new_map_ahead()
+
+    def _assemble(self) -> Engine:
+        """Return the engine. Not under the lock: it takes its time, and touches none of the space."""
+        spec, space, resources = self._spec, self._space, self._resources
+        self._prepare_rest()
+        weights = bind(spec.model.arch, spec.layout, space.places)
+        memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
+        return assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
+
+    def _look(self, engine: Engine) -> SnapshotLook | None:
+        """Look for a snapshot of the engine, and have it restored. Not under the lock either."""
+        if (snapshots := self._resources.snapshots) is None:
+            return None
+        post = self._post
+        return snapshots.look(
+            *(self._spec, self._space, engine), discarded=lambda reason: post(SnapshotDiscarded(reason))
+        )
 
     def _borrow_missing(self) -> PatientLoan:
         chunks = missing_chunks(self._borrowed.manifest, self._space.gaps)

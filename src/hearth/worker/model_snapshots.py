@@ -95,6 +95,10 @@ class ModelSnapshots:
         reason = "it was made for another start: " + "; ".join(map(str, differences))
         return SnapshotLook(fingerprint, SnapshotOutcome.OUTDATED, reason)
 
+    def prepare(self) -> None:
+        """Find out what all starts here have in common, which takes a while, once: no start waits for it."""
+        software(self._device.type)
+
     def save(self, fingerprint: Fingerprint, sections: Mapping[str, bytes]) -> Path:
         """Write a snapshot. Raises SnapshotError and StoreFull."""
         return self._directory.save(fingerprint, sections)

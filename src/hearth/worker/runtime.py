@@ -29,6 +29,7 @@ from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.loader import Loader
+from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
@@ -75,6 +76,7 @@ class HostingResources:
     marks: WorkerMarks = field(default_factory=WorkerMarks)  #: told how the steps of all models advance
     snapshots: ModelSnapshots | None = None  #: None: none are made or used
     torch_limit: TorchLimit | None = None  #: None: torch is not limited
+    first_tokens: FirstTokens = field(default_factory=FirstTokens)  #: that requests of all models wait for
 
 
 def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:

@@ -1,7 +1,7 @@
 """The graphs of engines as parts of snapshots: packed where one is made, restored where one is used.
 
-They are restored by a thread of their own, beside the steps of all models. What it finds of kernels serves
-every model of the worker.
+They are restored by a thread of their own, beside the steps of all models, which gives way to whoever waits
+for a first token. What it finds of kernels serves every model of the worker.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from hearth.cuda_driver import CudaDriver
 from hearth.cuda_graphs import CudaGraphs
 from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.graphs import StepGraphs
+from hearth.engine.graphs import CapturedGraph, StepGraphs
 from hearth.engine.runner import Runner
 from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
+from hearth.worker.first_tokens import FirstTokens
+
+#: For so long graphs of a model that has just come give way, in all. A step without them takes longer.
+MAX_PAUSE_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +34,16 @@ log = logging.getLogger(__name__)
 class SnapshotGraphs:
     """Graphs in snapshots of the models on one CUDA device. Any thread calls it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, first_tokens: FirstTokens) -> None:
         """Raises DeviceError where the driver cannot tell of graphs."""
+        self._first_tokens = first_tokens
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
         self._thread = ThreadPoolExecutor(1, "hearth-graphs", lambda: torch.cuda.set_device(device))
+
+    def learn(self, graph: CapturedGraph) -> None:
+        """Find the kernels of libraries that a graph is made of, captured here and never to be run."""
+        self._handles.learn(graph.raw_cuda_graph())
 
     def parts_of(self, engine: Engine) -> EngineGraphs | None:
         """Return the graphs of an engine; None: it runs none."""
@@ -67,10 +76,10 @@ class SnapshotGraphs:
             # Each with memory of its own: torch refuses to fill that of a graph which is gone.
             graph = runner.rehearse(name, GraphCapture())
             if graph is not None:
-                self._handles.learn(graph.raw_cuda_graph())
+                self.learn(graph)
 
         try:
-            graphs.restore(rehearse)
+            graphs.restore(rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
         except Exception:  # the thread's top: the next model may do better
             log.exception("graphs_not_restored")
             graphs.stop()

@@ -130,6 +130,7 @@ class WorkerLoop:
         )
         self._maker = self._snapshot_maker(resources)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
+        self._first_tokens = resources.first_tokens  #: that some of them wait for
         self._untold_s: dict[ModelId, float] = {}  #: of steps since the last one that the gateway heard of
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 
@@ -399,6 +400,7 @@ class WorkerLoop:
             return
         now_s = time.perf_counter()
         self._runs[order.run] = _Run(order.model, now_s)
+        self._first_tokens.awaited(order.run)
         self._models.request_came(hosted)
         if self._maker is not None:
             self._maker.saw_request()
@@ -462,6 +464,7 @@ class WorkerLoop:
     def _cancel(self, run: int) -> None:
         """End a request now; one that has ended meanwhile has its last word on the way."""
         if (entry := self._runs.pop(run, None)) is not None:
+            self._first_tokens.served(run)
             self._models.cancel(self._hosted[entry.model], run)
             self._turns.ended(entry.model, run)
             self._adapters.ended(run)
@@ -573,6 +576,8 @@ class WorkerLoop:
         ]
         finished = {int(request_id): reason for request_id, reason in outputs.finished.items()}
         self._turns.sent(model, outputs.request_ids)
+        for run in map(int, (*outputs.request_ids, *outputs.finished)):
+            self._first_tokens.served(run)
         for run in finished:
             del self._runs[run]
             self._turns.ended(model, run)
@@ -600,6 +605,7 @@ class WorkerLoop:
 
     def _fail_run(self, model: ModelId, run: int, error: HearthError) -> None:
         del self._runs[run]
+        self._first_tokens.served(run)
         self._turns.ended(model, run)
         self._adapters.ended(run)
         log.warning("run_failed run=%d model=%s label=%s reason=%s", run, model, error.label, error)

@@ -1,0 +1,96 @@
+"""Rehearses the first steps of models that may be hosted some day. Runs none of them, and keeps nothing.
+
+The first launch of a kernel in a process has torch or cuBLAS load it, some milliseconds each time, and the
+first step of a process launches dozens: it took 0.1 s, while somebody waited for a first token. So steps of
+all prompt sizes are captured ahead, once for all models that need the same kernels.
+
+Kernels check that there is memory where they are to read. Captured ones never do, so one page is mapped at
+all of the addresses: whatever the size of a model, its rehearsal takes 16 MiB.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
+from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graphs import CapturedGraph
+from hearth.engine.runner import Runner
+from hearth.engine.step_shape import GraphKey, StepPart
+from hearth.memory.pages import Pages
+from hearth.policy.batch.blocks import SINK_BLOCK
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.types import RequestId, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+def rehearse(
+    needs: KernelNeeds,
+    pages: Pages,
+    device: torch.device,
+    give_way: Callable[[], None],
+    learn: Callable[[CapturedGraph], None],
+) -> None:
+    """Have all kernels of first steps loaded on the device, whose Triton kernels are there already.
+
+    Any one thread may call it, beside all steps; `give_way` waits while others need the interpreter more.
+    `learn` is shown each graph, which is gone then. The first of `pages` is lent to it for as long.
+    """
+    began_s = time.perf_counter()
+    with _aliased(pages, device) as memory:
+        runner = dry_runner(needs, memory)
+        runner.rehearse_inputs(_plan())
+        keys = first_step_keys(runner)
+        for key in keys:
+            give_way()
+            if (graph := runner.rehearse(key.name, GraphCapture())) is not None:
+                learn(graph)
+        runner.synchronize()
+        del runner  # before its memory
+    log.info("steps_rehearsed sizes=%d seconds=%.3f", len(keys), time.perf_counter() - began_s)
+
+
+def first_step_keys(runner: Runner) -> list[GraphKey]:
+    """Return the parts that the first steps of a request alone consist of, the smallest first."""
+    sizes = runner.sizes
+    if not sizes.decode:
+        return []
+    return [
+        GraphKey(StepPart.TAIL, sizes.samples[0]),
+        GraphKey(StepPart.DECODE, sizes.decode[0]),
+        *(GraphKey(StepPart.MIXED, size) for size in sizes.mixed),
+    ]
+
+
+@contextmanager
+def _aliased(pages: Pages, device: torch.device) -> Iterator[DryMemory]:
+    """Lend memory all of which is one page, but for tables: they are written."""
+    address, num_mapped = pages.reserve(None), 0
+
+    def take(num_bytes: int) -> torch.Tensor:
+        nonlocal num_mapped
+        num_more, begin = -(-num_bytes // pages.page_bytes), address + num_mapped * pages.page_bytes
+        pages.map(begin, *[0] * num_more)
+        num_mapped += num_more
+        return pages.bytes_at(begin, num_bytes)
+
+    try:
+        yield DryMemory(take, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device))
+    finally:
+        if num_mapped:
+            pages.unmap(address, num_mapped)
+        pages.free(address)
+
+
+def _plan() -> StepPlan:
+    """Return a step of one short prompt."""
+    request, tokens = RequestId("rehearsal"), (0,)
+    admission = Admission(request, 0, tokens, len(tokens), 0, SamplingParams(temperature=0.0))
+    row = Row(request, 0, 0, len(tokens), tokens, samples=True)
+    return StepPlan(0, (admission,), (TableWrite(0, 0, (SINK_BLOCK,)),), DecodeRows(), (row,))

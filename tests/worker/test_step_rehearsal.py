@@ -1,0 +1,66 @@
+"""First steps that are rehearsed for models nobody has asked for yet."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from bench.host_pages import HostPages
+from hearth.engine.dry_run import KernelNeeds, dry_runner
+from hearth.engine.graphs import CapturedGraph
+from hearth.engine.inputs import InputBuffers
+from hearth.engine.step_shape import PaddedSizes
+from hearth.errors import DeviceError
+from hearth.sizes import StepLimits
+from hearth.store.manifest import read_manifest
+from hearth.worker.step_rehearsal import first_step_keys, rehearse
+from tests.store.stored import converted
+
+LIMITS = StepLimits(max_batch_tokens=64, max_seqs=4, block_tokens=16)
+CPU = torch.device("cpu")
+
+
+def needs() -> KernelNeeds:
+    arch = read_manifest(converted("llama-gqa")).arch
+    return KernelNeeds.of(arch, "float32", "none", LIMITS, num_processors=2, capability=90)
+
+
+def content(pages: HostPages) -> torch.Tensor:
+    """Return a copy of the first page."""
+    address = pages.reserve(None)
+    pages.map(address, 0)
+    found = pages.bytes_at(address, pages.page_bytes).clone()
+    pages.unmap(address)
+    pages.free(address)
+    return found
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_rehearsal_needs_one_page_and_leaves_it_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DeviceError("no more kernels")
+
+    learned = list[CapturedGraph]()
+    with closing(HostPages(1, 64 << 10)) as pages:
+        before = content(pages)
+        if breaks:
+            monkeypatch.setattr(InputBuffers, "fill", refuse)
+            with pytest.raises(DeviceError):
+                rehearse(needs(), pages, CPU, lambda: None, learned.append)
+        else:
+            rehearse(needs(), pages, CPU, lambda: None, learned.append)
+        assert (pages.mapped, pages.reserved) == ({}, set())
+        assert torch.equal(content(pages), before)
+        assert not learned, "a CPU captures nothing"
+
+
+def test_prompts_of_all_sizes_are_rehearsed_with_one_row_of_logits_and_one_that_decodes() -> None:
+    runner = dry_runner(needs())
+    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16, 64), samples=(1, 8))
+    assert [key.name for key in first_step_keys(runner)] == ["tail-1", "decode-1", "mixed-16", "mixed-64"]
+    runner.sizes = PaddedSizes()
+    assert first_step_keys(runner) == [], "of what is never captured nothing is rehearsed"
