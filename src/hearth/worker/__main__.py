@@ -97,7 +97,9 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     is_cuda = setup.kind == "cuda"
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
     if is_cuda and not predecessor.is_gone:
-        borrower.segment.touch_in_background()  # there is time, and streams wait for what lies there
+        # There is time, and streams wait for what lies there. Only found, not pinned: to pin beside a process
+        # that ends makes its end take longer.
+        borrower.segment.touch_in_background()
     times.note("keeper")
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
@@ -111,19 +113,17 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
         first_tokens=first_tokens,
     )
-    if not predecessor.is_gone:  # there is still time
-        borrower.device_is_up()
+    if resources.kernels is not None:
         _load_kernels(setup, predecessor, resources.kernels)
     times.note("kernels")
     predecessor.wait()
     times.note("predecessor")
     inbox: Inbox = SimpleQueue()
     link = connect(setup.host, setup.port)
-    with borrower.segment.loading():  # beside the pinning of host memory that of a device takes longer
-        # Before the greeting: a worker that cannot have its memory is not ready.
-        loop = WorkerLoop(resources, inbox, link.send)
+    # First: it takes its memory, and a worker that cannot have that is not ready.
+    loop = WorkerLoop(resources, inbox, link.send)
     times.note("memory")
-    borrower.device_is_up()
+    borrower.device_is_up()  # not before: beside the pinning of host memory all of a start takes longer
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     times.note("gateway")
     log.info("worker_started %s", times)
@@ -131,9 +131,9 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     return loop
 
 
-def _load_kernels(setup: WorkerSetup, predecessor: Predecessor, kernels: ModelKernels | None) -> None:
+def _load_kernels(setup: WorkerSetup, predecessor: Predecessor, kernels: ModelKernels) -> None:
     """Bring compiled kernels of deployed models to the device, as long as its memory is waited for."""
-    for order in setup.prepare if kernels is not None else ():
+    for order in setup.prepare:
         if predecessor.is_gone:
             return
         with suppress(HearthError, OSError):  # told of when the gateway orders the same

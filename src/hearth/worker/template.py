@@ -9,7 +9,7 @@ Its standard input is a socket, with which it ends. It says there that it is rea
 for a worker, both by a `TemplateAnswer`. A request brings the descriptors of a worker: standard input,
 output, error, and its beacon. The worker is forked by a process between that ends at once, whereupon the
 kernel makes it a child of the gateway, which has asked for that. So a worker is nothing to the template any
-more, and to the gateway it is as if spawned.
+more, and to the gateway it is as if spawned. One that was started before its service is told where to log.
 """
 
 from __future__ import annotations
