@@ -20,10 +20,14 @@ from hearth.cuda_driver import (
 )
 from hearth.errors import DeviceError, OutOfDeviceMemory
 from hearth.memory.pages import Mark
-from hearth.policy.memory.space_slots import BASE_ADDRESS, NUM_SLOTS, SPACE_BYTES
+from hearth.policy.memory.space_slots import NUM_SLOTS
 
 #: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.
 PAGE_BYTES = 16 << 20
+#: From here up the driver honours a wanted address, and 252 spaces of this size fit: those of models, behind
+#: them that of libraries, and one more.
+BASE_ADDRESS = 0x18000000000
+SPACE_BYTES = 512 << 30
 #: Addresses that are the same in every process: the spaces of models, and that of libraries behind them.
 FIXED_ADDRESSES = range(BASE_ADDRESS, BASE_ADDRESS + (NUM_SLOTS + 1) * SPACE_BYTES)
 #: The memory of a process that was killed may come free a moment later. It is waited for until none has come

@@ -10,16 +10,6 @@ from collections.abc import Collection
 
 #: Slots of models on a CUDA device (`memory/cuda_pages.py`).
 NUM_SLOTS = 250
-#: From here up the driver honours a wanted address, and 252 spaces of this size fit: those of models, behind
-#: them that of libraries, and one more.
-BASE_ADDRESS = 0x18000000000
-SPACE_BYTES = 512 << 30
-
-
-def slot_at(address: int) -> int | None:
-    """Return the slot whose space begins at an address; None: none does."""
-    slot, offset = divmod(address - BASE_ADDRESS, SPACE_BYTES)
-    return slot if not offset and 0 <= slot < NUM_SLOTS else None
 
 
 def choose_slot(digest: str, taken: Collection[int], named: int | None = None) -> int | None:
@@ -28,7 +18,7 @@ def choose_slot(digest: str, taken: Collection[int], named: int | None = None) -
     `named`: the one that a snapshot of it was made for, which comes first. None: all are taken. Such a model
     shares a slot, and where both are hosted one of them is elsewhere.
     """
-    if named is not None and named not in taken:
+    if named in range(NUM_SLOTS) and named not in taken:
         return named
     wanted = preferred_slot(digest, NUM_SLOTS)
     slots = ((wanted + step) % NUM_SLOTS for step in range(NUM_SLOTS))
