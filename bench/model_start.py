@@ -1,6 +1,6 @@
 """Where does the time of a model's start on a warm worker go, from the request to the first token?
 
-    python -m bench.model_start [--save] [--models 0.5B m1] [--only starts steps] [--tiny] [--place DIR]
+    python -m bench.model_start [--save] [--models 0.5B 7B] [--only starts steps] [--tiny] [--place DIR]
 
     starts   each model from host memory, for the first time in the process of its worker: what
              `hearth explain` says of it, in ms, against bytes / bandwidth
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import cProfile
 import json
-import os
 import pstats
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,17 +28,14 @@ from pathlib import Path
 
 import torch
 
-from bench.coldstart.setting import PROMPT_TOKENS, TINY, Scale, Setting
+from bench.coldstart.setting import PROMPT_TOKENS, TINY_SCALE, Scale, Setting
 from bench.random_engine import new_engine
 from bench.report import arguments, emit, tell
 from bench.service.process import Service
 from bench.shape import Shape
 from hearth.config import EngineConfig
-from hearth.control.datadir import DataDir
 from hearth.types import RequestId, SamplingParams
 
-_LOOK_S = 0.02
-_REST_S = 4.0
 _NUM_STEPS = 4
 _NUM_CALLS = 24  #: of a profile that are told
 #: Events of the log that are told.
@@ -52,38 +47,27 @@ _TOLD = (
 
 def starts(setting: Setting, models: list[str]) -> Mapping[str, object]:
     """Start models on a worker that has prepared for them and has hosted none."""
-    with setting.service() as service:
-        for name in models:  # to host memory, and kernels to the disk
-            setting.ask(service, name)
-        _replace_worker(service)
-        time.sleep(_REST_S)
-        results = {name: _start(setting, service, name) for name in models}
-        log = DataDir(setting.data_dir).log_path.read_text(errors="replace").splitlines()
-    for name, result in results.items():  # the device is free now
-        bound_s = setting.model_bytes(name) / setting.bytes_per_s
-        result |= {"bound_s": bound_s, "ratio": float(str(result["first_s"])) / bound_s}
-        tell(f"{name}: bound {1e3 * bound_s:.1f} ms, ratio {result['ratio']:.3f}")
+    setting.need(*models)
+    service = setting.service()
+    for name in models:  # to host memory
+        setting.ask(service, name)
+    setting.replace_worker()
+    results = {name: _start(setting, service, name) for name in models}
+    log = setting.log.read_text(errors="replace").splitlines()
     return {**results, "log": [line for line in log[-60:] if any(word in line for word in _TOLD)]}
 
 
 def _start(setting: Setting, service: Service, name: str) -> dict[str, object]:
-    asked = setting.ask(service, name)
-    tell(f"{name}: first token after {1e3 * asked.answer.first_s:.1f} ms")
+    asked, bound_s = setting.ask(service, name), setting.model_bytes(name) / setting.bytes_per_s
+    first_s, ratio = asked.answer.first_s, asked.answer.first_s / bound_s
+    tell(f"{name}: first token after {1e3 * first_s:.1f} ms, bound {1e3 * bound_s:.1f}, ratio {ratio:.3f}")
     spans = {
         span.what: f"{1e3 * span.begin_s:.1f} to {1e3 * span.end_s:.1f} ms {span.detail}"
         for span in asked.explained.spans
     }
     for what, line in spans.items():
         tell(f"    {what:10} {line}")
-    return {"first_s": asked.answer.first_s, "spans": spans}
-
-
-def _replace_worker(service: Service) -> None:
-    (worker,) = service.client.ps().workers
-    os.kill(worker.pid, signal.SIGKILL)
-    while service.client.ps().workers[0].pid in (0, worker.pid):
-        time.sleep(_LOOK_S)
-    service.wait_ready()
+    return {"first_s": first_s, "bound_s": bound_s, "ratio": ratio, "spans": spans}
 
 
 def steps(setting: Setting, models: list[str]) -> Mapping[str, object]:
@@ -101,8 +85,8 @@ def steps(setting: Setting, models: list[str]) -> Mapping[str, object]:
 
 def first_step(name: str, kind: str, *, is_rehearsed: bool) -> Mapping[str, object]:
     """Make the first steps of this process; returns how long each took, in ms."""
-    scale, device = Scale() if kind == "cuda" else TINY, torch.device(kind)
-    shape = Shape(name, name, scale.models[name], scale.dtype)
+    scale, device = Scale() if kind == "cuda" else TINY_SCALE, torch.device(kind)
+    shape = scale.shapes[name]
     max_tokens = 8192 if kind == "cuda" else 256
     config = EngineConfig(graphs="off", kv_bytes=1 << 30, max_batch_tokens=max_tokens, max_seqs=256)
     if is_rehearsed and kind == "cuda":
@@ -148,7 +132,7 @@ PARTS: dict[str, Callable[[Setting, list[str]], Mapping[str, object]]] = {"start
 def main() -> None:
     parser = arguments(__doc__)
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument("--models", nargs="+", default=["0.5B", "m1"])
+    parser.add_argument("--models", nargs="+", default=["0.5B", "7B"])
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where the models are made")
@@ -159,10 +143,8 @@ def main() -> None:
         print(json.dumps(first_step(*options.first_step, is_rehearsed=options.rehearsed)))
         return
     place, results = Path(tempfile.mkdtemp(prefix="hearth-bench-", dir=options.place)), dict[str, object]()
+    setting = Setting(TINY_SCALE if options.tiny else Scale(host_bytes=20 * 10**9), place)
     try:
-        setting = Setting(TINY if options.tiny else Scale(host_bytes=20 * 10**9), place)
-        if "starts" in options.only:
-            setting.have(*options.models)
         for part in options.only:
             try:
                 results[part] = PARTS[part](setting, options.models)
@@ -170,6 +152,7 @@ def main() -> None:
                 traceback.print_exc()
                 results[part] = repr(error)
     finally:
+        setting.stop()
         shutil.rmtree(place, ignore_errors=True)
     emit("model_start", {"is_tiny": options.tiny, "results": results}, save=options.save)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,8 +18,8 @@ from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
-from hearth.models.layout import TensorSpec
-from hearth.models.weights import Weights, bind, contiguous_places
+from hearth.models.layout import Layout, TensorSpec
+from hearth.models.weights import TensorPlace, Weights, bind, contiguous_places
 from hearth.text.tokenizer import Tokenizer
 
 #: The spread of weights, and that of what a quantised one is stored as.
@@ -50,12 +51,19 @@ def make_kernels_ready(needs: KernelNeeds) -> None:
 
 def random_weights(shape: Shape, device: torch.device, seed: int | None) -> Weights:
     layout = shape.layout
-    base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    places = contiguous_places(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
     if seed is not None:
-        generator = torch.Generator(device).manual_seed(seed)
-        for spec in layout.tensors:
-            _fill(base[spec.offset : spec.offset + spec.nbytes], spec, generator)
-    return bind(shape.arch, layout, contiguous_places(layout, base))
+        fill_random(layout, places, seed)
+    return bind(shape.arch, layout, places)
+
+
+def fill_random(layout: Layout, places: Mapping[str, TensorPlace], seed: int) -> None:
+    """Fill weights that have their places with random numbers."""
+    generator: torch.Generator | None = None
+    for spec in layout.tensors:
+        place = places[spec.name]
+        generator = generator or torch.Generator(place.base.device).manual_seed(seed)
+        _fill(place.base[place.offset : place.offset + spec.nbytes], spec, generator)
 
 
 def new_tokenizer(vocab_size: int) -> Tokenizer:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping, Sequence
+import mmap
+import shutil
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hearth.models.families import arch_from_config
 from hearth.models.layout import TensorSpec, layout_of
-from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Manifest, chunk_of
+from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Chunk, Manifest, chunk_of
 
 #: Costs almost nothing to compute, so that what is left is the service.
 TINY: Mapping[str, object] = {
@@ -31,6 +37,8 @@ TINY: Mapping[str, object] = {
     "tie_word_embeddings": False,
 }
 
+#: Threads that write a model. More make no pages faster.
+_MAX_WRITERS = 8
 SPACES = ("\u0120", "\u010a")  #: space and line feed in byte-level spelling
 
 
@@ -55,21 +63,43 @@ def write_random(
     generator = torch.Generator(device).manual_seed(seed)
     for spec in layout.tensors:
         _fill(base, spec, generator)
-    chunks = []
-    with (directory / WEIGHTS).open("wb") as file:
-        for at in range(0, layout.num_bytes, CHUNK_BYTES):
-            data = base[at : at + CHUNK_BYTES].cpu().numpy().data
-            chunks.append(chunk_of(data))
-            file.write(data)
+    chunks = _write_weights(directory / WEIGHTS, base)
     files = {"tokenizer.json": tokenizer_json(arch.vocab_size).encode()}
     if chat_template is not None:
         files["tokenizer.json"] = tokenizer_json(arch.vocab_size, SPACES).encode()
         files["chat_template.jinja"] = chat_template.encode()
     for name, content in files.items():
         (directory / name).write_bytes(content)
-    manifest = Manifest.of(arch, dtype, "none", tuple(chunks), CHUNK_BYTES, files)
+    manifest = Manifest.of(arch, dtype, "none", chunks, CHUNK_BYTES, files)
     (directory / MANIFEST).write_text(manifest.to_json())
     return directory
+
+
+def _write_weights(path: Path, base: torch.Tensor) -> tuple[Chunk, ...]:
+    """Copy and hash on many cores, into pages of the file: writes to one file would wait for each other.
+
+    Raises:
+        OSError: there is no room. Pages that cannot be had would end the process later.
+    """
+    num_bytes = len(base)
+    if (free_bytes := shutil.disk_usage(path.parent).free) < num_bytes:
+        raise OSError(errno.ENOSPC, f"a model of {num_bytes} bytes, free are {free_bytes}", str(path))
+    with path.open("w+b") as file:
+        file.truncate(num_bytes)
+        mapped = mmap.mmap(file.fileno(), num_bytes)
+    pages, threads = torch.frombuffer(mapped, dtype=torch.uint8), threading.local()
+
+    def write(at: int) -> Chunk:
+        part = base[at : at + CHUNK_BYTES]
+        if part.is_cuda:
+            # The driver fills memory that is not pinned for one thread at a time, and so makes its pages.
+            if not hasattr(threads, "pinned"):
+                threads.pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            part = threads.pinned[: len(part)].copy_(part)
+        return chunk_of(pages[at : at + CHUNK_BYTES].copy_(part).numpy().data)
+
+    with ThreadPoolExecutor(_MAX_WRITERS) as pool:
+        return tuple(pool.map(write, range(0, num_bytes, CHUNK_BYTES)))
 
 
 def _fill(base: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> None:
@@ -81,7 +111,8 @@ def _fill(base: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> N
         tensor.normal_(std=0.02 if base.nbytes > 1 << 30 else 0.5, generator=generator)
 
 
-def tokenizer_json(vocab_size: int, spaces: Sequence[str] = ()) -> str:
+@cache
+def tokenizer_json(vocab_size: int, spaces: tuple[str, ...] = ()) -> str:
     """Return a byte-level tokenizer; each token adds whole characters, so each is an event of a stream."""
     # Byte-level spelling leaves printable characters as they are.
     printable = [*(chr(code) for code in range(33, 127)), *spaces]

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from hearth import doctor
-from hearth.cli import app
+from hearth.cli.commands import app
 from hearth.config import CPU_HOST_BYTES, EngineConfig, StoreConfig
 from hearth.cpus import WaitPolicy
 from hearth.errors import DeviceError

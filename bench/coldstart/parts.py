@@ -1,4 +1,4 @@
-"""The questions of `bench.coldstart`: ready, first request, killed worker, model on a warm worker.
+"""Parts of `bench.coldstart` that ask a service: ready, first request, killed worker, model on a warm worker.
 
 Parses no flags.
 """
@@ -6,135 +6,146 @@ Parses no flags.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from bench.coldstart.part import Part, figures_of_peers
 from bench.coldstart.setting import NEW_TOKENS, PROMPT_TOKENS, Setting
-from bench.coldstart.start_log import breakdown
-from bench.report import percentiles, step
-from bench.service.gpu import SEVEN, TINY, Asked, Part, row
+from bench.report import Row, percentiles, step
+from bench.service.gpu import Asked
 from bench.service.gpu import kill as kill_worker
-from bench.service.process import Service
-from hearth.control.datadir import DataDir
+from hearth.types import Rung
 
 AIM_READY_S = 5.0
 #: Of the time that the bytes take from their rung, and beyond it.
 AIM_FIRST, AIM_FIRST_S = 1.2, 0.5
 AIM_KILL_S = 1.0  #: beyond the teardown
 AIM_MODEL = 1.15  #: of the bytes' time over the bus
-_SHAPES = ("0.5B", "4B", "m1")
-_LOOK_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A start of `hearth serve`, until a worker can host models."""
-
-    ready_s: float
-    parts: dict[str, float]  #: see `breakdown`
+#: Shapes that have an aim; of others it is only told.
+_AIMED = ("7B", "13B")
 
 
 def ready(setting: Setting) -> Part:
-    """Start a service whose caches are warm, until it has a worker."""
-    assert setting.is_warm
-    starts = []
-    for _ in range(setting.scale.num_starts):
-        with step("ready"):
-            starts.append(_started(setting))
-    best = min(starts, key=lambda start: start.ready_s)
+    """Start a service whose caches are warm, until it has a worker. Those that were started before count."""
+    setting.need("7B")
+    with step("ready"):
+        setting.start_service()
+    best = min(setting.starts, key=lambda start: start.ready_s)
     details = {
-        "ready_s": percentiles([start.ready_s for start in starts]),
+        "ready_s": percentiles([start.ready_s for start in setting.starts]),
         "breakdown_s": best.parts,
-        "starts": [{"ready_s": start.ready_s, **start.parts} for start in starts],
-        "aim": AIM_READY_S,
+        "starts": [{"ready_s": start.ready_s, **start.parts} for start in setting.starts],
+        "meets_aim": best.ready_s <= AIM_READY_S,
     }
-    return Part([row("`hearth serve` to ready", "s", best.ready_s, None)], details)
-
-
-def _started(setting: Setting) -> Start:
-    began_s = time.time()
-    with setting.service():
-        ready_s = time.time() - began_s
-    return Start(ready_s, breakdown(DataDir(setting.data_dir).log_path, began_s))
+    aim = f"at most {AIM_READY_S:g} s"
+    row = Row(
+        *("`hearth serve` to ready", "s", best.ready_s, None, aim, figures_of_peers("start")),
+        is_comparable=False,
+    )
+    return Part([row], details)
 
 
 def first(setting: Setting) -> Part:
-    """Ask a service that has just started, and for another such model when it has come to rest."""
-    assert setting.is_warm
-    setting.have("m1", "m2")
-    with step("first"), setting.service() as service:
-        asked = setting.ask(service, "m1")
+    """Ask a service that has just started, and, when it has come to rest, for a model that is as far away."""
+    setting.need("7B", "13B")
+    with step("first"):
+        setting.start_service()
+        service = setting.service()
+        watch = setting.watch(service)
+        asked = setting.ask(service, "7B")
         setting.rest()
-        at_rest = setting.ask(service, "m2")
-    bound_s = at_rest.explained.load_s or 0.0  # of the same bytes from the same files
-    first_s = asked.answer.first_s
+        at_rest = setting.ask(service, "13B")
+    used = watch.use(2)
+    load_s = at_rest.explained.load_s or 0.0
+    bound_s = load_s * setting.model_bytes("7B") / setting.model_bytes("13B")
+    first_s, aim_s = asked.answer.first_s, AIM_FIRST * bound_s + AIM_FIRST_S
     details = {
         "first_s": first_s,
-        "load_at_rest_s": bound_s,
+        "bound_s": bound_s,
+        "rungs": [str(use.rung) for use in asked.explained.rungs],
+        "load_at_rest_s": load_s,
         "first_at_rest_s": at_rest.answer.first_s,
         "host_bytes": setting.scale.host_bytes,
-        "meets_aim": first_s <= AIM_FIRST * bound_s + AIM_FIRST_S,
+        "meets_aim": first_s <= aim_s,
         "just_started": asked.as_json(),
         "at_rest": at_rest.as_json(),
+        "snapshots": used.as_json(),
     }
-    return Part(
-        [row("first request of a service just started, to first text", "s", first_s, bound_s)], details
-    )
+    aim = f"at most {AIM_FIRST:g} times the bound and {AIM_FIRST_S:g} s"
+    row = Row("7B: first request of a service just started, to first text", "s", first_s, bound_s, aim)
+    return Part([row], details, used.problem)
 
 
 def kill(setting: Setting) -> Part:
     """Kill the worker in the middle of a stream; the model is in host memory."""
-    assert setting.is_warm
-    scale = SEVEN if setting.scale.kind == "cuda" else TINY
-    with step("kill"), setting.service() as service:
-        setting.ask(service, "m1")
+    setting.need("7B")
+    with step("kill"):
+        service = setting.service()
+        setting.ask(service, "7B")
         setting.rest()
+        watch = setting.watch(service)
         with asyncio.Runner() as runner:
-            part = runner.run(kill_worker(service, scale, setting.bytes_per_s))
+            part = runner.run(kill_worker(service, setting.scale.kill, setting.bytes_per_s, "7B"))
     pause_s, teardown_s = (part.details[name] for name in ("pause_s", "teardown_s"))
     assert isinstance(pause_s, float)
     assert isinstance(teardown_s, float)
-    return Part(part.rows, {**part.details, "meets_aim": pause_s <= teardown_s + AIM_KILL_S})
+    aim = f"at most {AIM_KILL_S:g} s more than the bound, the driver's teardown"
+    row = Row("7B: worker killed in mid-stream, pause", "s", pause_s, teardown_s, aim)
+    used = watch.use(1)
+    details = {
+        **part.details,
+        "meets_aim": pause_s <= teardown_s + AIM_KILL_S,
+        "snapshots": used.as_json(),
+    }
+    return Part([row], details, used.problem)
 
 
-def model(setting: Setting) -> Part:
+def model(setting: Setting, names: Sequence[str]) -> Part:
     """Start models from host memory, each for the first time in the process of its worker."""
-    assert setting.is_warm
-    setting.have(*_SHAPES)
-    with step("model"), setting.service() as service:
-        for name in _SHAPES:  # to host memory, and kernels to the disk
+    setting.need(*names)
+    parts = [_start_models(setting, group) for group in _groups(setting, names)]
+    return Part(
+        [row for part in parts for row in part.rows],
+        {name: found for part in parts for name, found in part.details.items()} | {"new_tokens": NEW_TOKENS},
+        "; ".join(part.error for part in parts if part.error is not None) or None,
+    )
+
+
+def _groups(setting: Setting, names: Sequence[str]) -> list[list[str]]:
+    """Return models in groups that host memory holds together, so that few workers have to be replaced."""
+    groups = list[list[str]]()
+    for name in names:
+        used_bytes = sum(setting.model_bytes(other) for other in groups[-1]) if groups else 0
+        if groups and used_bytes + setting.model_bytes(name) <= setting.scale.host_bytes:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
+
+
+def _start_models(setting: Setting, names: Sequence[str]) -> Part:
+    with step(f"model {', '.join(names)}"):
+        service = setting.service()
+        for name in names:  # to host memory
             setting.ask(service, name)
-        _replace_worker(service)
-        setting.rest()
-        asked = {name: setting.ask(service, name) for name in _SHAPES}
-    bounds_s = {name: setting.model_bytes(name) / setting.bytes_per_s for name in _SHAPES}
-    what = f"start on a warm worker, to first text of {PROMPT_TOKENS} tokens"
-    rows = [
-        row(f"{what}, {_size(name)}", "s", asked[name].answer.first_s, bounds_s[name]) for name in _SHAPES
-    ]
-    details = {_size(name): _model_details(asked[name], bounds_s[name]) for name in _SHAPES}
-    return Part(rows, {**details, "new_tokens": NEW_TOKENS})
+        worker_s = setting.replace_worker()
+        watch = setting.watch(service)
+        asked = {name: setting.ask(service, name) for name in names}
+    used = watch.use(len(names))
+    problems = [used.problem]
+    rows, details = list[Row](), dict[str, object]()
+    for name, one in asked.items():
+        bound_s = setting.model_bytes(name) / setting.bytes_per_s
+        details[name] = {**_model_details(one, bound_s), "worker_s": worker_s, "snapshots": used.as_json()}
+        rungs = [str(use.rung) for use in one.explained.rungs]
+        if setting.scale.kind == "cuda" and rungs != [Rung.HOST]:
+            problems.append(f"{name} came from {rungs} instead of host memory")
+        aim = f"at most {AIM_MODEL:g} times the bound" if name in _AIMED else None
+        measure = f"{name}: start on a warm worker, to first text of {PROMPT_TOKENS} tokens"
+        peers = figures_of_peers(f"{name} start")
+        rows.append(Row(measure, "s", one.answer.first_s, bound_s, aim, peers, is_comparable=False))
+    return Part(rows, details, "; ".join(problem for problem in problems if problem) or None)
 
 
 def _model_details(asked: Asked, bound_s: float) -> dict[str, object]:
     ratio = asked.answer.first_s / bound_s
     return {"bound_s": bound_s, "ratio": ratio, "meets_aim": ratio <= AIM_MODEL, **asked.as_json()}
-
-
-def _size(name: str) -> str:
-    return "7B" if name == "m1" else name
-
-
-def _replace_worker(service: Service) -> None:
-    """Kill the worker and wait for the next one."""
-    (worker,) = service.client.ps().workers
-    os.kill(worker.pid, signal.SIGKILL)
-    while service.client.ps().workers[0].pid in (0, worker.pid):
-        time.sleep(_LOOK_S)
-    service.wait_ready()
-
-
-PARTS: dict[str, Callable[[Setting], Part]] = {"ready": ready, "first": first, "kill": kill, "model": model}

@@ -1,4 +1,4 @@
-"""Reads from a service's log when its parts came up. Times nothing itself."""
+"""Reads from a service's log when its parts came up, and which graphs were restored. Times nothing itself."""
 
 from __future__ import annotations
 
@@ -11,24 +11,68 @@ from pathlib import Path
 _LINE = re.compile(
     r"(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ (?:\S+ )?hearth\S* (?P<event>\w+)(?P<fields>.*)"
 )
-_SECONDS = re.compile(r"(\w+)_s=([0-9.]+)")
+_FIELD = re.compile(r"(\w+)=([^\s`]+)")
+_SUFFIX = "_s"
+#: The log has milliseconds.
+_SLACK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
     at_s: float  #: on the clock of `time.time`
     event: str
-    seconds: Mapping[str, float]  #: its fields that are times, without their suffix
+    fields: Mapping[str, str]  #: but those of several words
+
+    @staticmethod
+    def of(at_s: float, event: str, text: str) -> LoggedEvent:
+        """Return an event by its name and the rest of its line."""
+        return LoggedEvent(at_s, event, dict(_FIELD.findall(text)))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The fields that are times, without their suffix."""
+        return {
+            name.removesuffix(_SUFFIX): float(text)
+            for name, text in self.fields.items()
+            if name.endswith(_SUFFIX)
+        }
 
 
-def logged_events(text: str) -> list[LoggedEvent]:
-    """Return the events of a log, in its order; lines that are none are left out."""
+@dataclass(frozen=True, slots=True)
+class Restoring:
+    """The graphs of one snapshot that were restored beside everything else."""
+
+    end_s: float  #: on the clock of `time.time`
+    seconds: float
+    num_restored: int
+    num_graphs: int
+
+    @property
+    def is_whole(self) -> bool:
+        return 0 < self.num_graphs == self.num_restored
+
+    @staticmethod
+    def of(event: LoggedEvent) -> Restoring | None:
+        """Return what an event tells of; None: it tells of something else."""
+        if event.event != "graphs_restored":
+            return None
+        fields = event.fields
+        return Restoring(
+            event.at_s,
+            float(fields["seconds"]),
+            num_restored=int(fields["graphs"]),
+            num_graphs=int(fields["of"]),
+        )
+
+
+def logged_events(log: Path, began_s: float) -> list[LoggedEvent]:
+    """Return the events of a log since then, in its order; lines that are none are left out."""
     events = []
-    for line in text.splitlines():
+    for line in log.read_text(errors="replace").splitlines():
         if (found := _LINE.match(line)) is not None:
             at_s = datetime.strptime(found["at"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-            seconds = {name: float(value) for name, value in _SECONDS.findall(found["fields"])}
-            events.append(LoggedEvent(at_s, found["event"], seconds))
+            if at_s >= began_s - _SLACK_S:
+                events.append(LoggedEvent.of(at_s, found["event"], found["fields"]))
     return events
 
 
@@ -38,8 +82,7 @@ def breakdown(log: Path, began_s: float) -> dict[str, float]:
     `serving`, `template` and `forked` are counted from the beginning, for they overlap; those of the worker
     follow each other, and begin with the fork.
     """
-    events = logged_events(log.read_text(errors="replace"))
-    first = {event.event: event for event in reversed(events) if event.at_s >= began_s - 0.001}
+    first = {event.event: event for event in reversed(logged_events(log, began_s))}
     names = {
         "serving": "serving",
         "template_ready": "template",
@@ -49,3 +92,9 @@ def breakdown(log: Path, began_s: float) -> dict[str, float]:
     times = {name: first[event].at_s - began_s for event, name in names.items() if event in first}
     started = first.get("worker_started")
     return times | ({} if started is None else {f"worker_{n}": s for n, s in started.seconds.items()})
+
+
+def restorings(log: Path, began_s: float) -> list[Restoring]:
+    """Return whose graphs were restored since then."""
+    found = map(Restoring.of, logged_events(log, began_s))
+    return [one for one in found if one is not None]

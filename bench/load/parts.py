@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.load.contest import contest
 from bench.load.engine import first_token, quantised
-from bench.load.raw_readers import Caches, fastest_readers
+from bench.load.raw_readers import Caches, fastest_readers, pinned
 from bench.load.setting import Part, Setting
 from bench.report import Row, percentiles, step
 from hearth.store.local_hashes import forget_hashes
@@ -57,9 +57,15 @@ def host(setting: Setting) -> Part:
 
 
 def disk(setting: Setting) -> Part:
+    with pinned(setting.scale.pinned_bytes) as buffer:
+        return _disk(setting, buffer.memory(0, setting.scale.pinned_bytes))
+
+
+def _disk(setting: Setting, target: memoryview) -> Part:
+    """Measure reads from the disk; those that are raw go to `target`."""
     checkpoint = setting.shelf.checkpoint_on_disk(setting.device)
     directory = setting.shelf.model_on_disk(setting.device)
-    weights, target = directory / WEIGHTS, setting.buffer.memory(0, setting.scale.pinned_bytes)
+    weights = directory / WEIGHTS
     setting.register(directory)
     files = [weights, *checkpoint.glob("*.safetensors")]
     caches = Caches.of(*files, is_machine_ours=setting.scale.is_machine_ours)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -105,17 +107,29 @@ def fastest_readers(path: Path, target: memoryview, num_bytes: int, caches: Cach
     return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
 
-def pinned(num_bytes: int) -> Segment:
-    """Return memory of the host tier's kind, in one cell, pinned where there is a CUDA device."""
-    segment = Segment.create(1, num_bytes)
-    segment.pin_in_background()
-    segment.wait_pinned()
-    assert segment.pinned_bytes == num_bytes or not torch.cuda.is_available(), "the memory cannot be pinned"
-    return segment
+@contextmanager
+def pinned(num_bytes: int) -> Iterator[Segment]:
+    """Hold memory of the host tier's kind, in one cell, pinned where there is a CUDA device.
+
+    Closed before it is unmapped: of memory that went while it was registered the driver goes on to say that
+    it is mapped, to whoever next gets these addresses.
+    """
+    with closing(Segment.create(1, num_bytes)) as segment:
+        segment.pin_in_background()
+        segment.wait_pinned()
+        is_pinned = segment.pinned_bytes == num_bytes
+        assert is_pinned or not torch.cuda.is_available(), "the memory cannot be pinned"
+        yield segment
 
 
-def to_device_bytes_per_s(source: torch.Tensor, device: torch.device, num_runs: int = 3) -> float:
-    """Return the best rate of a few copies of all of `source` at once."""
+def to_device_bytes_per_s(num_bytes: int, device: torch.device) -> float:
+    """Return the best rate of a few copies of so many bytes at once, from pinned memory to the device."""
+    with pinned(num_bytes) as segment:
+        source = torch.frombuffer(segment.memory(0, num_bytes), dtype=torch.uint8)
+        return _copied_bytes_per_s(source, device)
+
+
+def _copied_bytes_per_s(source: torch.Tensor, device: torch.device, num_runs: int = 3) -> float:
     target = torch.empty(source.nbytes, dtype=torch.uint8, device=device)
     target.copy_(source)  # warms up
     times: list[float] = []

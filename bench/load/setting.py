@@ -22,14 +22,13 @@ import torch
 from bench.llama7b import CONFIG
 from bench.load.models import Shelf
 from bench.load.peers import Started
-from bench.load.raw_readers import pinned, to_device_bytes_per_s
+from bench.load.raw_readers import to_device_bytes_per_s
 from bench.report import HERE, Row, arguments
 from hearth.config import StoreConfig
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import CHUNK_BYTES
 from hearth.store.model import StoredModel
 from hearth.store.record import LoadRecord
-from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.store.verify import verify
 from hearth.types import Rung
@@ -111,16 +110,9 @@ class Setting:
     earlier: Mapping[str, Mapping[str, float]]
 
     @cached_property
-    def buffer(self) -> Segment:
-        """Return pinned memory for raw reads and copies."""
-        return pinned(self.scale.pinned_bytes)
-
-    @cached_property
     def bytes_per_s(self) -> float:
         """Return the rate from pinned memory to the device, in one copy."""
-        return to_device_bytes_per_s(
-            torch.frombuffer(self.buffer.memory(0, self.scale.pinned_bytes), dtype=torch.uint8), self.device
-        )
+        return to_device_bytes_per_s(self.scale.pinned_bytes, self.device)
 
     def bound_s(self, num_bytes: int) -> float:
         return num_bytes / self.bytes_per_s

@@ -100,6 +100,11 @@ class Connection(asyncio.Protocol):
         """Count the reads of the reply that is coming."""
         return 0 if self._reply is None else len(self._reply.reads)
 
+    @property
+    def has_text(self) -> bool:
+        """True if text of the reply that is coming has arrived."""
+        return self._reply is not None and bool(read(self._reply).events)
+
     async def ask(self, question: bytes) -> Reply:
         """Return the whole reply, or what there was of it when the connection ended."""
         assert self._transport is not None, "it was opened"

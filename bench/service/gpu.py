@@ -30,7 +30,7 @@ import msgspec
 import torch
 
 from bench.llama7b import CONFIG
-from bench.load.raw_readers import pinned, to_device_bytes_per_s
+from bench.load.raw_readers import to_device_bytes_per_s
 from bench.random_model import write_random
 from bench.report import arguments, emit, percentiles, tell
 from bench.service.client import Answer, Connection, ask, completion, metrics_of
@@ -130,9 +130,9 @@ async def switches(service: Service, scale: Scale, bytes_per_s: float) -> Part:
     return Part(rows, details)
 
 
-async def kill(service: Service, scale: Scale, bytes_per_s: float) -> Part:
+async def kill(service: Service, scale: Scale, bytes_per_s: float, model: str = MODELS[0]) -> Part:
     """Ask the same question three times: to warm up, undisturbed, and with the worker killed."""
-    question = completion("m1", Prompts(vocab_size(scale), 64).take(1)[0], scale.kill_tokens)
+    question = completion(model, Prompts(vocab_size(scale), 64).take(1)[0], scale.kill_tokens)
     await ask(service.port, question)
     undisturbed = good(await ask(service.port, question))
     connection = await Connection.open(service.port)
@@ -258,12 +258,6 @@ def row(measure: str, unit: str, value: float, bound: float | None) -> dict[str,
     return {"measure": measure, "unit": unit, "value": value, "bound": bound, "peers": {}}
 
 
-def copy_rate(scale: Scale) -> float:
-    device = torch.device(scale.kind)
-    source = torch.frombuffer(pinned(scale.copied_bytes).memory(0, scale.copied_bytes), dtype=torch.uint8)
-    return to_device_bytes_per_s(source, device)
-
-
 def measure(place: Path, scale: Scale, only: Sequence[str]) -> tuple[dict[str, Part], dict[str, float]]:
     data_dir = place / "data"
     for number, name in enumerate(MODELS):
@@ -271,7 +265,7 @@ def measure(place: Path, scale: Scale, only: Sequence[str]) -> tuple[dict[str, P
         directory = write_random(place / name, scale.config, scale.dtype, number, torch.device(scale.kind))
         deploy(data_dir, directory, name)
     model_bytes = (place / MODELS[0] / "weights.bin").stat().st_size
-    bytes_per_s = copy_rate(scale)
+    bytes_per_s = to_device_bytes_per_s(scale.copied_bytes, torch.device(scale.kind))
     if scale.kind == "cuda":
         torch.cuda.empty_cache()
     tell("the service")

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import uvloop
 
-from bench.load.raw_readers import pinned, to_device_bytes_per_s
+from bench.load.raw_readers import to_device_bytes_per_s
 from bench.report import environment, step
 from bench.service.client import Reply, ask, ask_all, completion, metrics_of
 from bench.service.process import Service, serving
@@ -126,8 +126,7 @@ def arm_service(
 
 def copy_rate(setting: Setting) -> float:
     """Return the bytes per second of one large copy to the device."""
-    source = torch.frombuffer(pinned(setting.copied_bytes).memory(0, setting.copied_bytes), dtype=torch.uint8)
-    return to_device_bytes_per_s(source, torch.device(setting.kind))
+    return to_device_bytes_per_s(setting.copied_bytes, torch.device(setting.kind))
 
 
 async def _warm_up(port: int, setting: Setting) -> dict[str, dict[int, float]]:

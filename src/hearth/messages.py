@@ -65,6 +65,8 @@ class WorkerSetup(Struct, frozen=True):
     beacon: int | None = None  #: the descriptor of its beacon's memory; None: nobody looks
     snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
     snapshot_bytes: int = 0  #: that all of them may take
+    predecessor: int | None = None  #: the process that has the memory until it ends; None: nobody has it
+    prepare: tuple[PrepareModel, ...] = ()  #: models to have kernels for, if there is time before it is ready
 
     def __repr__(self) -> str:
         """Leave the secret out: what is shown may be logged."""
@@ -75,11 +77,16 @@ class WorkerSetup(Struct, frozen=True):
 TEMPLATE_BEACON = 3
 
 
+#: Asked of a template: to fork a worker with the descriptors that come along, or to log to the one that does.
+FORK_WORKER, LOG_HERE = b"fork", b"log"
+
+
 class TemplateAnswer(Struct, frozen=True):
     """Said by the template of workers when it is ready, and of each worker that it was asked for."""
 
     pid: int  #: of the worker; 0: none was forked
     obstacle: str | None = None  #: why no worker can be forked
+    import_s: float = 0.0  #: how long its imports took, if it says that it is ready
 
 
 class WorkerFarewell(Struct, frozen=True):

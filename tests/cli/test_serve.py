@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -11,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 
+from hearth import cli
 from hearth.cli import server
 from hearth.config import HearthConfig, ModelConfig, ServiceConfig
 from hearth.control import keys
@@ -28,7 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[HearthConfig]:
     """The configurations that a service would have been started with."""
     configs: list[HearthConfig] = []
     module = ModuleType("hearth.cli.server")
-    module.run_service = configs.append  # type: ignore[attr-defined]  # a stand-in for the module
+    module.run_service = lambda config, template: configs.append(config)  # type: ignore[attr-defined]  # a stand-in for the module
     monkeypatch.setitem(sys.modules, "hearth.cli.server", module)
     monkeypatch.setattr("hearth.cli.serve.log_to_terminal", lambda config: None)
     monkeypatch.delenv("HEARTH_DATA_DIR", raising=False)
@@ -66,6 +69,28 @@ def test_flags_beat_settings_and_settings_beat_the_file(
     assert config.models["m"].pinned
 
 
+def test_the_template_of_a_service_is_started_before_anything_else_is_imported() -> None:
+    code = (
+        "import sys; from hearth import cli; sys.argv = ['hearth', 'serve', '--memory', 'lots']\n"
+        "slow = lambda: [one for one in ('typer', 'asyncio', 'hearth.cli.commands') if one in sys.modules]\n"
+        "cli.start_template = lambda errors: print('beside', slow(), 'errors to', errors)\n"
+        "cli.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "beside [] errors to 2\n")
+
+
+def test_only_a_service_has_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(cli, "start_template", lambda errors: started.append(errors))
+    for words in ("", "ps serve", "serve --help", "serve --port 0 -h"):
+        cli._early_template(words.split())
+        assert started == []
+    cli._early_template(["serve", "--port", "0"])
+    assert started == [2]
+
+
 def test_a_wrong_flag_starts_nothing(hearth: Hearth, served: list[HearthConfig]) -> None:
     shown = hearth("serve", "--memory", "lots")
     assert (shown.code, shown.out, served) == (2, "", [])
@@ -82,7 +107,9 @@ def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
-    async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
+    async def running(
+        config: HearthConfig, data_dir: DataDir, devices: Devices, template: None
+    ) -> AsyncIterator[Gateway]:
         with closing(GatewayRig(data_dir)) as rig:
             rig.supervisor.refusal = ConfigError("its device has 80 GiB, given: 81 GiB; lower it")
             rig.supervisor.refused.set()
@@ -99,7 +126,9 @@ def test_the_log_names_the_address_that_is_listened_on_and_the_url_to_ask_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     @asynccontextmanager
-    async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
+    async def running(
+        config: HearthConfig, data_dir: DataDir, devices: Devices, template: None
+    ) -> AsyncIterator[Gateway]:
         with closing(GatewayRig(data_dir)) as rig:
             rig.supervisor.refusal = ConfigError("enough")
             rig.supervisor.refused.set()

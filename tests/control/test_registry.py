@@ -143,6 +143,18 @@ def test_models_beyond_all_slots_have_none(data_dir: DataDir) -> None:
         assert registry.space_slots()[f"m{NUM_SLOTS}"] == slots["m000"]
 
 
+def test_a_model_whose_slot_is_none_any_more_gets_another(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(replace(TINY, digest=hexadecimal(7)))
+        registry.add(replace(OTHER, digest=hexadecimal(3)))
+    connection = sqlite3.connect(data_dir.registry_path)
+    connection.execute("update space_slots set slot = ? where name = 'tiny'", [NUM_SLOTS])
+    connection.commit()
+    connection.close()
+    with Registry.open(data_dir) as registry:
+        assert registry.space_slots() == {"tiny": 7, "Other-1.0": 3}
+
+
 def test_a_removed_model_is_returned_and_gone(data_dir: DataDir) -> None:
     with Registry.open(data_dir) as registry:
         registry.add(TINY)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
 from hearth.beacon import StepSigns
 from hearth.control import keeper_pulse
@@ -152,6 +153,104 @@ def test_a_worker_that_was_ready_is_replaced_at_once_and_if_that_comes_again_eve
     monkeypatch.setattr(Supervisor, "_pause", pause)
     asyncio.run(scene())
     assert delays == expected
+
+
+class Leaving:
+    """A process of a worker that takes a while to be gone, though it is killed. Mutable."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.stdin, self.stdout = pid, None, asyncio.StreamReader()
+        self.stdout.feed_eof()
+        self.is_gone = asyncio.Event()
+
+    def kill(self) -> None:
+        pass
+
+    async def wait(self) -> int:
+        await self.is_gone.wait()
+        return -signal.SIGKILL
+
+
+class LeavingWorkers(Supervisor):
+    """A supervisor whose workers are none, to see which are started when. Mutable, as any."""
+
+    started: list[tuple[WorkerSetup, Leaving]]
+
+    async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup, *descriptors: int) -> Process:
+        assert isinstance(setup, WorkerSetup)
+        process = Leaving(1 << 30 | len(self.started))  # a number that no process has
+        self.started.append((setup, process))
+        return process  # type: ignore[return-value] # as much of one as is asked
+
+    async def until_started(self, number: int) -> Leaving:
+        while len(self.started) < number:
+            await asyncio.sleep(0)
+        return self.started[number - 1][1]
+
+    def join(self) -> WorkerLink:
+        (seat,) = self.seats
+        link = WorkerLink(b"", self.expects, self)  # type: ignore[arg-type] # nothing comes by it
+        hello = WorkerHello(1, seat.worker, b"", b"", 0, "cpu", "", 1 << 20, False)
+        link.worker = hello.worker
+        self.joined(link, hello)
+        return link
+
+
+def leaving(scene: Callable[[LeavingWorkers], Awaitable[None]]) -> None:
+    async def run() -> None:
+        supervisor = LeavingWorkers(setup_of, KEEPER, 1, Vigilance(PATIENCE_S, PATIENCE_S, 1), None)
+        supervisor.started = []
+        supervisor._is_keeper_ready.set()
+        supervisor._tasks.append(asyncio.create_task(supervisor._keep(supervisor.seats[0])))
+        try:
+            async with asyncio.timeout(10.0):
+                await scene(supervisor)
+        finally:
+            for _, process in supervisor.started:
+                process.is_gone.set()
+            await supervisor.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_is_replaced_while_the_one_before_is_still_on_its_way_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scene(supervisor: LeavingWorkers) -> None:
+        (seat,) = supervisor.seats
+        first = await supervisor.until_started(1)
+        supervisor.left(supervisor.join())
+        await supervisor.until_started(2)
+        assert [setup.worker for setup, _ in supervisor.started] == ["w0", "w0.1"]
+        assert [setup.predecessor for setup, _ in supervisor.started] == [None, first.pid]
+        assert seat.trouble(0.0) == "worker 0 ended: it is ending; next try under way"
+        assert "worker_ended" not in caplog.text
+        supervisor.join()
+        first.is_gone.set()
+        while seat.predecessor is not None:
+            await asyncio.sleep(0)
+        assert "worker_ended worker=w0 code=-9" in caplog.text
+        assert (seat.state, seat.trouble(0.0)) == ("ready", None)
+
+    leaving(scene)
+
+
+def test_a_worker_that_fails_beside_the_one_before_is_tried_again_when_that_is_gone() -> None:
+    async def scene(supervisor: LeavingWorkers) -> None:
+        (seat,) = supervisor.seats
+        first = await supervisor.until_started(1)
+        supervisor.left(supervisor.join())
+        second = await supervisor.until_started(2)
+        second.is_gone.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(supervisor.started) == 2
+        first.is_gone.set()
+        await supervisor.until_started(3)
+        assert supervisor.started[2][0].predecessor is None
+        assert (seat.worker, seat.num_failed_starts) == ("w0.2", 0)
+
+    leaving(scene)
 
 
 def test_a_step_has_as_long_as_slow_steps_of_its_model_tell() -> None:
@@ -300,6 +399,17 @@ def test_a_keeper_whose_books_nobody_can_look_at_any_more_hangs() -> None:
         assert hang == "could not look at its books for 601 s, limit: 600 s"
 
     asyncio.run(scene())
+
+
+def test_a_keeper_that_has_ended_when_it_is_asked_breaks_nothing() -> None:
+    async def scene() -> None:
+        keeper = await asyncio.create_subprocess_exec("true", stdin=PIPE, stdout=PIPE)
+        await keeper.wait()
+        hang = await keeper_pulse.hang_of(keeper, HEARTBEAT_S, MAX_MISSED * HEARTBEAT_S)
+        assert hang == "did not answer for 0.03 s, limit: 0.03 s"
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scene())
 
 
 def test_a_worker_whose_settings_no_restart_cures_is_not_started_again() -> None:

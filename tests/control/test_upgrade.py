@@ -16,7 +16,7 @@ import pytest
 import xxhash
 from typer.testing import CliRunner
 
-from hearth.cli import app
+from hearth.cli.commands import app
 from hearth.control import upgrade as control_upgrade
 from hearth.control.datadir import VERSION, DataDir
 from hearth.control.deploy import collect, opened_lock

@@ -9,18 +9,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from hearth.beacon import new_beacon_file
-from hearth.control import worker_template
+from hearth.control import template_process, worker_template
+from hearth.control.template_process import TemplateProcess, start_template
 from hearth.control.worker_ending import ending_of
 from hearth.control.worker_template import ForkedWorker, WorkerTemplate
 from hearth.types import WorkerId
-from hearth.worker import template as template_process
+from hearth.worker import template
 from tests.control.test_supervisor import PATIENCE_S, setup_of
 
 #: Templates that are of no use: one says so, one ends at once, one forks nothing.
@@ -39,6 +40,9 @@ time.sleep(600)
 """
 
 
+LOG, OTHERS = "service.log", "somebody-elses"
+
+
 @dataclass(frozen=True, slots=True)
 class Rig:
     """A template on an event loop that runs while a test asks it to."""
@@ -46,6 +50,7 @@ class Rig:
     runner: asyncio.Runner
     template: WorkerTemplate
     fallbacks: list[None]
+    first: int | None = None  #: the template that was started before
 
     def fork(self, but_of: int | None = None) -> ForkedWorker:
         """Return a worker that waits for its setup, once there is a template, and another than `but_of`."""
@@ -84,12 +89,12 @@ class Rig:
 
 
 @contextmanager
-def a_template() -> Iterator[Rig]:
+def a_template(errors: int | None = None, first: TemplateProcess | None = None) -> Iterator[Rig]:
     fallbacks: list[None] = []
     with asyncio.Runner() as runner:
 
         async def keep() -> tuple[WorkerTemplate, asyncio.Task[None]]:
-            template = WorkerTemplate(None, PATIENCE_S, lambda: fallbacks.append(None))
+            template = WorkerTemplate(errors, PATIENCE_S, lambda: fallbacks.append(None), first)
             return template, asyncio.create_task(template.keep())
 
         async def end(task: asyncio.Task[None]) -> None:
@@ -102,15 +107,20 @@ def a_template() -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
-    with a_template() as rig:
-        yield rig
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One whose first template is older than itself."""
+    place = tmp_path_factory.mktemp("first")
+    with (place / OTHERS).open("wb") as inherited:
+        os.set_inheritable(inherited.fileno(), True)
+        first = start_template(errors=2)
+    with (place / LOG).open("wb") as log, a_template(log.fileno(), first) as rig:
+        yield replace(rig, first=first.pid)
 
 
 @pytest.fixture
 def unfit_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """One whose templates run a script."""
-    monkeypatch.setattr(worker_template, "COMMAND", ("-S", "-c", request.param))
+    monkeypatch.setattr(template_process, "COMMAND", ("-S", "-c", request.param))
     monkeypatch.setattr(worker_template, "RETRY_S", 0.01)
     monkeypatch.setattr(worker_template, "FORK_S", 0.1)
     with a_template() as rig:
@@ -133,6 +143,16 @@ def opened(worker: ForkedWorker) -> dict[int, str]:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_template_that_was_started_before_the_service_is_its_first_and_logs_with_it(rig: Rig) -> None:
+    worker = rig.fork()
+    assert rig.template.pid == rig.first, "which has heard where to log before it forked"
+    found = {int(one.name): one.readlink().name for one in Path(f"/proc/{rig.first}/fd").iterdir()}
+    assert (found[1], found[2]) == (LOG, LOG)
+    assert OTHERS not in found.values()
+    worker.kill()
+    assert rig.code(worker) == -signal.SIGKILL
 
 
 def test_a_forked_worker_looks_like_a_spawned_one_and_has_no_descriptors_of_others(rig: Rig) -> None:
@@ -215,13 +235,13 @@ def test_a_process_with_a_second_thread_or_an_open_device_must_not_fork(
     thread = threading.Thread(target=(is_over := threading.Event()).wait)
     thread.start()
     try:
-        assert "it must have one thread, and has " in str(template_process.obstacle())
+        assert "it must have one thread, and has " in str(template.obstacle())
     finally:
         is_over.set()
         thread.join()
-    monkeypatch.setattr(template_process, "DEVICES", (str(tmp_path),))
+    monkeypatch.setattr(template, "DEVICES", (str(tmp_path),))
     with (tmp_path / "nvidia0").open("w"):
-        assert template_process.obstacle() == f"it must touch no device, and has opened {tmp_path}/nvidia0"
+        assert template.obstacle() == f"it must touch no device, and has opened {tmp_path}/nvidia0"
 
 
 def test_random_numbers_are_seeded_anew_in_a_worker() -> None:
@@ -230,7 +250,7 @@ def test_random_numbers_are_seeded_anew_in_a_worker() -> None:
         seeds = set()
         for _ in range(2):
             torch.manual_seed(1)  # as two workers find it that are forked one after the other
-            template_process.seed_anew()
+            template.seed_anew()
             seeds.add(torch.initial_seed())
         assert len(seeds | {1}) == 3
     finally:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.errors import DeviceError
-from hearth.memory.cuda_pages import BASE_ADDRESS, SPACE_BYTES, CudaPages
+from hearth.memory.cuda_pages import BASE_ADDRESS, FIXED_ADDRESSES, SPACE_BYTES, CudaPages
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from hearth.policy.memory.space_slots import NUM_SLOTS
@@ -77,6 +77,15 @@ def test_addresses_are_the_same_in_every_process() -> None:
 
     assert first == second
     assert int(first.split()[0]) == BASE_ADDRESS + 0xABCDEF % NUM_SLOTS * SPACE_BYTES
+
+
+def test_every_fixed_address_is_to_be_had() -> None:
+    with closing(CudaPages(DEVICE, PAGE_BYTES, PAGE_BYTES)) as pages:
+        wanted = list(FIXED_ADDRESSES[::SPACE_BYTES])
+        got = [pages.reserve(address) for address in wanted]
+        for address in got:
+            pages.free(address)
+    assert list(map(hex, got)) == list(map(hex, wanted))
 
 
 def test_pages_can_be_exported_where_the_device_can() -> None:

@@ -29,9 +29,9 @@ def library(num_pages: int) -> Iterator[LibraryMemory]:
     pages.close()
 
 
-def test_it_lies_behind_the_spaces_of_all_models_and_is_zero() -> None:
+def test_it_lies_before_the_spaces_of_all_models_and_is_zero() -> None:
     with library(2) as memory, closing(MappedPool(HostPages(1, PAGE), Holds().eviction_terms)):
-        assert memory.address == HostPages.base_address + 5 * 32 * 512 * PAGE
+        assert memory.address == HostPages.base_address - 32 * 512 * PAGE
         assert memory.num_fallbacks == 0
         assert not HostPages.bytes_at(HostPages(1, PAGE), memory.address, 2 * PAGE).any()
 

@@ -1,4 +1,7 @@
-"""Pages that are created as memory comes free: a driver that counts stands in, and a clock that is set."""
+"""Pages of a device without one: their addresses, and how they are created as memory comes free.
+
+A driver that counts stands in, and a clock that is set.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from hearth.errors import DeviceError, OutOfDeviceMemory
-from hearth.memory.cuda_pages import MEMORY_PATIENCE_S, CudaPages, create_patiently
+from hearth.memory.cuda_pages import FIXED_ADDRESSES, MEMORY_PATIENCE_S, CudaPages, create_patiently
+
+#: Where the kernel begins to put executables, on x86-64; all else that it places is above them.
+EXECUTABLES = (1 << 47) // 3 * 2
+
+
+def test_fixed_addresses_lie_where_neither_kernel_nor_driver_puts_anything() -> None:
+    assert 0x18000000000 <= FIXED_ADDRESSES.start < FIXED_ADDRESSES.stop <= EXECUTABLES
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 @app.command(rich_help_panel="Service")
 def serve(
+    context: typer.Context,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; any but this machine's own needs API keys.")
     ] = None,
@@ -93,4 +94,4 @@ def serve(
         log.info("settings %s", told_origins(configuration.origins))
     from hearth.cli.server import run_service
 
-    run_service(configuration.config)
+    run_service(configuration.config, template=context.obj)

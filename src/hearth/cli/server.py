@@ -23,6 +23,7 @@ from hearth.control.devices import Devices, check_host_memory, resolve
 from hearth.control.gateway import Gateway
 from hearth.control.process_log import STDERR, is_open_as
 from hearth.control.service import keys_of, log_unused_memory, running
+from hearth.control.template_process import TemplateProcess
 from hearth.errors import ConfigError
 
 #: As many files may be open as the system lets this user open, but no more than this.
@@ -31,8 +32,14 @@ MAX_OPEN_FILES = 1 << 16
 log = logging.getLogger(__name__)
 
 
-def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] = lambda url, _: None) -> None:
+def run_service(
+    config: HearthConfig,
+    on_ready: Callable[[str, Gateway], None] = lambda url, _: None,
+    template: TemplateProcess | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends at once. `on_ready` is told the URL once it answers.
+
+    `template`: that workers are forked from, if one was started before.
 
     Raises:
         HearthError: a port that is taken, a data directory in use, a device that is not there, ...; also
@@ -52,7 +59,7 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
         tell(upgrade_held(data_dir))
         with _explained(service):
             listener.listen(MAX_STRANGERS)  # not before: until then nobody would accept, for minutes perhaps
-        runner.run(_serve(config, data_dir, devices, listener, on_ready))
+        runner.run(_serve(config, data_dir, devices, listener, on_ready, template))
 
 
 async def _serve(
@@ -61,10 +68,11 @@ async def _serve(
     devices: Devices,
     listener: socket.socket,
     on_ready: Callable[[str, Gateway], None],
+    template: TemplateProcess | None,
 ) -> None:
     service = config.service
     max_open_files = _raise_open_files()
-    async with running(config, data_dir, devices) as gateway:
+    async with running(config, data_dir, devices, template) as gateway:
         signals: asyncio.Queue[int] = asyncio.Queue()  # only now: until here they end it at once
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)

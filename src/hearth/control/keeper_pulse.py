@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio.subprocess import Process
+from contextlib import suppress
 
 import msgspec
 
@@ -24,7 +25,8 @@ async def hang_of(keeper: Process, heartbeat_s: float, max_silence_s: float) -> 
     assert keeper.stdout is not None, "asked for a pipe"
     silence = Silence(heartbeat_s, queued_s(keeper.pid) or 0.0)
     while True:
-        keeper.stdin.write(b"\n")
+        with suppress(ConnectionError, RuntimeError):  # one that has just ended, by asyncio and by uvloop
+            keeper.stdin.write(b"\n")
         while (pulse := await _pulse(keeper.stdout, heartbeat_s)) is None:
             silence.beat(queued_s(keeper.pid) or silence.queued_s, was_heard=False)
             if silence.seconds >= max_silence_s:

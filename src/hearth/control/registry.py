@@ -26,7 +26,7 @@ from hearth.errors import (
     UnknownModel,
 )
 from hearth.policy.fleet.footprint import Facts
-from hearth.policy.memory.space_slots import choose_slot
+from hearth.policy.memory.space_slots import NUM_SLOTS, choose_slot
 from hearth.snapshot.directory import SnapshotDirectory
 
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
@@ -186,9 +186,12 @@ class Registry:
         return dict(self._execute("select name, slot from space_slots").fetchall())
 
     def _give_slots(self) -> None:
-        """Give a slot to each model that has none. One that has another digest now loses its own first."""
+        """Give a slot to each model that has none.
+
+        One that has another digest now loses its own first, and so does one whose slot is none any more.
+        """
         is_same = "m.name = s.name and m.digest = s.digest and m.base is null"
-        is_stale = f"not exists (select 1 from models m where {is_same})"
+        is_stale = f"slot >= {NUM_SLOTS} or not exists (select 1 from models m where {is_same})"
         stale = self._execute(f"select name from space_slots s where {is_stale}").fetchall()
         for (name,) in stale:
             self._execute("delete from space_slots where name = ?", name)

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -37,12 +37,13 @@ from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
 from hearth.control.snapshots import Snapshots
 from hearth.control.supervisor import Supervisor, Vigilance, seat_index
+from hearth.control.template_process import TemplateProcess
 from hearth.control.tokenization import PromptEncoder
 from hearth.control.tracing import Tracing, tracing_of
 from hearth.control.worker_link import WorkerLink
 from hearth.control.worker_template import WorkerTemplate
 from hearth.errors import ConfigError, SnapshotError
-from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
+from hearth.messages import KeeperSetup, PrepareModel, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
@@ -51,13 +52,19 @@ from hearth.types import Pace, WorkerId
 
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
+#: Models that a worker is told of before it asks: a pipe takes the line at once.
+MAX_PREPARED = 32
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
+async def running(
+    config: HearthConfig, data_dir: DataDir, devices: Devices, first_template: TemplateProcess | None = None
+) -> AsyncIterator[Gateway]:
     """Run a service: yields a gateway whose workers are starting. Nothing keeps running afterwards.
+
+    `first_template`: one that was started before, which is the service's now.
 
     Raises:
         HearthError: something that the configuration asks for cannot be had.
@@ -125,9 +132,11 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
             sinks.append(access_log.write)
         count_spawned = metrics.fallbacks.labels("template").inc
-        template = WorkerTemplate(process_log.fd, service.start_s, count_spawned)
+        template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         supervisor = Supervisor(
-            setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
+            setup_of=_worker_setups(
+                *(config, devices, receiver.secret, port, socket, data_dir), catalog.prepare_orders
+            ),
             keeper=KeeperSetup(
                 socket=str(socket),
                 kind=devices.kind,
@@ -268,7 +277,13 @@ def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
 
 
 def _worker_setups(
-    config: HearthConfig, devices: Devices, secret: bytes, port: int, socket: Path, data_dir: DataDir
+    config: HearthConfig,
+    devices: Devices,
+    secret: bytes,
+    port: int,
+    socket: Path,
+    data_dir: DataDir,
+    prepare_orders: Callable[[], Sequence[PrepareModel]],
 ) -> Callable[[int, WorkerId], WorkerSetup]:
     def setup(index: int, worker: WorkerId) -> WorkerSetup:
         return WorkerSetup(
@@ -288,6 +303,7 @@ def _worker_setups(
             turns=config.service.turns,
             snapshots_path=str(data_dir.snapshots_path) if config.store.snapshot_bytes else None,
             snapshot_bytes=config.store.snapshot_bytes,
+            prepare=tuple(prepare_orders()[:MAX_PREPARED]),
         )
 
     return setup

@@ -6,10 +6,11 @@ A worker is pinged at every heartbeat, and its step thread, which alone speaks, 
 a step, which may be long, its beacon shows how that advances (`beacon.py`). One that does neither for
 `max_missed` heartbeats, or longer where its steps were slow before (`policy/fleet/liveness.py`), hangs, and
 is killed; one that had no core to run on is only slow. One that dies, for whatever reason, is replaced: at
-once, or after a growing delay if that comes soon again. One that says at its first start that its settings
-are wrong is not: no restart would help. Why workers are not up can be asked for, and once none of them comes
-up whoever waits for one is told. The processes end with this one, however it ends: their standard input
-closes, and the kernel kills what does not heed that.
+once, or after a growing delay if that comes soon again. A process that had a device takes seconds to be gone,
+and its connection ends first: its successor starts beside it, and takes the memory when it is gone. One that
+says at its first start that its settings are wrong is not replaced: no restart would help. Why workers are
+not up can be asked for, and once none of them comes up whoever waits for one is told. The processes end with
+this one, however it ends: their standard input closes, and the kernel kills what does not heed that.
 """
 
 from __future__ import annotations
@@ -71,6 +72,25 @@ class Vigilance:
         return self.usual_s if signs.model is None else max_silence_s(self.usual_s, signs.longest_s)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Departure:
+    """The end of a worker's process. It may take a while, and until then the process has its memory."""
+
+    worker: WorkerId
+    process: Process | ForkedWorker
+    lived_s: float
+    killed_for: str | None  #: as of a seat
+    next_try_s: float  #: from when it was known to the start of the next process
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaver:
+    """A process that is on its way out while its successor starts."""
+
+    process: Process | ForkedWorker
+    seen_off: asyncio.Task[None]  #: done when the process is gone
+
+
 @dataclass(slots=True, eq=False)
 class WorkerSeat:
     """The place of a worker, taken by one process after the other. Mutable; written by the supervisor."""
@@ -83,6 +103,8 @@ class WorkerSeat:
     beacon: Beacon = field(default_factory=Beacon)  #: of the process
     num_restarts: int = 0
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)  #: its connection has ended, and so will it
+    leaver: Leaver | None = None  #: the process before, if the present one was started beside it
     was_ever_ready: bool = False
     budget_bytes: int | None = None  #: of the first process that was ready; None: there was none
     num_failed_starts: int = 0  #: in a row, without one that was ready
@@ -96,6 +118,12 @@ class WorkerSeat:
         if self.hello is not None:
             return "ready"
         return "failing" if self.num_failed_starts else "starting"
+
+    @property
+    def predecessor(self) -> int | None:
+        """The process before, if that is not gone yet."""
+        leaver = self.leaver
+        return None if leaver is None or leaver.seen_off.done() else leaver.process.pid
 
     def trouble(self, now_s: float) -> str | None:
         """Say why nobody is ready here; None: somebody is, or starts and is the first."""
@@ -186,6 +214,7 @@ class Supervisor:
         seat = None if link.worker is None else self._seat(link.worker)
         if seat is not None and seat.process is not None:
             _kill(seat.process)
+            seat.left.set()
 
     async def close(self) -> None:
         for seat in self.seats:
@@ -193,9 +222,10 @@ class Supervisor:
                 seat.link.send(Shutdown())
         for task in self._tasks:
             task.cancel()
-        processes = [seat.process for seat in self.seats] + [self._keeper]
+        leavers = [seat.leaver for seat in self.seats if seat.leaver is not None]
+        processes = [*(seat.process for seat in self.seats), self._keeper, *(one.process for one in leavers)]
         await asyncio.gather(*(_end(process) for process in processes if process is not None))
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *(one.seen_off for one in leavers), return_exceptions=True)
 
     def _seat(self, worker: WorkerId) -> WorkerSeat | None:
         return next((seat for seat in self.seats if seat.worker == worker), None)
@@ -208,6 +238,7 @@ class Supervisor:
                 seat.worker = WorkerId(f"w{seat.index}.{life}")
             seat.link, seat.hello, seat.num_restarts, seat.killed_for = None, None, life, None
             seat.greeted.clear()
+            seat.left.clear()
             await self._is_keeper_ready.wait()
             began_s = asyncio.get_running_loop().time()
             try:
@@ -218,30 +249,51 @@ class Supervisor:
                 ending = WorkerEnding(f"it cannot be started: {error}")
                 await self._pause(seat, ending, _delay_s(num_short_lives))
                 continue
-            assert seat.process is not None, "it was started"
-            watch = _vital(self._watch(seat, seat.process))
+            process = seat.process
+            assert process is not None, "it was started"
+            watch = _vital(self._watch(seat, process))
             try:
-                code = await seat.process.wait()
+                is_gone = await _is_gone(process, seat.left)
             finally:
                 watch.cancel()
             lived_s = asyncio.get_running_loop().time() - began_s
-            ending = ending_of(code, await _farewell(seat.process), seat.killed_for)
             if seat.link is not None:
                 seat.link.abort()
             seat.process = seat.link = seat.hello = None  # or it would still count as ready
-            if ending.is_final and not seat.was_ever_ready:
-                self.refusal = ConfigError(ending.reason)
-                self.refused.set()
-                return
-            was_ready = seat.greeted.is_set()
+            was_ready, leaver = seat.greeted.is_set(), seat.leaver
+            if leaver is not None:
+                await leaver.seen_off  # before another one leaves
+                seat.leaver = None
+                if not was_ready:  # perhaps for want of the memory that has only now come free
+                    await self._see_off(seat, Departure(seat.worker, process, lived_s, seat.killed_for, 0.0))
+                    continue
             num_short_lives = 0 if was_ready and lived_s >= SHORT_LIFE_S else num_short_lives + 1
             # One that was ready may have been killed by chance, and once is forgiven.
             delay_s = _delay_s(num_short_lives - was_ready)
-            log.warning(
-                "worker_ended worker=%s code=%d lived_s=%.1f next_try_s=%g reason=`%s`",
-                *(seat.worker, code, lived_s, delay_s, ending.reason.replace("`", "")),
-            )
-            await self._pause(seat, ending, delay_s)
+            departure = Departure(seat.worker, process, lived_s, seat.killed_for, delay_s)
+            if not is_gone and not delay_s:
+                seat.ending = WorkerEnding(seat.killed_for or "it is ending")
+                seat.leaver = Leaver(process, _vital(self._see_off(seat, departure)))
+                continue
+            await self._see_off(seat, departure)
+            assert seat.ending is not None, "it is told here"
+            if seat.ending.is_final and not seat.was_ever_ready:
+                self.refusal = ConfigError(seat.ending.reason)
+                self.refused.set()
+                return
+            await self._pause(seat, seat.ending, delay_s)
+
+    async def _see_off(self, seat: WorkerSeat, departure: Departure) -> None:
+        """Wait until the process that a seat had last is gone, and tell of it."""
+        code = await departure.process.wait()
+        ending = ending_of(code, await _farewell(departure.process), departure.killed_for)
+        if seat.link is None:  # else its successor is ready already
+            seat.ending = ending
+        log.warning(
+            "worker_ended worker=%s code=%d lived_s=%.1f next_try_s=%g reason=`%s`",
+            *(departure.worker, code, departure.lived_s, departure.next_try_s),
+            ending.reason.replace("`", ""),
+        )
 
     async def _pause(self, seat: WorkerSeat, ending: WorkerEnding, delay_s: float) -> None:
         """Wait before the next process of a seat; who waits for a worker is told if none comes up."""
@@ -259,7 +311,11 @@ class Supervisor:
         descriptor = new_beacon_file()
         try:
             seat.beacon = Beacon.at(descriptor)
-            setup = msgspec.structs.replace(self._setup_of(seat.index, seat.worker), beacon=descriptor)
+            setup = msgspec.structs.replace(
+                self._setup_of(seat.index, seat.worker),
+                beacon=descriptor,
+                predecessor=seat.predecessor,
+            )
             if setup.budget_bytes is None and not seat.num_failed_starts:
                 # The memory of a worker that was killed may not be free yet, and is all to be had again.
                 setup = msgspec.structs.replace(setup, budget_bytes=seat.budget_bytes)
@@ -391,6 +447,17 @@ def _delay_s(num_failures: int) -> float:
     if num_failures <= 0:
         return 0.0
     return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_failures - 1, 32))
+
+
+async def _is_gone(process: Process | ForkedWorker, left: asyncio.Event) -> bool:
+    """Wait until a process has ended, or is said to end; True: it has ended."""
+    gone, leaves = asyncio.create_task(process.wait()), asyncio.create_task(left.wait())
+    try:
+        await asyncio.wait((gone, leaves), return_when=asyncio.FIRST_COMPLETED)
+        return gone.done()
+    finally:
+        gone.cancel()
+        leaves.cancel()
 
 
 async def _farewell(process: Process | ForkedWorker) -> bytes:

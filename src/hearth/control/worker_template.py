@@ -5,8 +5,9 @@ replaced in the time of a fork. It is sent the descriptors of a worker over a so
 it; this process adopts it. So a worker is watched, waited for and killed by a descriptor of its process, and
 ends with this process as one does that was spawned, whatever happens to the template.
 
-A template that dies is replaced. While there is none, or none can be had, workers are spawned as ever, which
-is logged, counted and said in the service's notes.
+The first template may be older than the service (`template_process.py`), and logs with it from then on. One
+that dies is replaced. While there is none, or none can be had, workers are spawned as ever, which is logged,
+counted and said in the service's notes.
 """
 
 from __future__ import annotations
@@ -17,20 +18,17 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
-from asyncio.subprocess import Process
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
 import msgspec
 
+from hearth.control.template_process import TemplateProcess, start_template
 from hearth.control.worker_ending import MAX_FAREWELL_BYTES, ending_of
-from hearth.messages import TEMPLATE_BEACON, TemplateAnswer, WorkerSetup
+from hearth.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer, WorkerSetup
 
-#: -P: not what lies in the directory it was started in.
-COMMAND = ("-P", "-m", "hearth.worker.template")
 #: A template that lived for less has failed, and the next one is started after a pause.
 SHORT_LIFE_S = 30.0
 RETRY_S = 0.5
@@ -52,17 +50,12 @@ class UnfitTemplate(Exception):
     """A template says that no worker can be forked from it, and why."""
 
 
-class ForkedWorker:
-    """A worker that a template has forked and this process has adopted. Used as a `Process` of asyncio is."""
+class ChildProcess:
+    """A child of this process, however it was started. Used as a `Process` of asyncio is."""
 
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        """Watch a child of this process, and close the pipes to it when it has ended.
-
-        Raises:
-            OSError: it is no child of this process.
-        """
-        self.pid, self.stdin, self._said = pid, stdin, stdout
-        self.stdout = asyncio.StreamReader()  #: has all that it said, once it has ended
+    def __init__(self, pid: int) -> None:
+        """Watch a process. Raises OSError if it is no child of this one."""
+        self.pid = pid
         self._descriptor = os.pidfd_open(pid)
         try:
             os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -87,27 +80,45 @@ class ForkedWorker:
         ended = os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED)
         assert ended is not None, "the descriptor of a process can be read when it has ended"
         os.close(self._descriptor)
+        self._code.set_result(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+
+
+class ForkedWorker(ChildProcess):
+    """A worker that a template has forked and this process has adopted."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        """Watch a worker, and close the pipes to it when it has ended. Raises OSError as of any child."""
+        super().__init__(pid)
+        self.stdin, self._said = stdin, stdout
+        self.stdout = asyncio.StreamReader()  #: has all that it said, once it has ended
+
+    def _reap(self) -> None:
         os.set_blocking(self._said.fileno(), False)  # one that it has started may still hold the other end
         self.stdout.feed_data(self._said.read(MAX_FAREWELL_BYTES) or b"")
         self.stdout.feed_eof()
         self._said.close()
         self.stdin.close()
-        self._code.set_result(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+        super()._reap()
 
 
 class WorkerTemplate:
     """The template of all workers of a service, which are on devices of one kind. Used on the event loop."""
 
     def __init__(
-        self, errors: IO[bytes] | int | None, start_s: float, on_fallback: Callable[[], None]
+        self,
+        errors: IO[bytes] | int | None,
+        start_s: float,
+        on_fallback: Callable[[], None],
+        first: TemplateProcess | None = None,
     ) -> None:
         """`errors`: the file that it and its workers log to; None: where this process does.
 
-        `start_s`: for it to be ready. `on_fallback` is called for every worker that it cannot fork.
+        `start_s`: for it to be ready. `on_fallback` is called for every worker that it cannot fork. `first`:
+        one that was started before; it is this template's now.
         """
         self._errors = 2 if errors is None else errors if isinstance(errors, int) else errors.fileno()
-        self._start_s, self._on_fallback = start_s, on_fallback
-        self._process: Process | None = None
+        self._start_s, self._on_fallback, self._first = start_s, on_fallback, first
+        self._process: ChildProcess | None = None
         self._socket: socket.socket | None = None  #: of one that is ready
         self._is_settled = asyncio.Event()  #: one is ready, or nobody should wait for one
         self._one_at_a_time = asyncio.Lock()
@@ -166,28 +177,25 @@ class WorkerTemplate:
         return None
 
     async def _run_one(self) -> str:
-        """Start a template and wait for its end; returns why it ended."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
-            ours.setblocking(False)
-            self._killed_for = None
-            try:
-                with theirs:
-                    self._process = await asyncio.create_subprocess_exec(
-                        *(sys.executable, *COMMAND),
-                        stdin=theirs.fileno(),
-                        stdout=self._errors,
-                        stderr=self._errors,
-                    )
-            except OSError as error:
-                return f"it cannot be started: {error}"
+        """Start a template, or take the first one, and wait for its end; returns why it ended."""
+        self._killed_for = None
+        try:
+            started = self._first or start_template(self._errors)
+        except OSError as error:
+            return f"it cannot be started: {error}"
+        with started.socket as ours:
+            self._process = ChildProcess(started.pid)
+            if self._first is not None:
+                self._first = None
+                with suppress(OSError):  # it has ended, which is seen below
+                    socket.send_fds(ours, [LOG_HERE], [self._errors])
             try:
                 answer = await _answer(ours, self._start_s)
                 if answer.obstacle is not None:
                     raise UnfitTemplate(answer.obstacle)
                 self._socket, self._trouble = ours, None
                 self._is_settled.set()
-                log.info("template_ready pid=%d", self._process.pid)
+                log.info("template_ready pid=%d import_s=%.3f", self._process.pid, answer.import_s)
                 await self._process.wait()
             except TimeoutError:
                 return f"it was not ready within {self._start_s:g} s (`service.start_s`)"
@@ -198,9 +206,7 @@ class WorkerTemplate:
                         await self._process.wait()
             finally:
                 self._socket = None
-                if self._process.returncode is None:
-                    with suppress(ProcessLookupError):
-                        self._process.kill()
+                self._process.kill()
                 code = await self._process.wait()
             return self._killed_for or ending_of(code, b"", None).reason
 
@@ -216,7 +222,7 @@ class WorkerTemplate:
         try:
             with their_stdin, their_stdout, _adopting():
                 descriptors = [their_stdin.fileno(), their_stdout.fileno(), self._errors, beacon]
-                socket.send_fds(template, [b"fork"], descriptors)
+                socket.send_fds(template, [FORK_WORKER], descriptors)
                 answer = await _answer(template, FORK_S)
             if answer.obstacle is not None:
                 raise UnfitTemplate(answer.obstacle)
@@ -230,8 +236,7 @@ class WorkerTemplate:
         """End the present template, which is of no use."""
         assert self._process is not None, "it was asked for a worker"
         self._socket, self._trouble, self._killed_for = None, reason, reason
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
 
 def _send_setup(worker: ForkedWorker, setup: WorkerSetup) -> None:

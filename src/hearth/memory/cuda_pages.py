@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import closing
 
 import torch
 
@@ -24,12 +25,14 @@ from hearth.policy.memory.space_slots import NUM_SLOTS
 
 #: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.
 PAGE_BYTES = 16 << 20
-#: From here up the driver honours a wanted address, and 252 spaces of this size fit: those of models, behind
-#: them that of libraries, and one more.
-BASE_ADDRESS = 0x18000000000
+#: The driver honours wanted addresses from 0x18000000000 up, and the kernel puts nothing by itself below
+#: 0x555555554000: from there up lie executables and their heaps, from the end down libraries and all other
+#: memory, both moved by as much as 16 TiB from process to process. The space of libraries and those of models
+#: lie between, so that each is free in every process.
+BASE_ADDRESS = 0x20000000000
 SPACE_BYTES = 512 << 30
-#: Addresses that are the same in every process: the spaces of models, and that of libraries behind them.
-FIXED_ADDRESSES = range(BASE_ADDRESS, BASE_ADDRESS + (NUM_SLOTS + 1) * SPACE_BYTES)
+#: Addresses that are the same in every process: the space of libraries, and those of models behind it.
+FIXED_ADDRESSES = range(BASE_ADDRESS - SPACE_BYTES, BASE_ADDRESS + NUM_SLOTS * SPACE_BYTES)
 #: The memory of a process that was killed may come free a moment later. It is waited for until none has come
 #: for so long, looked for this often, and told of this often.
 MEMORY_PATIENCE_S, MEMORY_LOOK_S, MEMORY_TELL_S = 2.0, 0.005, 1.0
@@ -37,8 +40,10 @@ MEMORY_PATIENCE_S, MEMORY_LOOK_S, MEMORY_TELL_S = 2.0, 0.005, 1.0
 log = logging.getLogger(__name__)
 
 
-class NoMapping(DeviceError):
-    """The device's memory cannot be mapped by pages."""
+def can_map(device: torch.device) -> bool:
+    """True if a device's memory can be mapped by pages."""
+    with closing(CudaDriver(device.index or 0)) as driver:
+        return driver.has(DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)
 
 
 class CudaPages:
@@ -48,8 +53,7 @@ class CudaPages:
         """Create as many whole pages as the budget has, as memory comes free.
 
         Raises:
-            NoMapping: the device cannot map memory.
-            DeviceError: not in pages of this size, or it has less of it.
+            DeviceError: the device cannot map memory, or not in pages of this size, or it has less of it.
         """
         self._device = torch.device("cuda", device.index if device.index is not None else 0)
         self._page_bytes, self._num_pages = page_bytes, budget_bytes // page_bytes
@@ -57,7 +61,7 @@ class CudaPages:
         self._handles: list[int] = []
         self._driver = CudaDriver(self._device.index)
         if not self._driver.has(DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
-            raise NoMapping(f"{self._device} cannot map memory by pages")
+            raise DeviceError(f"{self._device} cannot map memory by pages")
         self._is_exportable = self._can(
             "export", DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
         )

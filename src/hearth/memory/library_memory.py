@@ -1,7 +1,7 @@
 """Memory of libraries at addresses that are the same in every process: one range of a worker for all models.
 
 cuBLAS computes with scratch memory, and captured steps remember where it lay. In a model's own space another
-model's steps might find it gone, so it lies in a space of its own, behind those of all models. Its pages are
+model's steps might find it gone, so it lies in a space of its own, before those of all models. Its pages are
 mapped and zeroed once, for libraries keep semaphores there, and stay for as long as the process.
 
 torch asks for memory while it holds the lock of its own books, and the answer needs the interpreter: whoever
@@ -33,7 +33,7 @@ class LibraryMemory:
     def __init__(self, pages: Pages) -> None:
         """Map all of the pages, which are this memory's from now on."""
         self._pages = pages
-        wanted = pages.base_address + pages.num_spaces * pages.space_bytes
+        wanted = pages.base_address - pages.space_bytes
         self.address = pages.reserve(wanted)
         self.num_fallbacks = int(self.address != wanted)
         if self.num_fallbacks:

@@ -1,6 +1,6 @@
 """Physical pages of a device and the addresses they can be mapped at. Does not know who has a page.
 
-spaces   | base_address + 0 * space_bytes | + 1 * space_bytes | ...     reserved, most of it unmapped; behind
+spaces   | base_address + 0 * space_bytes | + 1 * space_bytes | ...     reserved, most of it unmapped; before
                                                                         those of models that of libraries
               ^         ^        ^
 pages    | 0 | 1 | 2 | 3 | ... | num_pages - 1 |                        created at start and kept; each may
@@ -33,7 +33,7 @@ class Pages(Protocol):
 
     @property
     def base_address(self) -> int:
-        """Address at which the first space is wanted."""
+        """Address at which the first space of a model is wanted."""
 
     @property
     def space_bytes(self) -> int:
@@ -41,7 +41,7 @@ class Pages(Protocol):
 
     @property
     def num_spaces(self) -> int:
-        """Spaces that models may have, by their slots; one more is that of libraries."""
+        """Spaces that models may have, by their slots; one before them is that of libraries."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:

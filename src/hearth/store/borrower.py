@@ -285,8 +285,6 @@ class Borrower:
     def _pinned(self, segment: Segment) -> Segment:
         if self._is_pinned and self._is_device_up:
             segment.pin_in_background()
-        elif self._is_pinned:
-            segment.touch_in_background()
         return segment
 
     def _close_old(self) -> None:

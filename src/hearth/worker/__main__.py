@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,11 +31,13 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
+from hearth.store.manifest import Manifest
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
+from hearth.worker.predecessor import Predecessor
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
 from hearth.worker.start_times import StartTimes
@@ -90,12 +93,14 @@ def _say_farewell(fd: int, error: BaseException, reason: str) -> None:
 def _start(setup: WorkerSetup) -> WorkerLoop:
     """Return the loop of a worker that has everything it needs and has been welcomed by the gateway."""
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
+    predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
-    # First: the pages of host memory are found while the device comes up.
-    borrower = Borrower(Path(setup.keeper_socket), is_pinned=setup.kind == "cuda", is_device_up=False)
+    is_cuda = setup.kind == "cuda"
+    borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
+    if is_cuda and not predecessor.is_gone:
+        borrower.segment.touch_in_background()  # there is time, and streams wait for what lies there
     times.note("keeper")
     runtime = start(setup, config, times)
-    borrower.device_is_up()
     first_tokens = FirstTokens()
     graphs = _snapshot_graphs(setup, runtime, first_tokens)
     resources = HostingResources(
@@ -107,16 +112,38 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
         first_tokens=first_tokens,
     )
+    if not predecessor.is_gone:  # there is still time
+        borrower.device_is_up()
+        _load_kernels(setup, predecessor, resources.kernels, borrower.describe)
     times.note("kernels")
+    predecessor.wait()
+    times.note("predecessor")
     inbox: Inbox = SimpleQueue()
     link = connect(setup.host, setup.port)
-    # First: it takes its memory, and a worker that cannot have that is not ready.
-    loop = WorkerLoop(resources, inbox, link.send)
+    with borrower.segment.loading():  # beside the pinning of host memory that of a device takes longer
+        # Before the greeting: a worker that cannot have its memory is not ready.
+        loop = WorkerLoop(resources, inbox, link.send)
+    times.note("memory")
+    borrower.device_is_up()
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     times.note("gateway")
     log.info("worker_started %s", times)
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
     return loop
+
+
+def _load_kernels(
+    setup: WorkerSetup,
+    predecessor: Predecessor,
+    kernels: ModelKernels | None,
+    describe: Callable[[Path], Manifest],
+) -> None:
+    """Bring compiled kernels of deployed models to the device, as long as its memory is waited for."""
+    for order in setup.prepare if kernels is not None else ():
+        if predecessor.is_gone:
+            return
+        with suppress(HearthError, OSError):  # told of when the gateway orders the same
+            kernels.load(describe(Path(order.directory)), order.limits)
 
 
 def _kernels(

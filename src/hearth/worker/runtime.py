@@ -1,6 +1,7 @@
 """Brings up a worker's device before the first model: threads, context, libraries, memory.
 
-All of it takes seconds, which no request should wait for. It hosts nothing.
+All of it takes a second or so, which no request should wait for. Memory comes last, and takes least of it:
+so a worker that replaces another is all but up when that one's memory is free. It hosts nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hearth.engine.graph_capture import use_library_memory
 from hearth.errors import ConfigError, DeviceError
 from hearth.host_memory import machine_bytes
 from hearth.memory.arena import ArenaPool
-from hearth.memory.cuda_pages import CudaPages, NoMapping
+from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages, can_map
 from hearth.memory.library_memory import LibraryMemory
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
@@ -54,7 +55,7 @@ class Runtime:
     name: str  #: for people
     device_bytes: int  #: all of the device's memory
     budget_bytes: int  #: of the pool
-    new_pool: Callable[[EvictionTermsOf], Pool]
+    new_pool: Callable[[EvictionTermsOf], Pool]  #: takes the memory, or raises DeviceError
     shares_workspace: bool  #: the pool is sure to need one workspace for all models
     torch_limit: TorchLimit | None = None  #: None: torch is not limited
     #: All that captured steps point at lies at the same addresses in every process.
@@ -79,7 +80,7 @@ class HostingResources:
 
 
 def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
-    """Bring the device up. `times` is told how long that took.
+    """Bring the device up, but for the memory of the pool. `times` is told how long that took.
 
     Raises:
         ConfigError: the device can never be had as it was asked for.
@@ -87,18 +88,15 @@ def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtim
     """
     if setup.num_threads is not None:
         torch.set_num_threads(setup.num_threads)
-    runtime = _start_cuda(setup, config, times) if setup.kind == "cuda" else _start_cpu(setup)
-    dtype = torch.float32 if runtime.device.type == "cpu" else torch.bfloat16
-    tile = torch.ones(128, 128, dtype=dtype, device=runtime.device)
-    (tile @ tile).sum().item()  # the library of products comes up with the first one
-    times.note("products")
-    return runtime
+    return _start_cuda(setup, config, times) if setup.kind == "cuda" else _start_cpu(setup, times)
 
 
-def _start_cpu(setup: WorkerSetup) -> Runtime:
+def _start_cpu(setup: WorkerSetup, times: StartTimes) -> Runtime:
     budget_bytes = setup.budget_bytes or int(machine_bytes() * _CPU_SHARE) // setup.num_sharing
     device, budget_bytes = torch.device("cpu"), budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     new_pool = partial(ArenaPool, device, budget_bytes)
+    _multiply(device, torch.float32)
+    times.note("products")
     return Runtime(device, _processor(), machine_bytes(), budget_bytes, new_pool, shares_workspace=False)
 
 
@@ -122,27 +120,40 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> 
     budget_bytes = setup.budget_bytes or int(free_bytes * config.memory_fraction) // setup.num_sharing
     most_bytes = UNBOOKED_BYTES + int(budget_bytes * UNBOOKED_SHARE)
     name = torch.cuda.get_device_name(device)
-    try:
-        pages = CudaPages(device, budget_bytes)
-    except NoMapping as error:
-        log.warning("fallback pool=arena reason=`%s`", error)
-        _check_free(budget_bytes, device)
+    if not can_map(device):
+        log.warning("fallback pool=arena reason=`%s cannot map memory by pages`", device)
+        _multiply(device, torch.bfloat16)
+        times.note("products")
         # The pool is torch's as well.
         limit = TorchLimit(most_bytes + budget_bytes, partial(_limit_torch, total_bytes, device))
-        new_arena = partial(ArenaPool, device, budget_bytes, fallbacks={"arena": 1})
         return Runtime(
-            *(device, name, total_bytes, budget_bytes, new_arena), shares_workspace=False, torch_limit=limit
+            *(device, name, total_bytes, budget_bytes, partial(_new_arena, device, budget_bytes)),
+            shares_workspace=False,
+            torch_limit=limit,
         )
-    times.note("pages")
     limit = TorchLimit(most_bytes, partial(_limit_torch, total_bytes, device))
     fallbacks = _take_library_memory(device) if config.graphs != "off" else {}
-    new_pool = partial(MappedPool, pages, fallbacks=fallbacks)
+    times.note("libraries")
+    _multiply(device, torch.bfloat16)
+    times.note("products")
     return Runtime(
-        *(device, name, total_bytes, pages.num_pages * pages.page_bytes, new_pool),
+        *(device, name, total_bytes, budget_bytes // PAGE_BYTES * PAGE_BYTES),
+        new_pool=lambda terms: MappedPool(CudaPages(device, budget_bytes), terms, fallbacks=fallbacks),
         shares_workspace=True,
         torch_limit=limit,
         has_fixed_addresses=config.graphs != "off" and not any(fallbacks.values()),
     )
+
+
+def _new_arena(device: torch.device, budget_bytes: int, eviction_terms: EvictionTermsOf) -> ArenaPool:
+    _check_free(budget_bytes, device)
+    return ArenaPool(device, budget_bytes, eviction_terms, fallbacks={"arena": 1})
+
+
+def _multiply(device: torch.device, dtype: torch.dtype) -> None:
+    """Have the library of products come up, as it does with the first one."""
+    tile = torch.zeros(128, 128, dtype=dtype, device=device)
+    torch.mm(tile, tile)[0, 0].item()
 
 
 def _take_library_memory(device: torch.device) -> Mapping[str, int]:

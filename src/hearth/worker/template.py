@@ -5,11 +5,11 @@ a worker forked from it is up in a moment. What would not survive a fork it must
 a device that was opened; it looks before each. It logs nothing and starts no pool of threads, so a worker has
 those as a new process does; random numbers are seeded anew there. Hosts nothing.
 
-Its standard input is a socket, with which it ends. It says there that it is ready, and answers each request,
-both by a `TemplateAnswer`. A request brings the descriptors of a worker: standard input, output, error, and
-its beacon. The worker is forked by a process between that ends at once, whereupon the kernel makes it a child
-of the gateway, which has asked for that. So a worker is nothing to the template any more, and to the gateway
-it is as if spawned.
+Its standard input is a socket, with which it ends. It says there that it is ready, and answers each request
+for a worker, both by a `TemplateAnswer`. A request brings the descriptors of a worker: standard input,
+output, error, and its beacon. The worker is forked by a process between that ends at once, whereupon the
+kernel makes it a child of the gateway, which has asked for that. So a worker is nothing to the template any
+more, and to the gateway it is as if spawned.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ctypes
 import gc
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from typing import NoReturn
 
 import msgspec
 
-from hearth.messages import TEMPLATE_BEACON, TemplateAnswer
+from hearth.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer
 from hearth.store.die_with_parent import die_with_parent
 
 #: Devices that a driver opens when it is initialised, and that a forked process cannot go on with.
@@ -40,26 +41,32 @@ _COMMAND, _WORKER_COMMAND = b"hearth.worker.template", b"hearth.worker"
 
 def main() -> NoReturn:
     die_with_parent()
+    keep_only((0, 1, 2))
     gateway = socket.socket(fileno=0)
+    began_s = time.perf_counter()
     become_worker = import_worker()
-    gc.collect()
-    gc.freeze()  # or the first collection of every worker would copy the pages of all that is imported
-    gateway.send(msgspec.json.encode(TemplateAnswer(0, obstacle())))
+    import_s = time.perf_counter() - began_s
+    gateway.send(msgspec.json.encode(TemplateAnswer(0, obstacle(), import_s)))
     while True:
         request, descriptors, _, _ = socket.recv_fds(gateway, 16, TEMPLATE_BEACON + 1)
         if not request:
             os._exit(0)
-        try:
-            answer = _forked(descriptors, gateway, become_worker)
-        except OSError as error:
-            answer = TemplateAnswer(0, f"it cannot fork: {error}")
+        if request == FORK_WORKER:
+            try:
+                answer = _forked(descriptors, gateway, become_worker)
+            except OSError as error:
+                answer = TemplateAnswer(0, f"it cannot fork: {error}")
+            gateway.send(msgspec.json.encode(answer))
+        elif request == LOG_HERE:
+            for number in (1, 2):
+                os.dup2(descriptors[0], number)
         for descriptor in descriptors:
             os.close(descriptor)
-        gateway.send(msgspec.json.encode(answer))
 
 
 def import_worker() -> Callable[[], NoReturn]:
     """Import all that a worker needs, without a thread being started, and return what a worker runs."""
+    gc.disable()  # there is no garbage, and looking for it takes a tenth of the time
     chosen = os.environ.get(_NUMPY_THREADS)
     os.environ[_NUMPY_THREADS] = "1"
     import numpy  # noqa: F401 # before torch, and before the variable is what it was
@@ -70,6 +77,8 @@ def import_worker() -> Callable[[], NoReturn]:
         os.environ[_NUMPY_THREADS] = chosen
     from hearth.worker.__main__ import main as become_worker
 
+    gc.freeze()  # or the first collection of every worker would copy the pages of all that is imported
+    gc.enable()
     return become_worker
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-#: Slots of models on a CUDA device (`memory/cuda_pages.py`).
-NUM_SLOTS = 250
+#: Slots of models on a CUDA device: as many as fit where nobody else has addresses (`memory/cuda_pages.py`).
+NUM_SLOTS = 166
 
 
 def choose_slot(digest: str, taken: Collection[int], named: int | None = None) -> int | None:

@@ -1,0 +1,42 @@
+"""Starts the process that workers are forked from (`worker/template.py`), and neither waits nor asks for any.
+
+Its imports are what a service that starts waits for longest, and it needs to know nothing for them. So it is
+started before all else, and this file imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+
+#: -P: not what lies in the directory it was started in.
+COMMAND = ("-P", "-m", "hearth.worker.template")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateProcess:
+    """A template that was started, and may have ended since."""
+
+    pid: int
+    socket: socket.socket  #: over which it is asked for workers, and with which it ends
+
+
+def start_template(errors: int) -> TemplateProcess:
+    """Start a template that writes to a descriptor if it breaks. Raises OSError if it cannot be started."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    try:
+        with theirs:
+            descriptors = enumerate((theirs.fileno(), errors, errors))
+            pid = os.posix_spawn(
+                sys.executable,
+                (sys.executable, *COMMAND),
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, opened, number) for number, opened in descriptors],
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return TemplateProcess(pid, ours)
