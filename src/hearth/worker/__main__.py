@@ -139,8 +139,8 @@ def _load_kernels(
     describe: Callable[[Path], Manifest],
 ) -> None:
     """Bring compiled kernels of deployed models to the device, as long as its memory is waited for."""
-    for order in setup.prepare if kernels is not None else ():
-        if predecessor.is_gone:
+    for order in setup.prepare:
+        if kernels is None or predecessor.is_gone:
             return
         with suppress(HearthError, OSError):  # told of when the gateway orders the same
             kernels.load(describe(Path(order.directory)), order.limits)
