@@ -31,7 +31,7 @@ from hearth.errors import (
     StoreError,
     UnknownModel,
 )
-from hearth.policy.memory.space_slots import BASE_ADDRESS, NUM_SLOTS, SPACE_BYTES
+from hearth.policy.memory.space_slots import NUM_SLOTS
 from hearth.snapshot.directory import SnapshotDirectory
 from tests.policy.fleet.test_footprint import LARGE
 from tests.snapshot.fingerprints import FINGERPRINT
@@ -108,9 +108,7 @@ def test_each_model_has_a_slot_of_its_own_for_as_long_as_it_is_the_same(data_dir
 def test_a_model_gets_the_slot_that_a_snapshot_of_it_was_made_for(data_dir: DataDir) -> None:
     """Unless another has it by now, or the file is damaged: its digest decides then."""
     digest = hexadecimal(3)
-    fingerprint = replace(
-        FINGERPRINT, manifest=digest, addresses=f"weights={BASE_ADDRESS + 5 * SPACE_BYTES:#x}"
-    )
+    fingerprint = replace(FINGERPRINT, manifest=digest, addresses="slot=5 weights=0x18000000000")
     kept = SnapshotDirectory.open(data_dir.snapshots_path, 1 << 20).save(fingerprint, {"section": b"1"})
     with Registry.open(data_dir) as registry:
         registry.add(replace(TINY, digest=digest))

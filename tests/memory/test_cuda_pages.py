@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.errors import DeviceError
-from hearth.memory.cuda_pages import FIXED_ADDRESSES, CudaPages
+from hearth.memory.cuda_pages import BASE_ADDRESS, FIXED_ADDRESSES, SPACE_BYTES, CudaPages
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
-from hearth.policy.memory.space_slots import BASE_ADDRESS, NUM_SLOTS, SPACE_BYTES
+from hearth.policy.memory.space_slots import NUM_SLOTS
 from hearth.types import ModelId
 from tests.memory.pool_actions import Action, actions, carry_out
 from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe

@@ -26,7 +26,7 @@ from hearth.errors import (
     UnknownModel,
 )
 from hearth.policy.fleet.footprint import Facts
-from hearth.policy.memory.space_slots import NUM_SLOTS, choose_slot, slot_at
+from hearth.policy.memory.space_slots import NUM_SLOTS, choose_slot
 from hearth.snapshot.directory import SnapshotDirectory
 
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
@@ -213,10 +213,9 @@ class Registry:
         if not digest.isalnum() or not (path / digest).is_dir():  # a registry may be damaged
             return None
         try:
-            address = SnapshotDirectory.open(path, quota_bytes=0).weights_address(digest)
+            return SnapshotDirectory.open(path, quota_bytes=0).slot_of(digest)
         except SnapshotError:  # whoever would use it is told
             return None
-        return None if address is None else slot_at(address)
 
     def has_changed(self) -> bool:
         """True if another connection has written since this was asked last. Takes microseconds."""

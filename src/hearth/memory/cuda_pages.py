@@ -21,10 +21,16 @@ from hearth.cuda_driver import (
 )
 from hearth.errors import DeviceError, OutOfDeviceMemory
 from hearth.memory.pages import Mark
-from hearth.policy.memory.space_slots import BASE_ADDRESS, NUM_SLOTS, SPACE_BYTES
+from hearth.policy.memory.space_slots import NUM_SLOTS
 
 #: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.
 PAGE_BYTES = 16 << 20
+#: The driver honours wanted addresses from 0x18000000000 up, and the kernel puts nothing by itself below
+#: 0x555555554000: from there up lie executables and their heaps, from the end down libraries and all other
+#: memory, both moved by as much as 16 TiB from process to process. The space of libraries and those of models
+#: lie between, so that each is free in every process.
+BASE_ADDRESS = 0x20000000000
+SPACE_BYTES = 512 << 30
 #: Addresses that are the same in every process: the space of libraries, and those of models behind it.
 FIXED_ADDRESSES = range(BASE_ADDRESS - SPACE_BYTES, BASE_ADDRESS + NUM_SLOTS * SPACE_BYTES)
 #: The memory of a process that was killed may come free a moment later. It is waited for until none has come

@@ -140,17 +140,17 @@ class SnapshotDirectory:
                 return self.open_file(entry.path)
         return None
 
-    def weights_address(self, model: str) -> int | None:
-        """Return where the weights of a model lay for the snapshot that was used last; None: nowhere.
+    def slot_of(self, model: str) -> int | None:
+        """Return the slot of addresses that the snapshot of a model which was used last was made for.
 
-        So where there is none that may be read, or it was made on a device without such addresses.
+        None: it was made for none, or there is none that may be read.
         """
         try:
             opened = self.newest(model)
             if opened is None:
                 return None
             with opened:
-                return opened.fingerprint.weights_address
+                return opened.fingerprint.slot
         except SnapshotError:  # another version's
             return None
 

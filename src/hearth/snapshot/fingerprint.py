@@ -49,10 +49,10 @@ class Fingerprint:
         return hashlib.blake2b(self.pack(), digest_size=_DIGEST_BYTES).hexdigest()
 
     @property
-    def weights_address(self) -> int | None:
-        """The address where the weights begin; None: they have none that lasts."""
-        found = re.search(r"\bweights=0x([0-9a-f]+)", self.addresses)
-        return None if found is None else int(found[1], 16)
+    def slot(self) -> int | None:
+        """The slot of the model's addresses; None: it had none, or they do not last."""
+        found = re.search(r"\bslot=(\d+)", self.addresses)
+        return None if found is None else int(found[1])
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()

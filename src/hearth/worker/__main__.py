@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +31,7 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
-from hearth.store.manifest import read_manifest
+from hearth.store.manifest import Manifest
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
@@ -114,7 +115,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         first_tokens=first_tokens,
     )
     if resources.kernels is not None:
-        _load_kernels(setup, predecessor, resources.kernels)
+        _load_kernels(setup, predecessor, resources.kernels, borrower.describe)
     times.note("kernels")
     predecessor.wait()
     times.note("predecessor")
@@ -131,13 +132,18 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     return loop
 
 
-def _load_kernels(setup: WorkerSetup, predecessor: Predecessor, kernels: ModelKernels) -> None:
+def _load_kernels(
+    setup: WorkerSetup,
+    predecessor: Predecessor,
+    kernels: ModelKernels,
+    describe: Callable[[Path], Manifest],
+) -> None:
     """Bring compiled kernels of deployed models to the device, as long as its memory is waited for."""
     for order in setup.prepare:
         if predecessor.is_gone:
             return
         with suppress(HearthError, OSError):  # told of when the gateway orders the same
-            kernels.load(read_manifest(Path(order.directory)), order.limits)
+            kernels.load(describe(Path(order.directory)), order.limits)
 
 
 def _kernels(

@@ -122,7 +122,7 @@ class ModelSnapshots:
         return Fingerprint(
             manifest=str(manifest.digest),
             layers=f"0-{model.arch.num_layers}",
-            addresses=_addresses(space) if self._device.type == "cuda" else "",
+            addresses=_addresses(space, spec.shape.slot) if self._device.type == "cuda" else "",
             dtype=name_of(model.dtype),
             limits=" ".join(f"{name}={value}" for name, value in limits.items()),
             engine=f"graphs={self._graphs()}",
@@ -137,10 +137,14 @@ class ModelSnapshots:
         )
 
 
-def _addresses(space: Space) -> str:
-    """Return where the ranges of a model's memory begin; what lies where in them follows from its shape."""
+def _addresses(space: Space, slot: int | None) -> str:
+    """Return where the ranges of a model's memory begin; what lies where in them follows from its shape.
+
+    First the slot that it was given, if any: a model that is deployed again should have the same.
+    """
     ranges = {"weights": min(place.base.data_ptr() + place.offset for place in space.places.values())}
     for one in fields(space):
         if isinstance(found := getattr(space, one.name), torch.Tensor):
             ranges[one.name] = found.data_ptr()
-    return " ".join(f"{name}={address:#x}" for name, address in ranges.items())
+    given = [] if slot is None else [f"slot={slot}"]
+    return " ".join([*given, *(f"{name}={address:#x}" for name, address in ranges.items())])

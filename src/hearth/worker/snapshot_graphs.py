@@ -26,7 +26,7 @@ from hearth.snapshot.trial_mark import TrialMark
 from hearth.worker.first_tokens import FirstTokens
 
 #: For so long graphs of a model that has just come give way, in all. A step without them takes longer.
-MAX_PAUSE_S = 1.0
+MAX_PAUSE_S = 2.0
 
 log = logging.getLogger(__name__)
 
