@@ -10,15 +10,15 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import numpy as np
 import pytest
-import torch
 
-# One process of the tests per core, and so one thread for each, and for the processes that they start.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+# One process of the tests per core, and so one thread for each, and for the processes that they start. Torch
+# reads it once, and is imported by tests alone: the process that hands them out needs none.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # However slow the machine is, for others may use it too.
 _UNCHECKED = [hypothesis.HealthCheck.too_slow]
@@ -34,6 +34,8 @@ MANY_MODULES = 100
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -55,10 +57,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for garbage only once all tests are there, for none of them and of what they import is any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with long tests first, so that no process is left with one when the others are done."""
-    long = {item.path for item in items for name in ("slow", "e2e") if item.get_closest_marker(name)}
-    items.sort(key=lambda item: item.path not in long)
+
+    def file_of(item: pytest.Item) -> str:
+        return item.nodeid.partition("::")[0]
+
+    marks = {"slow", "e2e"}
+    long = {file_of(item) for item in items if any(mark.name in marks for mark in item.iter_markers())}
+    items.sort(key=lambda item: file_of(item) not in long)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -83,6 +100,8 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests marked `gpu` run only when asked for, and asking without a device is a mistake, not a skip."""
+    import torch
+
     gc.collect()
     gc.freeze()  # all that test files import at their top, such as torch: as `_imported_for_good`
     if any(item.get_closest_marker("gpu") for item in session.items) and not torch.cuda.is_available():
