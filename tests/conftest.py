@@ -26,8 +26,13 @@ hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-#: Files of `tests/service` that start services of their own.
-OWN_SERVICE = ("test_affinity.py", "test_faults.py", "test_security.py", "test_states.py")
+#: Files of `tests/service` that do not share the service of the others, by the service that they use.
+OTHER_SERVICES = {
+    "test_affinity.py": "pair",
+    "test_faults.py": "pair",
+    "test_security.py": "guarded",
+    "test_states.py": "crowded",
+}
 #: A test file that imports more modules while it runs has brought in a large package.
 MANY_MODULES = 100
 
@@ -80,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Give a process whole files, and all that share the service of `tests/service` to the same one."""
+    """Give a process whole files, and all that share a service of `tests/service` to the same one."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # here, because one process works without it
@@ -88,8 +93,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            is_shared = file.startswith("tests/service/") and not file.endswith(OWN_SERVICE)
-            return "tests/service" if is_shared else file
+            folder, _, name = file.rpartition("/")
+            return OTHER_SERVICES.get(name, folder) if folder == "tests/service" else file
 
     return Scheduling(config, log)
 
