@@ -10,15 +10,15 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import numpy as np
 import pytest
-import torch
 
-# One process of the tests per core, and so one thread for each, and for the processes that they start.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+# One process of the tests per core, and so one thread for each, and for the processes that they start. Torch
+# reads it once, and is imported by tests alone: the process that hands them out needs none.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # However slow the machine is, for others may use it too.
 _UNCHECKED = [hypothesis.HealthCheck.too_slow]
@@ -26,14 +26,21 @@ hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-#: Files of `tests/service` that start services of their own.
-OWN_SERVICE = ("test_affinity.py", "test_faults.py", "test_security.py", "test_states.py")
+#: Files of `tests/service` that do not share the service of the others, by the service that they use.
+OTHER_SERVICES = {
+    "test_affinity.py": "pair",
+    "test_faults.py": "pair",
+    "test_security.py": "guarded",
+    "test_states.py": "crowded",
+}
 #: A test file that imports more modules while it runs has brought in a large package.
 MANY_MODULES = 100
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -55,15 +62,30 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for garbage only once all tests are there, for none of them and of what they import is any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with long tests first, so that no process is left with one when the others are done."""
-    long = {item.path for item in items for name in ("slow", "e2e") if item.get_closest_marker(name)}
-    items.sort(key=lambda item: item.path not in long)
+
+    def file_of(item: pytest.Item) -> str:
+        return item.nodeid.partition("::")[0]
+
+    marks = {"slow", "e2e"}
+    long = {file_of(item) for item in items if any(mark.name in marks for mark in item.iter_markers())}
+    items.sort(key=lambda item: file_of(item) not in long)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Give a process whole files, and all that share the service of `tests/service` to the same one."""
+    """Give a process whole files, and all that share a service of `tests/service` to the same one."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # here, because one process works without it
@@ -71,8 +93,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            is_shared = file.startswith("tests/service/") and not file.endswith(OWN_SERVICE)
-            return "tests/service" if is_shared else file
+            folder, _, name = file.rpartition("/")
+            return OTHER_SERVICES.get(name, folder) if folder == "tests/service" else file
 
     return Scheduling(config, log)
 
@@ -83,6 +105,8 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests marked `gpu` run only when asked for, and asking without a device is a mistake, not a skip."""
+    import torch
+
     gc.collect()
     gc.freeze()  # all that test files import at their top, such as torch: as `_imported_for_good`
     if any(item.get_closest_marker("gpu") for item in session.items) and not torch.cuda.is_available():

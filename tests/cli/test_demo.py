@@ -95,7 +95,7 @@ def test_the_demo_deploys_asks_explains_and_ends(
 def test_the_demo_says_how_to_ask_the_service_that_it_leaves_running(
     hearth: Hearth,
     data_dir: Path,
-    bundled: Path,
+    tiny: Path,
     serving: list[HearthConfig],
     service: FakeService,
     gateway: FakeGateway,
@@ -105,6 +105,7 @@ def test_the_demo_says_how_to_ask_the_service_that_it_leaves_running(
     def answered_once(config: HearthConfig, on_ready: Callable[[str, object], None]) -> None:
         on_ready(service.url, gateway)
 
+    monkeypatch.setattr(demo, "NAME", "tiny")
     monkeypatch.setattr(sys.modules["hearth.cli.server"], "run_service", answered_once)
 
     program = tmp_path / "a b" / "hearth"
@@ -115,7 +116,7 @@ def test_the_demo_says_how_to_ask_the_service_that_it_leaves_running(
     shown = hearth("demo").out
 
     assert f"  '{program}' ps --data-dir {data_dir}\n" in shown
-    assert f"  '{program}' chat {demo.NAME} --data-dir {data_dir}\n" in shown
+    assert f"  '{program}' chat tiny --data-dir {data_dir}\n" in shown
 
     monkeypatch.setenv("PATH", str(program.parent))
 

@@ -34,6 +34,8 @@ TIE = 1e-4
 
 #: Without a limit by time: plans are the same in every run.
 ROOMY = EngineConfig(max_batch_tokens=256, max_seqs=8, max_step=-1, block_tokens=4, kv_bytes=64 << 20)
+#: More steps than any prompt of these tests has tokens: so many in vain are not followed by another outcome.
+MAX_IDLE_STEPS = 2000
 
 
 @dataclass(slots=True)
@@ -107,8 +109,11 @@ def run(engine: Engine, requests: Sequence[EngineRequest]) -> list[Answer]:
     answers = {request.request_id: Answer([]) for request in requests}
     for request in requests:
         engine.add(request)
+    num_idle = 0
     while engine.has_work:
         outcome = engine.step()
+        num_idle = 0 if outcome.outputs or outcome.failures else num_idle + 1
+        assert num_idle < MAX_IDLE_STEPS, f"{num_idle} steps gave nobody anything; done so far: {answers}"
         for output in outcome.outputs:
             answer = answers[output.request_id]
             assert answer.finish_reason is answer.error is None, "a request ended twice"

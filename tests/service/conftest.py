@@ -15,7 +15,7 @@ from hearth.control.deploy import DeployOrder
 from hearth.control.deployer import carry_out
 from hearth.control.registry import Registry
 from tests.service.checkpoints import read_texts, write_hermes, write_smollm2, write_tiny
-from tests.service.harness import SMALL, Service, Shelf, running_services, serving
+from tests.service.harness import SMALL, Service, Shelf, eventually, running_services, serving
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +60,29 @@ def service(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     )
     with serving(data_dir, *SMALL, "--memory", "2GiB", "--host-memory", "1GiB", *settings) as service:
         yield service
+
+
+@pytest.fixture(scope="session")
+def pair(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two workers that are looked after closely, each with room for one model and a good part of another.
+
+    The last test of `test_faults.py` ends it.
+    """
+    data_dir = shelf.copy(tmp_path_factory.mktemp("pair") / "data")
+    watch = ("--set", "service.heartbeat_s=0.2", "--set", "service.max_missed=15")
+    flags = ("--workers", "2", "--memory", "56MiB", "--host-memory", "256MiB")
+    with serving(data_dir, *SMALL, *flags, *watch, "--set", "service.drain_s=0.1") as service:
+        yield service
+
+
+@pytest.fixture
+def workers(pair: Service) -> Service:
+    """Both workers of `pair` are there, and no model is."""
+    pair.wait_for_workers()
+    for name in pair.residents():
+        pair.unload(name, free=True)
+    eventually("nothing is in memory", lambda: not pair.residents())
+    return pair
 
 
 @pytest.fixture

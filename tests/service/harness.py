@@ -72,6 +72,7 @@ class Service:
 
     def __init__(self, data_dir: Path, *flags: str) -> None:
         self.data_dir = data_dir
+        self._is_told_to_end = False
         self._output = data_dir.parent / f"{data_dir.name}.out"
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
@@ -206,7 +207,7 @@ class Service:
             assert self.process.returncode is not None
             return self.process.returncode
         children = self.children() if self.process.poll() is None else []
-        self.process.send_signal(signal.SIGTERM)
+        self.terminate()
         try:
             code = self.process.wait(PATIENCE_S)
         finally:
@@ -214,6 +215,12 @@ class Service:
         assert_ended(children)
         self.assert_journal_replays()
         return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM, but only once: a second one ends it at once, at its end with another code."""
+        if not self._is_told_to_end:
+            self._is_told_to_end = True
+            self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """As the kernel does when memory is short: nothing is cleaned up."""

@@ -26,7 +26,7 @@ from tests.store.stored import serving as serving_files
 pytestmark = pytest.mark.e2e
 
 #: Many more than are there when the last stream begins, also where the machine is busy.
-NUM_TOKENS = 200
+NUM_TOKENS = 130
 #: A worker dies when every stream has come that far.
 FIRST_TOKENS = 10
 #: Enough for several turns.
@@ -63,26 +63,6 @@ class Told:
     answer_id: str
     text: str
     finish_reason: str | None
-
-
-@pytest.fixture(scope="module")
-def pair(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two workers that are looked after closely, each with room for one model: more of them take turns."""
-    data_dir = shelf.copy(tmp_path_factory.mktemp("pair") / "data")
-    watch = ("--set", "service.heartbeat_s=0.2", "--set", "service.max_missed=15")
-    flags = ("--workers", "2", "--memory", "56MiB", "--host-memory", "256MiB")
-    with serving(data_dir, *SMALL, *flags, *watch) as service:
-        yield service
-
-
-@pytest.fixture
-def workers(pair: Service) -> Service:
-    """Both of them are there, and no model is."""
-    pair.wait_for_workers()
-    for name in pair.residents():
-        pair.unload(name, free=True)
-    eventually("nothing is in memory", lambda: not pair.residents())
-    return pair
 
 
 def stream(
@@ -336,7 +316,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(heir: Service) -> Non
         client.models.list()  # so that it is connected, and asks before the stream has ended
         running = threads.submit(stream, service, 1, {"temperature": 0.0, "max_tokens": 1000}, begun)
         assert begun.wait(PATIENCE_S)
-        service.process.send_signal(signal.SIGTERM)
+        service.terminate()
         eventually("it drains", lambda: service.http.get("/health").json()["status"] == "draining")
         with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(model="tiny-a", prompt="Hi", max_tokens=1)
@@ -348,14 +328,14 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(heir: Service) -> Non
     assert not (data_dir / "run" / "service.json").exists()
 
 
-def test_a_stream_that_outlasts_the_drain_is_told_why_it_ends(data_dir: Path) -> None:
-    flags = (*SMALL, "--memory", "256MiB", "--host-memory", "64MiB", "--set", "service.drain_s=0.1")
-    service = Service(data_dir, *flags)
+def test_a_stream_that_outlasts_the_drain_is_told_why_it_ends(workers: Service) -> None:
+    """The last test that uses these workers: it ends their service."""
+    service = workers
     body = {"model": "tiny-a", "prompt": "Hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with service.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
-        service.process.send_signal(signal.SIGTERM)
+        service.terminate()
         said = [line for line in lines if line]
     assert "shutting_down" in said[-1]
     assert service.stop() == 0

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
-from pathlib import Path
 
 import openai
 import pytest
 
 from tests.service.checkpoints import MAX_POSITIONS
-from tests.service.harness import SMALL, Service, eventually, serving
+from tests.service.harness import Service
 
 pytestmark = pytest.mark.e2e
 
@@ -99,25 +97,3 @@ def test_a_body_that_is_no_json_answers_with_an_error_object(service: Service) -
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
-
-
-def test_a_full_queue_says_when_to_come_back(data_dir: Path) -> None:
-    """One slot and one place in the queue: the third of three has to go."""
-    one_at_a_time = (*SMALL, "--set", "engine.max_seqs=1", "--max-queue", "1", "--memory", "256MiB")
-    with serving(data_dir, *one_at_a_time) as service, service.client() as client:
-        running = client.completions.create(
-            model="tiny-a", prompt="Hi", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(running))
-        waiting = threading.Thread(
-            target=client.completions.create,
-            kwargs={"model": "tiny-a", "prompt": "Ho", "max_tokens": 1},
-        )
-        waiting.start()
-        eventually("the second waits", lambda: service.get("/hearth/ps")["num_waiting"] == 1)
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.completions.create(model="tiny-a", prompt="He", max_tokens=1)
-        assert float(caught.value.response.headers["Retry-After"]) > 0
-        running.close()
-        waiting.join()
-        assert client.completions.create(model="tiny-a", prompt="He", max_tokens=1).choices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from hearth.control import keys
-from tests.service.harness import PATIENCE_S, SMALL, Service, Shelf, run_hearth, serving
+from tests.service.harness import PATIENCE_S, SMALL, Service, Shelf, eventually, run_hearth, serving
 
 pytestmark = pytest.mark.e2e
 
@@ -31,7 +32,7 @@ class Guarded:
 
 @pytest.fixture(scope="module")
 def guarded(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    """Listens to everybody who has a key, and logs all that it ever logs."""
+    """Listens to everybody who has a key, answers one request at a time and logs all that it ever logs."""
     data_dir = shelf.copy(tmp_path_factory.mktemp("guarded") / "data")
     made = [
         run_hearth("keys", "add", *who, "--data-dir", str(data_dir))
@@ -40,7 +41,9 @@ def guarded(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     assert all(one.returncode == 0 for one in made), made
     user_key, admin_key = (one.stdout.strip() for one in made)
     flags = ("--host", "0.0.0.0", "--memory", "256MiB", "--host-memory", "64MiB", "--set", "log.level=debug")
-    with serving(data_dir, *SMALL, *flags, "--set", f"service.max_body_bytes={MAX_BODY_BYTES}") as service:
+    limits = ("--set", "engine.max_seqs=1", "--max-queue", "1")
+    limits += ("--set", f"service.max_body_bytes={MAX_BODY_BYTES}")
+    with serving(data_dir, *SMALL, *flags, *limits) as service:
         yield Guarded(service, user_key, admin_key)
 
 
@@ -128,6 +131,28 @@ def test_keys_are_not_kept_as_they_are(guarded: Guarded) -> None:
             content = path.read_bytes()
             assert guarded.user_key.encode() not in content, path
             assert guarded.admin_key.encode() not in content, path
+
+
+def test_a_full_queue_says_when_to_come_back(guarded: Guarded) -> None:
+    """One slot and one place in the queue: the third of three has to go."""
+    service = guarded.service
+    with service.client(guarded.user_key) as client:
+        running = client.completions.create(
+            model="tiny-a", prompt="Hi", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(running))
+        waiting = threading.Thread(
+            target=client.completions.create,
+            kwargs={"model": "tiny-a", "prompt": "Ho", "max_tokens": 1},
+        )
+        waiting.start()
+        eventually("the second waits", lambda: service.get("/hearth/ps")["num_waiting"] == 1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="tiny-a", prompt="He", max_tokens=1)
+        assert float(caught.value.response.headers["Retry-After"]) > 0
+        running.close()
+        waiting.join()
+        assert client.completions.create(model="tiny-a", prompt="He", max_tokens=1).choices
 
 
 def test_a_body_beyond_the_limit_is_too_large(guarded: Guarded) -> None:

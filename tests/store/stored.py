@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -238,6 +239,15 @@ def consume(fetch: Fetch) -> bytes:
         data += chunk.data
         fetch.release(chunk)
     return bytes(data)
+
+
+def until(is_so: Callable[[], object]) -> None:
+    """Wait for what a reader does after its delivery, which nothing announces."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"a reader did not do what it should within {PATIENCE_S:g} s")
+        time.sleep(0.0001)
 
 
 def all_chunks(model: StoredModel) -> range:

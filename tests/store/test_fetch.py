@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,6 +32,7 @@ from tests.store.stored import (
     fetching,
     model_of,
     parts_of,
+    until,
 )
 
 A, B, C = parts_of(1, 6), parts_of(2, 6), parts_of(3, 6)
@@ -41,14 +41,6 @@ LONG, LONGER = parts_of(4, 40), parts_of(5, 45)
 
 def start(fetcher: Fetcher, model: StoredModel) -> Fetch:
     return fetcher.fetch(model, all_chunks(model))
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    """For what a reader does after its delivery, which nothing announces."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "a reader did not do what it should"
-        time.sleep(0.0001)
 
 
 def assert_settled(fetcher: Fetcher) -> None:

@@ -26,6 +26,7 @@ from tests.store.stored import (
     serving,
     stored_at,
     tiers_at,
+    until,
     write_model,
 )
 
@@ -247,6 +248,7 @@ class TestPlantedChunk:
         with serving(tmp_path / "tiny") as server, tiers_at(tmp_path / "root") as tiers:
             model = tiers.open(f"{server.url}/tiny")
             consume(tiers.fetch(model, all_chunks(model)))
+            until(lambda: tiers.disk.locate(model.manifest.chunk_ids[0]))
             (location,) = tiers.disk.locate(model.manifest.chunk_ids[0])
             assert location.known is None
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
+import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Queue, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -55,6 +59,8 @@ from tests.worker.harness import CONFIG, folder, host_order, limits_of
 
 F = TypeVar("F", bound=Fact)
 NewPool = Callable[[EvictionTermsOf], Pool]
+#: Between two looks whether a worker that says nothing still runs.
+LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -74,6 +80,7 @@ class LoopGateway:
     inbox: Inbox
     facts: Queue[Fact]
     limits: StepLimits  #: of all models
+    thread: threading.Thread = field(default_factory=threading.current_thread)  #: of the worker, once it runs
     device_lost: Future[DeviceLost] = field(default_factory=Future)
     answers: dict[int, Answer] = field(default_factory=dict)
     loads: list[ModelLoaded] = field(default_factory=list)
@@ -82,10 +89,14 @@ class LoopGateway:
     #: With the number of their stay; those that were retired or dropped in their turn included.
     in_turn: dict[ModelId, int] = field(default_factory=dict)
     pool: Pool | None = None  #: for looking on, while the worker rests
+    #: A worker that goes on telling of steps and never of an end must not be heard for ever.
+    deadline_s: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
+    _last: deque[Fact] = field(default_factory=lambda: deque(maxlen=8))
     _runs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def hear(self) -> Fact:
-        fact = self.facts.get(timeout=PATIENCE_S)
+        fact = self._next_fact()
+        self._last.append(fact)
         if isinstance(fact, ModelTurn):
             was_in_turn = self.in_turn.get(fact.model) == fact.hosting
             assert was_in_turn == (fact.ended is not None), f"{fact} {self.in_turn}"
@@ -112,6 +123,32 @@ class LoopGateway:
         elif isinstance(fact, AdapterLoaded):
             self.adapter_loads.append(fact)
         return fact
+
+    def _next_fact(self) -> Fact:
+        """Return what the worker tells next.
+
+        Raises:
+            TimeoutError: the test has waited for so long that it would wait for ever.
+            RuntimeError: the worker has ended, and all that it has told was heard.
+        """
+        while time.monotonic() < self.deadline_s:
+            is_running = self.thread.is_alive()  # asked first, lest its last fact be overlooked
+            try:
+                return self.facts.get(timeout=LOOK_S if is_running else 0)
+            except Empty:
+                if not is_running:
+                    raise RuntimeError(f"the worker has ended; it said {list(self._last)}") from None
+        raise TimeoutError(self.told_of_worker())
+
+    def told_of_worker(self) -> str:
+        """Return what is known of a worker that does not come to an end."""
+        waiting = {run: len(answer.tokens) for run, answer in self.answers.items() if not answer.is_ended}
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return (
+            f"not done {PATIENCE_S:g} s after the worker's start; tokens of requests that have not ended, "
+            f"by run: {waiting}; models in turn: {list(self.in_turn)}; last facts: {list(self._last)}; "
+            f"the worker stands at:\n{''.join(traceback.format_stack(frame)) if frame else 'its end'}"
+        )
 
     def until(self, kind: type[F]) -> F:
         while not isinstance(fact := self.hear(), kind):
@@ -227,16 +264,20 @@ def working_beside(
             except DeviceLost as error:
                 gateway.device_lost.set_result(error)
 
-        thread = threading.Thread(target=run)
+        # A worker that never ends fails its test, and must not keep the process of the tests from ending.
+        thread = gateway.thread = threading.Thread(target=run, daemon=True)
         thread.start()
         try:
             yield gateway
         finally:
             gateway.inbox.put(Shutdown())
+            give_up_s = time.monotonic() + PATIENCE_S
             while thread.is_alive():  # it may wait for somebody to take its facts
                 while not gateway.facts.empty():
                     gateway.facts.get()
                 thread.join(0.01)
+                if time.monotonic() > give_up_s:
+                    raise TimeoutError(f"the worker does not end when told to: {gateway.told_of_worker()}")
             if isinstance(gateway.pool, MappedPool):
                 del worker, resources  # nobody has a tensor of it any more
                 gateway.pool.close()
