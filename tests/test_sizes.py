@@ -414,7 +414,7 @@ def test_graphs_of_steps_with_adapters_are_a_second_set_of_which_some_fit_beside
 
 
 @pytest.mark.parametrize(
-    ("limits", "kilobytes"), [(StepLimits(4096, 256, 16), 49), (StepLimits(8192, 1024, 16), 126)]
+    ("limits", "kilobytes"), [(StepLimits(4096, 256, 16), 182), (StepLimits(8192, 1024, 16), 631)]
 )
 def test_adapters_take_little_of_a_large_model_beside_their_own_bytes(
     limits: StepLimits, kilobytes: int

@@ -23,15 +23,14 @@ from hearth.sizes import ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
 from hearth.types import AdapterId
 
 #: Of so many layers, so that no factor is found in a cache.
-NUM_LAYERS = 4
+NUM_LAYERS = 10
 DIMENSIONS = replace(ARCH.dimensions, num_layers=NUM_LAYERS)
 DEFAULT = adapter_blocks(4096, ADAPTER_TILE_ROWS, torch.bfloat16)
 BLOCKS = [
     DEFAULT,
-    replace(DEFAULT, row_chunk=8192),
-    replace(DEFAULT, max_registers=96, programs_per_processor=5),
-    replace(DEFAULT, row_chunk=2048, max_registers=64, programs_per_processor=8),
-    replace(DEFAULT, row_chunk=8192, num_warps=8, max_registers=96, programs_per_processor=2),
+    replace(DEFAULT, num_stages=4),
+    replace(DEFAULT, low_rank=32),
+    replace(DEFAULT, expand_outputs=64, num_stages=6),
 ]
 
 Launches = list[Callable[[], object]]
@@ -81,10 +80,11 @@ def measure(name: str, num_rows: int, choices: Sequence[AdapterBlocks]) -> Itera
     for row, rank in enumerate(ranks):
         layout, adapter = layout_of_rank(DIMENSIONS, rank), AdapterId(f"{row}")
         table.bind(adapter, layout, random_pieces(layout))
-        groups.append(AdapterGroup({}, table[adapter].table.data_ptr(), np.array([row])))
+        bound = table[adapter]
+        groups.append(AdapterGroup({}, bound.table.data_ptr(), np.array([row]), bound.weights))
     torch.cuda.synchronize()
     rows = AdapterRows.of(groups, ADAPTER_TILE_ROWS, CUDA)
-    empty_rows = replace(rows, count=torch.zeros_like(rows.count))
+    empty_rows = replace(rows, shares=torch.zeros_like(rows.shares))
     for projection, sizes in slice_sizes(DIMENSIONS).items():
         (_, k), n = projection_shape(DIMENSIONS, projection), sizes[0]
         us_of_rank = 1e6 * 2 * sum(ranks) * len(sizes) / BYTES_PER_S
@@ -93,13 +93,13 @@ def measure(name: str, num_rows: int, choices: Sequence[AdapterBlocks]) -> Itera
             empty = replace(work, rows=empty_rows)
             yield {
                 "kernels": f"{projection} of {num_rows} rows, ranks {name}",
-                "blocks": f"{blocks.row_chunk} of {blocks.row_inputs}, {blocks.num_splits} splits, "
-                f"{blocks.num_warps} warps, {blocks.programs_per_processor} programs, "
-                f"{blocks.max_registers} registers",
-                "shrink_us": microseconds(work.shrinks() * 4),
+                "blocks": f"{blocks.shrink_ranks} x {blocks.shrink_inputs}, {blocks.num_splits} splits; "
+                f"{blocks.expand_ranks} x {blocks.expand_outputs}, {blocks.low_ranks} x "
+                f"{blocks.low_outputs} up to rank {blocks.low_rank}, {blocks.num_stages} stages",
+                "shrink_us": microseconds(work.shrinks() * 2),
                 "shrink_bound_us": us_of_rank * k,
-                "expand_us": microseconds(work.expands() * 4),
+                "expand_us": microseconds(work.expands() * 2),
                 "expand_bound_us": us_of_rank * n,
-                "both_us": 2 * microseconds(work.both() * 4),
-                "empty_us": 2 * microseconds(empty.both() * 4),
+                "both_us": 2 * microseconds(work.both() * 2),
+                "empty_us": 2 * microseconds(empty.both() * 2),
             }

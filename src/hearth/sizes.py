@@ -34,10 +34,15 @@ LOGIT_CHUNK = 8192
 _MIN_TABLE_ROWS = 8
 #: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
 MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
-#: Rows with adapters are cut into tiles of so many rows, in steps with prompts of more; numbers of each tile.
-ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_FIELDS = 16, 64, 3
+#: Rows with adapters are cut into tiles of so many rows, in steps with prompts of more.
+ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS = 16, 64
+#: Projections that an adapter may change. The work of each is cut into so many shares at least, and at least
+#: so many for each tile, so that programs have about as much to do as each other; numbers of each share.
+ADAPTER_PROJECTIONS, ADAPTER_SHARES, _TILE_SHARES, ADAPTER_SHARE_FIELDS = 4, 528, 4, 2
 #: Numbers by which kernels find the factors of an adapter for one projection (`kernels/adapter_rows.py`).
 TARGET_FIELDS = 16
+#: Rows of an adapter's second factors lie a multiple of so many numbers apart, which kernels load at a time.
+FACTOR_ROW_ALIGNMENT = 8
 #: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
 #: requests decode they are sums of several parts, each of which is stored.
 MAX_SHRUNK_RANK, ADAPTER_SPLITS = 768, 4
@@ -368,24 +373,24 @@ def bias_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
 class PackedAdapters:
     """Where the lists of rows that have adapters lie in one int64 array, for a step of so many rows.
 
-        | counts | order of logits | tiles of logits | order of rows | tiles of rows |
+        | order of logits | shares of logits | order of rows | shares of rows |
 
     The first two lists are of rows of logits, and lie at the same place whatever the number of rows. Without
     prompts these are all rows, and the other two are not needed.
     """
 
-    counts: slice  #: the tiles of logits, those of rows
     logit_order: slice
-    logit_tiles: slice
+    logit_shares: slice
     order: slice
-    tiles: slice
+    shares: slice
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(num_rows: int, max_seqs: int) -> PackedAdapters:
         """Return the places of a step of so many rows."""
-        num_tiles = max_adapter_tiles(num_rows, max_seqs)
-        lengths = (2, max_seqs, ADAPTER_TILE_FIELDS * max_seqs, num_rows, ADAPTER_TILE_FIELDS * num_tiles)
+        share_words = ADAPTER_PROJECTIONS * ADAPTER_SHARE_FIELDS
+        num_logit_shares, num_shares = map(adapter_shares, (max_seqs, max_adapter_tiles(num_rows, max_seqs)))
+        lengths = (max_seqs, share_words * num_logit_shares, num_rows, share_words * num_shares)
         begins = accumulate(map(_aligned, lengths[:-1]), initial=0)
         return PackedAdapters(*(slice(at, at + length) for at, length in zip(begins, lengths, strict=True)))
 
@@ -393,6 +398,11 @@ class PackedAdapters:
 def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
     """The most tiles that the rows of a step with prompts are cut into, each of one adapter."""
     return num_rows // ADAPTER_PROMPT_TILE_ROWS + min(max_seqs, num_rows)
+
+
+def adapter_shares(num_tiles: int, least: int = ADAPTER_SHARES) -> int:
+    """The most shares that the work of so many tiles is cut into, for each projection."""
+    return max(least, _TILE_SHARES * num_tiles)
 
 
 def adapter_buffers(dimensions: Dimensions, dtype: str, limits: StepLimits) -> Mapping[str, Buffer]:
@@ -407,14 +417,14 @@ def adapter_buffers(dimensions: Dimensions, dtype: str, limits: StepLimits) -> M
     if lent_bytes >= shrunk * MAX_SHRUNK_RANK * ITEM_BYTES["float32"]:
         shrunk = 0
     return {
-        "packed": Buffer((PackedAdapters.of(max_tokens, max_seqs).tiles.stop,), "int64"),
+        "packed": Buffer((PackedAdapters.of(max_tokens, max_seqs).shares.stop,), "int64"),
         "shrunk": Buffer((shrunk, MAX_SHRUNK_RANK), "float32"),
     }
 
 
 def adapter_table_buffer(num_layers: int) -> Buffer:
     """The table by which kernels find an adapter's factors (`engine/adapter_table.py`)."""
-    return Buffer((num_layers, 4, TARGET_FIELDS), "int64")
+    return Buffer((num_layers, ADAPTER_PROJECTIONS, TARGET_FIELDS), "int64")
 
 
 # KV.

@@ -14,7 +14,7 @@ from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
-from hearth.kernels.adapter_rows import AdapterRows
+from hearth.kernels.adapter_rows import BEGIN_BIT, NUM_BIT, AdapterRows
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import Dimensions, PackedAdapters
@@ -67,11 +67,24 @@ def bound() -> AdapterTable:
     return table
 
 
+def tiles_of(rows: AdapterRows) -> dict[int, tuple[int, int]]:
+    """The table and the number of rows of each tile that has shares, by its first row."""
+    found = {}
+    # Adapters here have factors of one projection alone.
+    others = [at for at, one in enumerate(Projection) if one is not Projection.O]
+    assert not rows.shares[others].any()
+    for address, word in rows.shares[list(Projection).index(Projection.O)].tolist():
+        if address:
+            tile = (address, word >> NUM_BIT & 0xFF)
+            assert found.setdefault(word >> BEGIN_BIT, tile) == tile
+    return found
+
+
 def told(rows: AdapterRows, num_rows: int, table: AdapterTable) -> list[AdapterId | None]:
     """Which adapter each row has, by the lists that kernels read; the reference's groups say the same."""
     name_of = {table[one].table.data_ptr(): one for one in IDS}
     found: list[AdapterId | None] = [None] * num_rows
-    for address, begin, count in rows.tiles[: int(rows.count)].tolist():
+    for begin, (address, count) in tiles_of(rows).items():
         assert 1 <= count <= rows.tile_rows
         for row in rows.order[begin : begin + count].tolist():
             assert found[row] is None, "a row is in two tiles"
@@ -88,7 +101,7 @@ def told(rows: AdapterRows, num_rows: int, table: AdapterTable) -> list[AdapterI
 @settings(deadline=None, max_examples=40)
 def test_rows_have_the_adapters_of_their_requests_step_after_step(steps: Sequence[Step]) -> None:
     table = bound()
-    packed = torch.full((PackedAdapters.of(MAX_TOKENS, MAX_SEQS).tiles.stop,), -1, dtype=torch.int64)
+    packed = torch.full((PackedAdapters.of(MAX_TOKENS, MAX_SEQS).shares.stop,), -1, dtype=torch.int64)
     inputs = AdapterInputs(packed, MAX_SEQS)
     for step in steps:
         given = plan(step)
@@ -103,14 +116,14 @@ def test_rows_have_the_adapters_of_their_requests_step_after_step(steps: Sequenc
             tokens = [*step.decode, *(one.adapter for one in step.prompts for _ in range(one.num_tokens))]
             assert told(logit_rows, len(logits), table) == logits
             assert told(rows, len(tokens), table) == tokens
-            assert len(logit_rows.order) == len(logit_rows.tiles) == shape.num_logits
+            assert len(logit_rows.order) == shape.num_logits
             assert len(rows.order) == shape.num_rows
 
 
 def test_nothing_is_sent_while_the_same_requests_decode() -> None:
     table, packed = (
         bound(),
-        torch.zeros(PackedAdapters.of(MAX_TOKENS, MAX_SEQS).tiles.stop, dtype=torch.int64),
+        torch.zeros(PackedAdapters.of(MAX_TOKENS, MAX_SEQS).shares.stop, dtype=torch.int64),
     )
     inputs, given = AdapterInputs(packed, MAX_SEQS), plan(Step([IDS[0], None], []))
     shape = SIZES.shape_of(given)

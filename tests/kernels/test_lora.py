@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,14 +12,17 @@ from hypothesis import strategies as st
 
 from hearth.kernels.adapter_blocks import adapter_blocks
 from hearth.kernels.adapter_rows import (
+    BEGIN_BIT,
+    NUM_BIT,
+    PART_BIT,
     AdapterGroup,
     AdapterRows,
     SliceFactor,
     TargetFactors,
-    cut_adapter_tiles,
+    cut_adapter_shares,
 )
 from hearth.kernels.lora import add_adapters_reference, add_adapters_triton
-from hearth.sizes import ADAPTER_TILE_FIELDS, MAX_SHRUNK_RANK, TARGET_FIELDS
+from hearth.sizes import ADAPTER_PROJECTIONS, FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK, TARGET_FIELDS
 from tests.kernels.cases import assert_close, crossed, random
 
 #: Slices of an output, by begin, size and rank, of one adapter.
@@ -40,10 +44,13 @@ def garbage(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> torch.Te
     return torch.full(shape, float("nan"), device=device, dtype=dtype)
 
 
-def factor(rows: int, columns: int, device: str, dtype: torch.dtype, seed: int) -> torch.Tensor:
+def factor(
+    rows: int, columns: int, device: str, dtype: torch.dtype, seed: int, row_alignment: int = 1
+) -> torch.Tensor:
     """A matrix amid NaN, at an address as adapters have it."""
-    around = garbage((128 + rows * columns + 512,), device, dtype)
-    inside = around[128 : 128 + rows * columns].view(rows, columns)
+    row_size = -(-columns // row_alignment) * row_alignment
+    around = garbage((128 + rows * row_size + 512,), device, dtype)
+    inside = around[128 : 128 + rows * row_size].view(rows, row_size)[:, :columns]
     return inside.copy_(random(rows, columns, device=device, dtype=dtype, seed=seed) * 0.3)
 
 
@@ -59,7 +66,10 @@ def groups_of(case: Case, device: str, dtype: torch.dtype) -> tuple[list[Adapter
             target = TargetFactors(
                 factor(rank, case.num_inputs, device, dtype, seed=10 * index),
                 tuple(
-                    SliceFactor(begin, factor(size, rank, device, dtype, seed=10 * index + 1 + at))
+                    SliceFactor(
+                        begin,
+                        factor(rank, size, device, dtype, 10 * index + 1 + at, FACTOR_ROW_ALIGNMENT),
+                    )
                     for at, (begin, size, rank) in enumerate(slices)
                 ),
             )
@@ -98,20 +108,28 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
     add_adapters_reference(x.double(), AdapterRows.of(groups, 16, device), TARGET, out=expected)
 
     for tile_rows, num_splits in ((16, 4), (64, 1)):
-        rows = AdapterRows.of(groups, tile_rows, device)
+        # Few shares, for the interpreter runs one after the other.
+        rows = AdapterRows.of(groups, tile_rows, device, min_shares=7)
         # Small ones, so that sums are split and rows have several chunks.
         blocks = adapter_blocks(case.num_inputs, tile_rows, dtype)
-        blocks = replace(blocks, row_inputs=64, row_chunk=512, num_splits=num_splits)
-        # As in a captured step there is room for more tiles, in which stands what is left of others.
-        tiles = torch.full((len(rows.tiles) + 3, ADAPTER_TILE_FIELDS), -1, device=device)
-        tiles[: len(rows.tiles)] = rows.tiles
+        blocks = replace(
+            blocks,
+            num_splits=num_splits,
+            shrink_ranks=4,
+            shrink_inputs=64,
+            expand_ranks=32,
+            expand_outputs=32,
+            low_rank=10,
+            low_ranks=4,
+            low_outputs=64,
+        )
         scratch = garbage((num_splits * num_rows * MAX_SHRUNK_RANK,), device, torch.float32)
         around = garbage((num_rows + 2, case.num_outputs), device, dtype)
         out = around[1:-1].copy_(base)
 
         add_adapters_triton(
             x,
-            AdapterRows((), rows.order, tiles, rows.count, tile_rows),
+            replace(rows, groups=()),
             TARGET,
             scratch=scratch,
             out=out,
@@ -126,19 +144,40 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
     del tables
 
 
-@given(st.lists(st.integers(0, 5), max_size=60), st.sampled_from([16, 64]))
-def test_tiles_cover_every_row_once_and_are_of_one_adapter(choices: list[int], tile_rows: int) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.tuples(*[st.integers(0, 10**9)] * ADAPTER_PROJECTIONS)), max_size=9
+    ),
+    st.sampled_from([16, 64]),
+    st.integers(1, 600),
+)
+def test_shares_cover_every_row_once_and_none_weighs_much_more_than_the_mean(
+    chosen: list[tuple[int, tuple[int, ...]]], tile_rows: int, min_shares: int
+) -> None:
+    begins = np.cumsum([0, *(num_rows for num_rows, _ in chosen)])
     groups = [
-        AdapterGroup({}, 1000 + one, np.flatnonzero(np.array(choices) == one)) for one in sorted(set(choices))
+        AdapterGroup({}, 1000 + at, np.arange(begins[at], begins[at + 1]), weights)
+        for at, (_, weights) in enumerate(chosen)
     ]
 
-    order, tiles = cut_adapter_tiles(groups, tile_rows)
+    found = cut_adapter_shares(groups, tile_rows, min_shares)
 
-    covered = []
-    for address, begin, num_rows in tiles.reshape(-1, ADAPTER_TILE_FIELDS).tolist():
-        assert 1 <= num_rows <= tile_rows
-        rows = order[begin : begin + num_rows].tolist()
-        assert {choices[row] for row in rows} == {address - 1000}
-        covered += rows
-    assert sorted(covered) == list(range(len(choices)))
-    assert sorted(order.tolist()) == list(range(len(choices)))
+    num_tiles = sum(-(-num_rows // tile_rows) for num_rows, _ in chosen)
+    for projection, shares in enumerate(found.tolist()):
+        parts: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+        for address, word in shares:
+            if address:
+                begin, num_rows = word >> BEGIN_BIT, word >> NUM_BIT & 0xFF
+                parts[address, begin, num_rows].append((word >> PART_BIT & 0xFFFF, word & 0xFFFF))
+        total = sum(-(-num_rows // tile_rows) * weights[projection] for num_rows, weights in chosen)
+        rows = []
+        for (address, begin, num_rows), own in parts.items():
+            assert own == [(part, len(own)) for part in range(len(own))]
+            assert 1 <= num_rows <= tile_rows
+            assert begins[address - 1000] <= begin
+            assert begin + num_rows <= begins[address - 999]
+            rows += range(begin, begin + num_rows)
+            weight = chosen[address - 1000][1][projection]
+            assert weight / len(own) <= max(1, total / (len(shares) - num_tiles) + 1)
+        weighty = [at for at, (_, weights) in enumerate(chosen) if weights[projection]]
+        assert sorted(rows) == [row for at in weighty for row in range(begins[at], begins[at + 1])]

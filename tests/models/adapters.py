@@ -7,6 +7,7 @@ reference. For the engine the same factors are put behind each other as `Adapter
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,7 +59,10 @@ class RandomAdapter:
         layout = self.layout(dtype)
         whole = torch.full((layout.num_bytes,), 0xFF, dtype=torch.uint8)
         for place, (_, a, parts) in zip(layout.places, self._targets(), strict=True):
-            for offset, factor in zip((place.a, *place.b), (a, *parts), strict=True):
+            rows = [torch.full((one.rank, one.row_size), math.nan) for one in place.target.slices]
+            for row, b in zip(rows, parts, strict=True):
+                row[:, : len(b)] = b.t()
+            for offset, factor in zip((place.a, *place.b), (a, *rows), strict=True):
                 stored = factor.to(dtype).contiguous().view(-1).view(torch.uint8)
                 whole[offset : offset + len(stored)] = stored
         return [whole[stored.begin : stored.end].clone().to(device) for _, stored in layout.layers]

@@ -62,7 +62,7 @@ def test_factors_lie_apart_aligned_and_within_their_layer(chosen: list[AdapterTa
     end = 0
     for place in layout.places:
         target = place.target
-        sizes = [target.rank * target.num_inputs, *(part.size * part.rank for part in target.slices)]
+        sizes = [target.rank * target.num_inputs, *(part.row_size * part.rank for part in target.slices)]
         for offset, size in zip((place.a, *place.b), sizes, strict=True):
             assert offset % FACTOR_ALIGNMENT_BYTES == 0
             assert end <= offset < end + FACTOR_ALIGNMENT_BYTES

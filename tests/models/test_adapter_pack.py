@@ -76,8 +76,8 @@ def unpacked(layout: AdapterLayout, data: bytes) -> Mapping[tuple[int, Projectio
         change = torch.zeros(num_rows, target.num_inputs)
         a, at = factor(place.a, target.rank, target.num_inputs), 0
         for part, offset in zip(target.slices, place.b, strict=True):
-            b = factor(offset, part.size, part.rank)
-            change[part.begin : part.begin + part.size] = b @ a[at : at + part.rank]
+            b = factor(offset, part.rank, part.row_size)[:, : part.size]
+            change[part.begin : part.begin + part.size] = b.t() @ a[at : at + part.rank]
             at += part.rank
         added[target.layer, target.projection] = change
     return added

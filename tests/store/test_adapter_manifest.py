@@ -64,7 +64,11 @@ def _target(raw: Raw) -> Raw:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda raw: raw.update(version=2), "version 2, this Hearth reads version 1"),
+        (lambda raw: raw.update(version=3), "version 3, this Hearth reads version 2"),
+        (
+            lambda raw: raw.update(version=1),
+            "reads version 2; convert the model again, or use the Hearth that",
+        ),
         (lambda raw: raw.update(dtype="int8"), "`dtype` must be one of"),
         (lambda raw: raw.update(targets=[]), "`targets` must be some"),
         (lambda raw: raw["targets"].reverse(), "in forward order"),

@@ -14,14 +14,16 @@ import torch
 
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.step_shape import StepShape
-from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows, cut_adapter_tiles
+from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows, cut_adapter_shares
 from hearth.kernels.host_read import read_host
 from hearth.policy.batch.plan import StepPlan
 from hearth.sizes import (
+    ADAPTER_PROJECTIONS,
     ADAPTER_PROMPT_TILE_ROWS,
-    ADAPTER_TILE_FIELDS,
+    ADAPTER_SHARE_FIELDS,
     ADAPTER_TILE_ROWS,
     PackedAdapters,
+    adapter_shares,
 )
 from hearth.types import AdapterId
 
@@ -73,17 +75,15 @@ class AdapterInputs:
         if not shape.has_prompts:
             return self.logit_rows(shape)
         parts = PackedAdapters.of(shape.num_rows, self._max_seqs)
-        tiles = self._packed[parts.tiles].view(-1, ADAPTER_TILE_FIELDS)
-        count = self._packed[parts.counts][1:]
-        return AdapterRows(self._groups, self._packed[parts.order], tiles, count, ADAPTER_PROMPT_TILE_ROWS)
+        shares = _by_projection(self._packed[parts.shares])
+        return AdapterRows(self._groups, self._packed[parts.order], shares, ADAPTER_PROMPT_TILE_ROWS)
 
     def logit_rows(self, shape: StepShape) -> AdapterRows:
         """Return the adapters of those rows alone whose logits are wanted."""
         parts, num_rows = PackedAdapters.of(shape.num_rows, self._max_seqs), shape.num_logits
         order = self._packed[parts.logit_order][:num_rows]
-        tiles = self._packed[parts.logit_tiles].view(-1, ADAPTER_TILE_FIELDS)[:num_rows]
-        count = self._packed[parts.counts][:1]
-        return AdapterRows(self._logit_groups, order, tiles, count, ADAPTER_TILE_ROWS)
+        shares = _by_projection(self._packed[parts.logit_shares])[:, : adapter_shares(num_rows)]
+        return AdapterRows(self._logit_groups, order, shares, ADAPTER_TILE_ROWS)
 
     def _send(
         self,
@@ -96,16 +96,10 @@ class AdapterInputs:
         self._hosts.reverse()
         host, packed = self._hosts[0]
         parts = PackedAdapters.of(1 if shape is None else shape.num_rows, self._max_seqs)
-        num_words = parts.order.start
-        num_logit_tiles = _write(
-            packed[parts.logit_order], packed[parts.logit_tiles], logit_groups, ADAPTER_TILE_ROWS
-        )
-        num_tiles = 0
+        _write(packed[parts.logit_order], packed[parts.logit_shares], logit_groups, ADAPTER_TILE_ROWS)
         if shape is not None:
-            num_tiles = _write(packed[parts.order], packed[parts.tiles], groups, ADAPTER_PROMPT_TILE_ROWS)
-            num_words = parts.tiles.start + ADAPTER_TILE_FIELDS * num_tiles
-        packed[parts.counts] = num_logit_tiles, num_tiles
-        read_host(self._packed, host, num_words)
+            _write(packed[parts.order], packed[parts.shares], groups, ADAPTER_PROMPT_TILE_ROWS)
+        read_host(self._packed, host, parts.order.start if shape is None else parts.shares.stop)
 
 
 def _by_adapter(rows: Iterable[tuple[int, AdapterId | None]]) -> dict[AdapterId, list[int]]:
@@ -118,16 +112,25 @@ def _by_adapter(rows: Iterable[tuple[int, AdapterId | None]]) -> dict[AdapterId,
 
 def _group(table: AdapterTable, adapter: AdapterId, rows: npt.NDArray[np.int64]) -> AdapterGroup:
     bound = table[adapter]
-    return AdapterGroup(bound.factors, bound.table.data_ptr(), rows)
+    return AdapterGroup(bound.factors, bound.table.data_ptr(), rows, bound.weights)
 
 
 def _write(
     order: npt.NDArray[np.int64],
-    tiles: npt.NDArray[np.int64],
+    shares: npt.NDArray[np.int64],
     groups: Sequence[AdapterGroup],
     tile_rows: int,
-) -> int:
-    """Write the lists of groups, and return how many tiles there are."""
-    rows, fields = cut_adapter_tiles(groups, tile_rows)
-    order[: len(rows)], tiles[: len(fields)] = rows, fields
-    return len(fields) // ADAPTER_TILE_FIELDS
+) -> None:
+    """Write the lists of groups."""
+    begin = 0
+    for group in groups:
+        order[begin : begin + len(group.rows)] = group.rows
+        begin += len(group.rows)
+    found = cut_adapter_shares(groups, tile_rows)
+    places = shares.reshape(ADAPTER_PROJECTIONS, -1, ADAPTER_SHARE_FIELDS)
+    num_shares = found.shape[1]
+    places[:, :num_shares], places[:, num_shares:] = found, 0
+
+
+def _by_projection(shares: torch.Tensor) -> torch.Tensor:
+    return shares.view(ADAPTER_PROJECTIONS, -1, ADAPTER_SHARE_FIELDS)

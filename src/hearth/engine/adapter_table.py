@@ -16,7 +16,7 @@ from hearth.kernels.adapter_rows import SliceFactor, TargetFactors
 from hearth.models.adapter import AdapterLayout, FactorPlaces, target_index
 from hearth.models.buffers import name_of
 from hearth.models.dtypes import DTYPES
-from hearth.sizes import TARGET_FIELDS, Dimensions, adapter_table_buffer
+from hearth.sizes import ADAPTER_PROJECTIONS, TARGET_FIELDS, Dimensions, adapter_table_buffer
 from hearth.types import AdapterId
 
 
@@ -26,6 +26,7 @@ class BoundAdapter:
 
     factors: Mapping[int, TargetFactors]  #: by `target_index`
     table: torch.Tensor  #: int64 [layers, projections, TARGET_FIELDS]: the same for kernels
+    weights: tuple[int, ...]  #: how many numbers its factors have, by projection
 
 
 class AdapterTable:
@@ -54,13 +55,15 @@ class AdapterTable:
             assert len(piece) >= stored.end - stored.begin, f"{layer=} {stored=} in {len(piece)} bytes"
             pieces[layer] = (stored.begin, piece)
         factors, fields = {}, [0] * prod(self._shape)
+        weights = [0] * ADAPTER_PROJECTIONS
         for place in layout.places:
             target = place.target
             index = target_index(target.layer, target.projection)
             factors[index] = _factors(place, DTYPES[layout.dtype], *pieces[target.layer])
             fields[index * TARGET_FIELDS : (index + 1) * TARGET_FIELDS] = factors[index].fields
+            weights[index % ADAPTER_PROJECTIONS] += factors[index].num_numbers
         (table,) = self._uploads.ints(fields)
-        self._bound[adapter] = BoundAdapter(factors, table.view(self._shape))
+        self._bound[adapter] = BoundAdapter(factors, table.view(self._shape), tuple(weights))
 
     def unbind(self, adapter: AdapterId) -> None:
         """Forget an adapter, because no plan from now on has a row of it."""
@@ -77,7 +80,7 @@ def _factors(place: FactorPlaces, dtype: torch.dtype, begin: int, piece: torch.T
 
     target = place.target
     slices = [
-        SliceFactor(part.begin, matrix(offset, part.size, part.rank))
+        SliceFactor(part.begin, matrix(offset, part.rank, part.row_size)[:, : part.size])
         for part, offset in zip(target.slices, place.b, strict=True)
     ]
     return TargetFactors(matrix(place.a, target.rank, target.num_inputs), tuple(slices))

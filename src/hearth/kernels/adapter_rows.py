@@ -1,11 +1,13 @@
-"""Which rows of a step have which adapter, and where the factors of adapters lie. Multiplies nothing.
+"""Which rows of a step have which adapter, and which program does what of it. Multiplies nothing.
 
     rows of a step:      |  B  |  -  |  A  |  B  |  -  |  B  |  A  |  ...     letters: adapters, -: none
     order:               |  2  |  6  |  0  |  3  |  5  |  ...                 rows that have one, by adapter
     tiles of the order:  |  A, 2 rows  |  B, 3 rows  |  ...                   at most so many rows of one
+    shares of tiles:     |  A, 1 of 2  |  A, 2 of 2  |  B, 1 of 3  |  ...     one for each program
 
-Lists of rows and tiles lie on the device at fixed addresses, and a tile names the table of its adapter, from
-which kernels take addresses and ranks. So one captured launch serves any adapters.
+A tile has shares in proportion to the bytes of its adapter's factors, so that all programs read about as
+many. Lists lie on the device at fixed addresses, and a share names the table of its adapter, from which
+kernels take addresses and ranks. So one captured launch serves any adapters.
 """
 
 from __future__ import annotations
@@ -17,8 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.kernels.jit import HAS_TRITON, tl
-from hearth.sizes import ADAPTER_TILE_FIELDS, TARGET_FIELDS
+from hearth.kernels.jit import HAS_TRITON, tl, triton
+from hearth.sizes import (
+    ADAPTER_PROJECTIONS,
+    ADAPTER_SHARE_FIELDS,
+    ADAPTER_SHARES,
+    FACTOR_ROW_ALIGNMENT,
+    TARGET_FIELDS,
+    adapter_shares,
+)
 
 
 def _for_kernels(value: int) -> int:
@@ -29,7 +38,12 @@ def _for_kernels(value: int) -> int:
 #: Where a target's numbers lie in an adapter's table, behind the address of `a`: for each of three slices the
 #: address of its `b`, its rank, where its outputs begin, how many they are; then all ranks together.
 FIRST_B, FIRST_RANK, FIRST_BEGIN, FIRST_SIZE, TOTAL_RANK = map(_for_kernels, (1, 4, 7, 10, 13))
-FIELDS, TILE_FIELDS = map(_for_kernels, (TARGET_FIELDS, ADAPTER_TILE_FIELDS))
+FIELDS, SHARE_FIELDS = map(_for_kernels, (TARGET_FIELDS, ADAPTER_SHARE_FIELDS))
+FACTOR_ALIGNMENT = _for_kernels(FACTOR_ROW_ALIGNMENT)
+#: Where the numbers of a share lie in its second word: the first row of its tile in the order, how many rows
+#: that has, which part of its work the share is, and of how many parts (which begin at bit 0).
+BEGIN_BIT, NUM_BIT, PART_BIT = 40, 32, 16
+_BEGIN, _NUM, _PART = map(_for_kernels, (BEGIN_BIT, NUM_BIT, PART_BIT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +51,7 @@ class SliceFactor:
     """The second factor of some outputs of a projection."""
 
     begin: int  #: the first of them
-    b: torch.Tensor  #: [outputs, rank]
+    b: torch.Tensor  #: [rank, outputs], whose rows lie a multiple of FACTOR_ROW_ALIGNMENT numbers apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +62,20 @@ class TargetFactors:
     slices: tuple[SliceFactor, ...]  #: in order
 
     @property
+    def num_numbers(self) -> int:
+        """How many numbers both factors have."""
+        return self.a.numel() + sum(one.b.numel() for one in self.slices)
+
+    @property
     def fields(self) -> list[int]:
         """The numbers by which kernels find the factors."""
         missing = [0] * (3 - len(self.slices))
-        ranks = [one.b.shape[1] for one in self.slices]
+        ranks = [len(one.b) for one in self.slices]
         columns = (
             [one.b.data_ptr() for one in self.slices],
             ranks,
             [one.begin for one in self.slices],
-            [len(one.b) for one in self.slices],
+            [one.b.shape[1] for one in self.slices],
         )
         fields = [self.a.data_ptr(), *(value for column in columns for value in (*column, *missing))]
         fields.append(sum(ranks))
@@ -70,6 +89,8 @@ class AdapterGroup:
     factors: Mapping[int, TargetFactors]  #: by target
     address: int  #: of its table on the device, [targets, TARGET_FIELDS]
     rows: npt.NDArray[np.int64]
+    #: The size of all its factors by projection, in any unit.
+    weights: tuple[int, ...] = (1,) * ADAPTER_PROJECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +100,69 @@ class AdapterRows:
     groups: tuple[AdapterGroup, ...]  #: for the torch reference
     #: The same for kernels. int64 [rows]: those that have an adapter, by adapter.
     order: torch.Tensor
-    #: int64 [capacity, ADAPTER_TILE_FIELDS]: the address of a table, the first of its rows in the order, and
-    #: how many of them there are.
-    tiles: torch.Tensor
-    count: torch.Tensor  #: int64 [1]: how many tiles there are in this step
+    #: int64 [ADAPTER_PROJECTIONS, capacity, ADAPTER_SHARE_FIELDS]: the address of a table, and the other
+    #: numbers of a share in one word. Zeros where there are fewer shares.
+    shares: torch.Tensor
     tile_rows: int  #: of a whole tile
 
     @staticmethod
-    def of(groups: Sequence[AdapterGroup], tile_rows: int, device: torch.device | str) -> AdapterRows:
+    def of(
+        groups: Sequence[AdapterGroup],
+        tile_rows: int,
+        device: torch.device | str,
+        *,
+        min_shares: int = ADAPTER_SHARES,
+    ) -> AdapterRows:
         """Lists with memory of their own, just as long as they must be."""
-        order, tiles = cut_adapter_tiles(groups, tile_rows)
-        found = torch.from_numpy(tiles).to(device).view(-1, ADAPTER_TILE_FIELDS)
-        count = torch.tensor([len(found)], device=device)
-        return AdapterRows(tuple(groups), torch.from_numpy(order).to(device), found, count, tile_rows)
+        order = np.concatenate([*(group.rows for group in groups), np.empty(0, np.int64)])
+        shares = cut_adapter_shares(groups, tile_rows, min_shares)
+        return AdapterRows(
+            tuple(groups), torch.from_numpy(order).to(device), torch.from_numpy(shares).to(device), tile_rows
+        )
 
 
-def cut_adapter_tiles(
-    groups: Sequence[AdapterGroup], tile_rows: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the rows of all groups behind each other, and the fields of all tiles."""
-    tiles: list[int] = []
+def cut_adapter_shares(
+    groups: Sequence[AdapterGroup], tile_rows: int, min_shares: int = ADAPTER_SHARES
+) -> npt.NDArray[np.int64]:
+    """Return the shares of all groups, [ADAPTER_PROJECTIONS, shares, ADAPTER_SHARE_FIELDS].
+
+    Rows of the groups lie behind each other in the order. What an adapter has no factors for has no share.
+    """
+    tiles: list[tuple[int, ...]] = []
     begin = 0
     for group in groups:
         end = begin + len(group.rows)
         for first in range(begin, end, tile_rows):
-            tiles += (group.address, first, min(tile_rows, end - first))
+            num_rows = min(tile_rows, end - first)
+            tiles.append((group.address, first << BEGIN_BIT | num_rows << NUM_BIT, *group.weights))
         begin = end
-    rows = [group.rows for group in groups]
-    return np.concatenate([*rows, np.empty(0, np.int64)]), np.array(tiles, np.int64)
+    num_shares = adapter_shares(len(tiles), min_shares)
+    found = np.zeros((ADAPTER_PROJECTIONS, num_shares, ADAPTER_SHARE_FIELDS), np.int64)
+    if not tiles:
+        return found
+    address, rows, *weights = np.array(tiles, np.int64).T
+    weight = np.array(weights)
+    # Rounded up, so that no share weighs more than this and there is room for all of them.
+    most = np.maximum(1, -(-weight.sum(1, keepdims=True) // (num_shares - len(tiles))))
+    counts = -(-weight // most)
+    for projection, count in enumerate(counts):
+        if projection and np.array_equal(count, counts[projection - 1]):
+            found[projection] = found[projection - 1]  # adapters of the same targets, as most are
+            continue
+        tile = np.repeat(np.arange(len(tiles)), count)
+        part = np.arange(len(tile)) - (count.cumsum() - count)[tile]
+        found[projection, : len(tile), 0] = address[tile]
+        found[projection, : len(tile), 1] = (rows | count)[tile] | part << PART_BIT
+    return found
+
+
+@triton.jit
+def load_share(shares):
+    """The share of this program: the address of a table, or 0, and the numbers in the second word."""
+    share = shares + tl.program_id(0) * SHARE_FIELDS
+    table = tl.load(share)
+    word = tl.load(share + 1)
+    num = (word >> _NUM & 0xFF).to(tl.int32)
+    part = (word >> _PART & 0xFFFF).to(tl.int32)
+    parts = (word & 0xFFFF).to(tl.int32)
+    return table, word >> _BEGIN, num, part, parts

@@ -4,11 +4,11 @@ An adapter multiplies twice, `a @ x` of few numbers and `b` times these, so ther
 a projection: the first shrinks the rows of each tile and leaves the result in scratch, in parts where many
 programs share one sum; the second adds up the parts, expands them and adds that to the output.
 
-Lists of rows and tiles lie on the device at fixed addresses, and a tile names the table of its adapter, from
-which a program takes addresses and ranks. So one captured launch serves any adapters, of any ranks, and no
-rank is filled up to another. A tile's factors are cut into chunks, and each program has as many of all chunks
-as any other, wherever tiles begin and end in them. A tile of one row, which most are while requests decode,
-is multiplied without tensor cores: its factors pass once, from memory through registers.
+Lists of rows and shares lie on the device at fixed addresses, and a share names the table of its adapter, by
+which a program finds factors and their ranks. So one captured launch serves any adapters, of any ranks, and
+no rank is filled up to another. A program has one share of one tile's factors, all of which are about as
+large (`adapter_rows.py`). Tiles of one row, which most are while requests decode, have a way of their own:
+then all that counts is to have enough bytes on their way from memory at any time.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def add_adapters_reference(x: torch.Tensor, rows: AdapterRows, target: int, *, o
             continue
         at = torch.from_numpy(group.rows).to(x.device)
         shrunk = x[at] @ factors.a.to(x.dtype).t()
-        ranks = [one.b.shape[1] for one in factors.slices]
+        ranks = [len(one.b) for one in factors.slices]
         for one, part in zip(factors.slices, shrunk.split(ranks, 1), strict=True):
-            outputs = slice(one.begin, one.begin + len(one.b))
-            out[at, outputs] += part @ one.b.to(x.dtype).t()
+            outputs = slice(one.begin, one.begin + one.b.shape[1])
+            out[at, outputs] += part @ one.b.to(x.dtype)
 
 
 def add_adapters_triton(
@@ -63,6 +63,5 @@ def add_adapters_triton(
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
     num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
-    if len(rows.tiles):
-        shrink_triton(x, rows, target, blocks, out=scratch)
-        expand_triton(scratch, rows, target, blocks, out=out)
+    shrink_triton(x, rows, target, blocks, out=scratch)
+    expand_triton(scratch, rows, target, blocks, out=out)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.adapter_blocks import TILES_AT_ONCE, AdapterBlocks
-from hearth.kernels.adapter_rows import FIELDS, TILE_FIELDS, TOTAL_RANK, AdapterRows
-from hearth.kernels.jit import cdiv, launch, num_processors, tl, triton
+from hearth.kernels.adapter_blocks import AdapterBlocks
+from hearth.kernels.adapter_rows import FIELDS, TOTAL_RANK, AdapterRows, load_share
+from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
 
 
 def shrink_triton(
@@ -17,28 +17,26 @@ def shrink_triton(
     """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK]."""
     num_rows, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
-    # Parts of whole blocks, so that each begins where a row is aligned.
-    share = cdiv(cdiv(k, blocks.num_splits), blocks.inputs) * blocks.inputs
+    shares = rows.shares[target % ADAPTER_PROJECTIONS]
     launch(
         _shrink_kernel,
-        (blocks.programs_per_processor * num_processors(),),
+        (len(shares),),
         out,
         x,
         rows.order,
-        rows.tiles,
-        rows.count,
+        shares,
         target,
         num_rows,
         k,
-        share,
+        # Of whole blocks, so that each split begins where a row is aligned.
+        cdiv(cdiv(k, blocks.num_splits), blocks.inputs) * blocks.inputs,
         SPLITS=blocks.num_splits,
         STRIDE=MAX_SHRUNK_RANK,
-        BLOCK_T=TILES_AT_ONCE,
         BLOCK_M=rows.tile_rows,
         BLOCK_R=blocks.ranks,
         BLOCK_K=blocks.inputs,
-        ROW_R=blocks.row_chunk // blocks.row_inputs,
-        ROW_K=blocks.row_inputs,
+        ROW_R=blocks.shrink_ranks,
+        ROW_K=blocks.shrink_inputs,
         EVEN_K=k % blocks.inputs == 0,
         STAGES=blocks.num_stages,
         num_warps=blocks.num_warps,
@@ -52,15 +50,13 @@ def _shrink_kernel(
     scratch,
     x,
     order,
-    tiles,
-    count,
+    shares,
     target,
     num_rows,
     k,
-    share,
+    split_size,
     SPLITS: tl.constexpr,
     STRIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,52 +67,33 @@ def _shrink_kernel(
     OVERLAPS: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPS)
-    num_tiles = tl.load(count).to(tl.int32)
-    total = 0
-    for at in range(0, num_tiles, BLOCK_T):
-        total += tl.sum(_shrink_chunks(tiles, at, num_tiles, target, SPLITS, BLOCK_T, BLOCK_R, ROW_R), 0)
-    own = tl.cdiv(total, tl.num_programs(0))
-    chunk = tl.program_id(0) * own
-    last = tl.minimum(chunk + own, total)
-    # The tile that the first chunk is of, and how many chunks lie before that tile.
-    tile, before, passed = 0, 0, 0
-    if (chunk < last) & (num_tiles > 1):
-        for at in range(0, num_tiles, BLOCK_T):
-            chunks = _shrink_chunks(tiles, at, num_tiles, target, SPLITS, BLOCK_T, BLOCK_R, ROW_R)
-            is_before = (at + tl.arange(0, BLOCK_T) < num_tiles) & (passed + tl.cumsum(chunks, 0) <= chunk)
-            tile += tl.sum(is_before.to(tl.int32), 0)
-            before += tl.sum(tl.where(is_before, chunks, 0), 0)
-            passed += tl.sum(chunks, 0)
-
-    while chunk < last:
-        begin = tl.load(tiles + tile * TILE_FIELDS + 1)
-        num = tl.load(tiles + tile * TILE_FIELDS + 2).to(tl.int32)
-        fields = tl.load(tiles + tile * TILE_FIELDS).to(tl.pointer_type(tl.int64)) + target * FIELDS
+    table, begin, num, part, parts = load_share(shares)
+    if table != 0:
+        fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
         a = tl.load(fields).to(tl.pointer_type(x.dtype.element_ty))
         a = tl.multiple_of(a, 16)
         rank = tl.load(fields + TOTAL_RANK).to(tl.int32)
-        num_chunks = _num_blocks(rank, num, ROW_R, BLOCK_R) * SPLITS
-        stop = tl.minimum(before + num_chunks, last)
-        for at in range(chunk - before, stop - before):
-            block, split = at // SPLITS, at % SPLITS
-            first, end = split * share, tl.minimum((split + 1) * share, k)
-            left = scratch + (split * num_rows + begin) * STRIDE
-            if num == 1:
-                row_x = x + tl.load(order + begin) * k
-                _shrink_row(left, row_x, a, block, rank, first, end, k, ROW_R, ROW_K)
-            else:
-                member = tl.arange(0, BLOCK_M)
-                in_rows = member < num
-                rows_x = x + tl.load(order + begin + member, in_rows, other=0)[:, None] * k
-                rows_left = left + member[:, None] * STRIDE
+        left = scratch + begin * STRIDE
+        apart = num_rows.to(tl.int64) * STRIDE
+        if num == 1:
+            row = x + tl.load(order + begin) * k
+            first, last = _part_of(rank * SPLITS, part, parts)
+            _shrink_row(left, row, a, rank, first, last, apart, k, split_size, ROW_R, ROW_K)
+        else:
+            member = tl.arange(0, BLOCK_M)
+            in_rows = member < num
+            rows = x + tl.load(order + begin + member, in_rows, other=0)[:, None] * k
+            first, last = _part_of(tl.cdiv(rank, BLOCK_R) * SPLITS, part, parts)
+            for at in range(first, last):
+                split = at % SPLITS
                 _shrink_tile(
-                    rows_left,
-                    rows_x,
+                    left + split * apart + member[:, None] * STRIDE,
+                    rows,
                     a,
-                    block,
+                    at // SPLITS,
                     rank,
-                    first,
-                    end,
+                    split * split_size,
+                    tl.minimum((split + 1) * split_size, k),
                     k,
                     in_rows,
                     BLOCK_M,
@@ -125,45 +102,46 @@ def _shrink_kernel(
                     EVEN_K,
                     STAGES,
                 )
-        chunk = stop
-        before += num_chunks
-        tile += 1
 
 
 @triton.jit
-def _shrink_chunks(
-    tiles,
-    at,
-    num_tiles,
-    target,
-    SPLITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+def _part_of(count, part, parts):
+    """Where a part of so many things begins and ends, where all parts are as large but for one."""
+    return count * part // parts, count * (part + 1) // parts
+
+
+@triton.jit
+def _shrink_row(
+    left,
+    x,
+    a,
+    rank,
+    first,
+    last,
+    apart,
+    k,
+    split_size,
     ROW_R: tl.constexpr,
+    ROW_K: tl.constexpr,
 ):
-    """How many chunks each of the tiles from `at` on has."""
-    tile = at + tl.arange(0, BLOCK_T)
-    is_tile = tile < num_tiles
-    num = tl.load(tiles + tile * TILE_FIELDS + 2, is_tile, other=0).to(tl.int32)
-    table = tl.load(tiles + tile * TILE_FIELDS, is_tile, other=0).to(tl.pointer_type(tl.int64))
-    rank = tl.load(table + target * FIELDS + TOTAL_RANK, is_tile, other=0).to(tl.int32)
-    return _num_blocks(rank, num, ROW_R, BLOCK_R) * SPLITS
-
-
-@triton.jit
-def _shrink_row(left, x, a, block, rank, first, end, k, ROW_R: tl.constexpr, ROW_K: tl.constexpr):
-    """Leave some ranks of one row, of its inputs from `first` to `end`."""
-    ranks = block * ROW_R + tl.arange(0, ROW_R)
-    in_rank = ranks < rank
-    acc = tl.zeros([ROW_R, ROW_K], tl.float32)
-    for at in range(first, end, ROW_K):
-        inputs = at + tl.arange(0, ROW_K)
-        in_k = inputs < end
-        at_a = a + ranks[:, None] * k + inputs[None, :]
-        factor = tl.load(at_a, in_rank[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first")
-        part = tl.load(x + inputs, in_k, other=0.0)
-        acc += factor.to(tl.float32) * part.to(tl.float32)[None, :]
-    tl.store(left + ranks, tl.sum(acc, 1), in_rank)
+    """Leave sums of one row, from `first` to `last` of the first split's ranks, the second's and so on."""
+    while first < last:
+        split = first // rank
+        ranks = first - split * rank + tl.arange(0, ROW_R)
+        num = tl.minimum(tl.minimum((split + 1) * rank, last) - first, ROW_R)
+        in_rank = tl.arange(0, ROW_R) < num
+        begin = split * split_size
+        end = tl.minimum(begin + split_size, k)
+        acc = tl.zeros([ROW_R, ROW_K], tl.float32)
+        for at in range(begin, end, ROW_K):
+            inputs = at + tl.arange(0, ROW_K)
+            in_k = inputs < end
+            at_a = a + ranks[:, None] * k + inputs[None, :]
+            factor = tl.load(at_a, in_rank[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first")
+            row = tl.load(x + inputs, in_k, other=0.0)
+            acc += factor.to(tl.float32) * row.to(tl.float32)[None, :]
+        tl.store(left + split * apart + ranks, tl.sum(acc, 1), in_rank)
+        first += num
 
 
 @triton.jit
@@ -200,9 +178,3 @@ def _shrink_tile(
             part = tl.load(at_x + at, in_rows[:, None] & in_k, other=0.0)
         acc = tl.dot(part, tl.trans(factor), acc, input_precision="ieee")
     tl.store(left + ranks[None, :], acc, in_rows[:, None] & in_rank[None, :])
-
-
-@triton.jit
-def _num_blocks(size, num_rows, OF_ROW: tl.constexpr, OF_TILE: tl.constexpr):
-    """How many blocks there are of some size: other ones where a tile has just one row."""
-    return tl.where(num_rows == 1, tl.cdiv(size, OF_ROW), tl.cdiv(size, OF_TILE))

@@ -5,10 +5,11 @@ the base (q, k and v; gate and up), so a target is such a fused projection, and 
 its output that have factors of their own:
 
     target: a [sum of the slices' ranks, inputs of the projection]
-            b of the first slice [its rows, its rank] | b of the second | ...
+            b of the first slice [its rank, its rows] | b of the second | ...
 
-The scale is multiplied into `b`. Factors lie in forward order, those of a layer behind each other, each at a
-multiple of 256 bytes. Knows no files, and holds no bytes.
+The scale is multiplied into `b`, which lies transposed: whoever adds to some outputs of one row reads whole
+lines of it, whatever the rank. Its rows are filled up to a multiple of 8 numbers. Factors lie in forward
+order, those of a layer behind each other, each at a multiple of 256 bytes. Knows no files, holds no bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hearth.models.layout import STORED_ITEM_BYTES, ByteRange
-from hearth.sizes import Dimensions
+from hearth.sizes import FACTOR_ROW_ALIGNMENT, Dimensions
 
 #: Factors begin at multiples of it, as kernels want them.
 FACTOR_ALIGNMENT_BYTES = 256
@@ -64,6 +65,11 @@ class AdapterSlice:
     size: int
     rank: int  #: from 1 to MAX_RANK
 
+    @property
+    def row_size(self) -> int:
+        """How far the rows of its second factor lie apart."""
+        return -(-self.size // FACTOR_ROW_ALIGNMENT) * FACTOR_ROW_ALIGNMENT
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
@@ -108,7 +114,7 @@ class AdapterLayout:
         offset = 0
         for target in targets:
             begins.setdefault(target.layer, offset)
-            sizes = [target.rank * target.num_inputs, *(part.size * part.rank for part in target.slices)]
+            sizes = [target.rank * target.num_inputs, *(part.row_size * part.rank for part in target.slices)]
             offsets = []
             for size in sizes:
                 offsets.append(offset)

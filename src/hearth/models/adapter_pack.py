@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from hearth.errors import BadCheckpoint
 from hearth.models.adapter import (
@@ -107,11 +108,11 @@ class AdapterSource:
         target = place.target
         modules = [self.modules[target.layer, target.projection, part.begin] for part in target.slices]
         yield place.a, torch.cat([self._stored(module.a, 1.0) for module in modules])
-        for offset, module in zip(place.b, modules, strict=True):
+        for offset, part, module in zip(place.b, target.slices, modules, strict=True):
             b = self._stored(module.b, module.scale)
             if target.projection is Projection.QKV and NAMES[self.arch.family].interleaved_qkv:
                 b = torch.cat(list(sorted_qkv(self.arch, b)))
-            yield offset, b
+            yield offset, pad(b.t(), (0, part.row_size - part.size))
 
     def _stored(self, name: str, scale: float) -> torch.Tensor:
         factor = read_tensor(name, self.checkpoint).float() * scale

@@ -35,7 +35,7 @@ from hearth.store.dataclass_json import decode
 from hearth.store.manifest import MANIFEST, Chunk, StoredManifest, check_chunks, take_digest
 
 FORMAT = "hearth-adapter"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)  # no slots: what is derived is kept

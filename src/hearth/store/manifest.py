@@ -290,7 +290,7 @@ def take_digest(raw: object, wanted: str, version: int, where: str) -> Digest:
         kind = wanted.replace("hearth-", "Hearth ")
         raise BadCheckpoint(f"`{where}` does not describe a {kind}: `format` is not {wanted!r}")
     if raw.get("version") != version:
-        is_old = raw.get("version") in range(1, version)
+        is_old = wanted == FORMAT and raw.get("version") in range(1, version)
         remedy = "bring it up to date with `hearth upgrade`" if is_old else "use the Hearth that wrote it"
         raise BadCheckpoint(
             f"`{where}` has version {brief(raw.get('version'))}, this Hearth reads version {version}; "
