@@ -20,7 +20,7 @@ import shlex
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -34,7 +34,7 @@ from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
 from hearth.sim.profile import Profile
 from hearth.sim.step_times import StepTimes
-from hearth.snapshot.cost_profile import VERSION, Origin
+from hearth.snapshot.cost_profile import VERSION, MeasuredShape, Origin
 from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
@@ -150,7 +150,8 @@ def main() -> None:
         draft = Draft(path, {"version": VERSION, "origin": origin(command, is_tiny=options.tiny)})
         measure(scale, device, draft)
     with step("requests"):
-        draft.add(request_s=measure_request())
+        known = {shape.name: StepTimes.fitted(shape.steps) for shape in _measured_shapes(draft)}
+        draft.add(**asdict(measure_request(scale, device, known)))
     tell_errors(Profile.load(path))
     print(json.dumps({name: part for name, part in json.loads(path.read_text()).items() if name != "shapes"}))
 
@@ -171,6 +172,10 @@ def _options() -> ArgumentParser:
     )
     parser.add_argument("--tiny", action="store_true", help="see only that everything runs")
     return parser
+
+
+def _measured_shapes(draft: Draft) -> list[MeasuredShape]:
+    return msgspec.convert(draft.parts["shapes"], type=list[MeasuredShape], from_attributes=True)
 
 
 def _name_of(device: str) -> str:

@@ -121,10 +121,13 @@ def working(
     orders: Mapping[ModelId, HostModel],
     budget_bytes: int,
     turns: TurnRules | None = None,
+    *,
+    is_mapped: bool = False,
 ) -> Iterator[WorkerClient]:
     """Start a worker that can host these models; its files go to `place`.
 
-    `turns`: None if none are taken; else what comes ahead of them needs pages that are mapped.
+    `turns`: None if none are taken. `is_mapped`: its memory is pages on any device, as what comes ahead of
+    turns needs.
     """
     inbox: Inbox = SimpleQueue()
     facts: Queue[TimedFact | None] = Queue()
@@ -132,7 +135,7 @@ def working(
     with (
         _keeper(setting, place) as socket,
         closing(Borrower(socket)) as borrower,
-        setting.worker_pool(budget_bytes, is_mapped=turns is not None) as new_pool,
+        setting.worker_pool(budget_bytes, is_mapped=is_mapped) as new_pool,
     ):
         resources = HostingResources(
             setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device), turns

@@ -168,7 +168,7 @@ def simulated_lines(judged: Sequence[Judged], setting: Setting, options: Namespa
     trace = load_trace(options.trace, setting, math.inf)  # a short one would be over before anybody is late
     simulator = TraceSimulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
     parts = {
-        "runs": compared(judged, simulator, trace),
+        "runs": compared(judged, simulator, trace, setting.warm_window_s),
         "speeds": fastest(simulator, trace),
         "models": curve_lines(H200_CURVE, Lengths.of(trace), options.cutoff_s, profile),
     }

@@ -5,15 +5,16 @@ Its answers are judged by the same code as those of a service. Reads no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from bench.report import tell
-from bench.turns.outcome import Measures, measures, outcome
-from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, Arm, Curve
+from bench.turns.outcome import Measures, Outcome, measures, outcome
+from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, WARM_SPEED, Arm, Curve
 from bench.turns.table import PERCENTILES, Aim, Judged, Line
 from bench.turns.workload import Question
+from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
@@ -33,6 +34,7 @@ _AIM_SPEEDUP = 2.5  #: of the highest speed, over that with drains
 class Simulated:
     """The figures of a run of the simulator."""
 
+    outcomes: Sequence[Outcome]
     seen: Measures
     num_turns: int
     moved_bytes: int
@@ -48,30 +50,60 @@ class TraceSimulator:
         self._shapes = {ModelId(name): shape for name, shape in shapes.items()}
         self._memory_bytes, self._cutoff_s, self._profile = memory_bytes, cutoff_s, profile
 
-    def run(self, trace: Trace, arm: Arm) -> Simulated:
+    def start(self, arm: Arm) -> SimulatedArm:
+        """Return a service of its own, in which each model has been asked."""
         setting = SimulationSetting(self._shapes, self._memory_bytes, policy=Policy(arm.value))
-        service = SimulatedService(setting, self._profile)
-        service.ask(TracedRequest(at * _WARM_S, name, 16, 2) for at, name in enumerate(self._shapes))
-        service.run()
-        num_warm, num_turns, moved_bytes = len(service.answers), service.num_turns, _moved_bytes(service)
-        begin_s = num_warm * _WARM_S
-        service.ask(replace(one, arrival_s=begin_s + one.arrival_s) for one in trace.requests)
-        service.run()
-        service.check()
-        return Simulated(
-            self._judge(service, num_warm, begin_s),
-            service.num_turns - num_turns,
-            _moved_bytes(service) - moved_bytes,
-        )
+        return SimulatedArm(SimulatedService(setting, self._profile))
+
+    def run(self, trace: Trace, arm: Arm) -> Simulated:
+        return self.start(arm).run(trace, self._cutoff_s)
 
     def is_good(self, trace: Trace, arm: Arm) -> bool:
         """True if most requests have every token on time."""
         return self.run(trace, arm).seen.requests_on_time >= GOOD_SHARE
 
-    def _judge(self, service: SimulatedService, num_warm: int, begin_s: float) -> Measures:
-        """Sum up all answers but those that only warmed the service up."""
-        answers = list(service.answers.values())[num_warm:]
-        until_s = answers[-1].arrived_s + self._cutoff_s
+
+class SimulatedArm:
+    """A simulated service that is asked one trace after another, as that of an arm is. Mutable."""
+
+    def __init__(self, service: SimulatedService) -> None:
+        """Have each model of a new service asked for the first time."""
+        self._service = service
+        self._shapes = service.setting.shapes
+        self.replay(TracedRequest(at * _WARM_S, name, 16, 2) for at, name in enumerate(self._shapes))
+
+    def replay(self, requests: Iterable[TracedRequest]) -> list[SimulatedAnswer]:
+        """Have requests arrive when all before them have ended, and a while later; return their answers."""
+        service, begin_s = self._service, self._begin_s
+        num_before = len(service.answers)
+        service.ask(replace(one, arrival_s=begin_s + one.arrival_s) for one in requests)
+        service.run()
+        service.check()
+        return list(service.answers.values())[num_before:]
+
+    def run(self, trace: Trace, cutoff_s: float) -> Simulated:
+        """Replay a trace and return what came of it."""
+        begin_s, num_turns, moved_bytes = self._begin_s, self._service.num_turns, self._moved_bytes
+        answers = self.replay(trace.requests)
+        return Simulated(
+            outcomes := self._outcomes(answers, begin_s, cutoff_s),
+            measures(outcomes, max(one.arrival_s + one.total_s for one in outcomes)),
+            self._service.num_turns - num_turns,
+            self._moved_bytes - moved_bytes,
+        )
+
+    @property
+    def _begin_s(self) -> float:
+        """When the next trace begins."""
+        return 0.0 if not self._service.answers else self._service.now_s + _WARM_S
+
+    @property
+    def _moved_bytes(self) -> int:
+        return sum(worker.bytes_moved for worker in self._service.workers.values())
+
+    def _outcomes(self, answers: Sequence[SimulatedAnswer], begin_s: float, cutoff_s: float) -> list[Outcome]:
+        """Return what clients would have seen until they are cut off."""
+        until_s = answers[-1].arrived_s + cutoff_s
         found = []
         for answer in answers:
             asked = Question(
@@ -81,26 +113,62 @@ class TraceSimulator:
             )
             times_s = [at_s - answer.arrived_s for at_s in answer.token_s if at_s <= until_s]
             found.append(outcome(asked, times_s, until_s - answer.arrived_s, answer.why_not))
-        last_s = max(one.arrival_s + one.total_s for one in found)
-        return measures(found, last_s)
+        return found
 
 
-def compared(judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace) -> Iterator[Line]:
-    """Yield how far the simulator is from each measured run that took turns."""
-    for each in judged:
-        if each.run.arm is Arm.TURNS:
-            speed = each.run.traffic.speed
-            run = simulator.run(trace.window(0.0, each.run.traffic.window_s).at_speed(speed), Arm.TURNS)
-            pairs = {
-                f"first token {p}": (run.seen.first_token_s[p], each.seen.first_token_s[p])
-                for p in PERCENTILES
+def simulated_runs(
+    judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace, warm_window_s: float
+) -> list[tuple[Judged, Simulated]]:
+    """Simulate what was measured, with what was there before: every arm had one service for all its runs.
+
+    The traffic of `warm_window_s` behind the longest run warmed it up.
+    """
+    pairs = []
+    for arm in Arm:
+        runs = [each for each in judged if each.run.arm is arm]
+        if runs:
+            simulated = simulator.start(arm)
+            warm = trace.window(max(each.run.traffic.window_s for each in runs), warm_window_s)
+            simulated.replay(warm.at_speed(WARM_SPEED).requests)
+            for each in runs:
+                traffic = each.run.traffic
+                part = trace.window(0.0, traffic.window_s).at_speed(traffic.speed)
+                pairs.append((each, simulated.run(part, traffic.cutoff_s)))
+    return pairs
+
+
+def compared(
+    judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace, warm_window_s: float
+) -> Iterator[Line]:
+    """Yield how far the simulator is from each measured run that took turns, and the others beside it."""
+    pairs = simulated_runs(judged, simulator, trace, warm_window_s)
+    for speed in sorted({each.run.traffic.speed for each, _ in pairs}, reverse=True):
+        by_arm = {
+            each.run.arm: differences(each, run) for each, run in pairs if each.run.traffic.speed == speed
+        }
+        for what, difference in by_arm.get(Arm.TURNS, {}).items():
+            others = {
+                arm.title: found[what]
+                for arm, found in by_arm.items()
+                if arm is not Arm.TURNS and what in found
             }
-            pairs["turns"] = (run.num_turns, each.run.doings.num_turns)
-            pairs["bytes moved"] = (run.moved_bytes, each.run.doings.moved_bytes)
-            for what, (here, there) in pairs.items():
-                difference = abs(here / there - 1) if there else float(here != there)
-                title = f"{what} at {speed:g}x, simulated, difference from measured"
-                yield Line(title, "share", difference, {}, Aim(MAX_DIFFERENCE))
+            title = f"{what} at {speed:g}x, simulated, difference from measured"
+            yield Line(title, "share", difference, others, Aim(MAX_DIFFERENCE))
+
+
+def differences(measured: Judged, simulated: Simulated) -> dict[str, float]:
+    """Return by what share figures of a simulation are beside those that were measured."""
+    pairs: dict[str, tuple[float, float]] = {
+        f"first token {p}": (simulated.seen.first_token_s[p], measured.seen.first_token_s[p])
+        for p in PERCENTILES
+    }
+    if measured.run.arm is Arm.TURNS:
+        pairs["turns"] = (simulated.num_turns, measured.run.doings.num_turns)
+    pairs["bytes moved"] = (simulated.moved_bytes, measured.run.doings.moved_bytes)
+    return {
+        what: abs(here / there - 1) if there else float(here != there)
+        for what, (here, there) in pairs.items()
+    }
 
 
 def fastest(simulator: TraceSimulator, trace: Trace) -> Iterator[Line]:
@@ -154,7 +222,3 @@ def highest(is_good: Callable[[float], bool], least: float, most: float) -> floa
         else:
             high = middle
     return low
-
-
-def _moved_bytes(service: SimulatedService) -> int:
-    return sum(worker.bytes_moved for worker in service.workers.values())

@@ -155,7 +155,7 @@ def test_nobody_waits_beyond_the_bound_of_turns(
 def wait_bound_s() -> float:
     """What `turn_policy.py` states for all models of the machine, and up to 14 requests."""
     shapes = [MACHINE.shape(shape) for shape in SHAPES.values()]
-    own_s = TurnRules().max_turn_s + MACHINE.assemble_s + MACHINE.switch_s
+    own_s = TurnRules().max_turn_s + MACHINE.assemble_s + MACHINE.give_way_s + MACHINE.begin_s
     return sum(own_s + one.weights_bytes / HOST_BYTES_PER_S + one.step_s(4096, 14, 8192) for one in shapes)
 
 

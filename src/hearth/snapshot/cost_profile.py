@@ -89,6 +89,7 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     shapes: Annotated[list[MeasuredShape], Meta(min_length=1)]
     #: For which a request is on its way: from its arrival to a worker, tokenized, and its first token back.
     request_s: _Time = 0.0
+    wake_s: _Time = 0.0  #: that it takes longer through a service that rests
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:
