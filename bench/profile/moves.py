@@ -1,6 +1,6 @@
 """How fast models come and go: rates of the rungs, mapping of pages, switches through a worker's step loop.
 
-    one answers, another is asked: the turn of the first ends, all missing bytes of the other cross, it answers
+    one answers, another is asked: the turn of the first ends, missing bytes of the other cross, it answers
 
 The budget holds only the largest model, and each is promised all of it, so each switch ends a turn and takes
 bytes from the models before. Nothing crosses ahead of a turn.
@@ -35,7 +35,16 @@ from bench.shape import Shape
 from hearth.config import StoreConfig
 from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.memory.cuda_pages import PAGE_BYTES
-from hearth.messages import CancelRequest, DropModel, HostModel, ModelLoaded, Sampling, StartRequest, StepDone
+from hearth.messages import (
+    CancelRequest,
+    DropModel,
+    HostModel,
+    ModelLoaded,
+    ModelTurn,
+    Sampling,
+    StartRequest,
+    StepDone,
+)
 from hearth.models.dtypes import DTYPES
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.cost_profile import MeasuredMapping, MeasuredSwitch
@@ -74,6 +83,7 @@ class _Switch:
     missing_bytes: int
     load_s: float  #: from the beginning of its turn until all of them were there
     begin_s: float  #: from then to the first token, whose prompt was computed behind the bytes
+    hold_s: float  #: from the beginning of its turn until the thread that steps could go on
 
 
 def measure_mapping(device: torch.device) -> MeasuredMapping | None:
@@ -169,11 +179,13 @@ class _WorkerRig:
             switches = list(self._switches())
         for one in switches:
             tell(f"  {one}")
+        switches = [one for one in switches if one.missing_bytes]
         line = fit_loads([(one.missing_bytes, one.load_s) for one in switches], scale)
         begin_s = scale.typical(max(0.0, one.begin_s) for one in switches)
+        hold_s_per_byte = scale.typical(max(0.0, one.hold_s) / one.missing_bytes for one in switches)
         return WorkerTimes(
             host_bytes_per_s=line.bytes_per_s,
-            switch=MeasuredSwitch(HOW_SWITCHED, line.first_s, begin_s),
+            switch=MeasuredSwitch(HOW_SWITCHED, line.first_s, begin_s, hold_s_per_byte),
             assemble_s=scale.typical(loaded.open_s + loaded.assemble_s for loaded in new),
             decode_s=decode_s,
             details=[_shown(one) for one in switches],
@@ -194,33 +206,40 @@ class _WorkerRig:
                     yield switch
 
     def _switch(self, model: ModelId) -> tuple[int, _Switch]:
-        """Ask a model, while another answers, for more than it is to say; return the request, and what came."""
+        """Ask a model for more than it is to say while another answers; return the request and the switch."""
         run = next(self._runs)
         self._worker.send(self._request(run, model, self._scale.turn_tokens))
-        loaded, loaded_s, first_s = self._first_token(run)
+        first = self._first_token(run)
+        loaded = first.loaded
+        load_s = loaded.assemble_s + loaded.total_s
+        began_s = first.loaded_s - load_s
         missing_bytes = sum(use.num_bytes for use in loaded.rungs)
-        return run, _Switch(model, missing_bytes, loaded.assemble_s + loaded.total_s, first_s - loaded_s)
+        return run, _Switch(
+            model, missing_bytes, load_s, first.token_s - first.loaded_s, first.turn_s - began_s
+        )
 
     def _ask_new(self, model: ModelId) -> ModelLoaded:
         """Host a model and ask it at once; return how it came."""
         self._worker.host(model)
         run = next(self._runs)
         self._worker.send(self._request(run, model, num_new_tokens=1))
-        loaded, _, _ = self._first_token(run)
+        loaded = self._first_token(run).loaded
         self._worker.rest()
         return loaded
 
-    def _first_token(self, run: int) -> tuple[ModelLoaded, float, float]:
-        """Wait for a load and the token behind it; return how it came, and when each was told."""
+    def _first_token(self, run: int) -> _FirstToken:
+        """Wait for a turn, its load and the token behind it."""
         loaded: ModelLoaded | None = None
-        loaded_s = first_s = 0.0
-        while loaded is None or not first_s:  # either may come first
-            heard = self._worker.until(ModelLoaded, StepDone)
-            if isinstance(heard.fact, ModelLoaded):
+        turn_s = loaded_s = token_s = 0.0
+        while loaded is None or not token_s:  # either may come first
+            heard = self._worker.until(ModelTurn, ModelLoaded, StepDone)
+            if isinstance(heard.fact, ModelTurn):
+                turn_s = turn_s if heard.fact.ended else heard.at_s
+            elif isinstance(heard.fact, ModelLoaded):
                 loaded, loaded_s = heard.fact, heard.at_s
-            elif heard.has_token_of(run) and not first_s:
-                first_s = heard.at_s
-        return loaded, loaded_s, first_s
+            elif heard.has_token_of(run) and not token_s:
+                token_s = heard.at_s
+        return _FirstToken(loaded, turn_s, loaded_s, token_s)
 
     def _decode_s(self, model: ModelId) -> float:
         """Return the time from one token to the next of the only request."""
@@ -242,6 +261,16 @@ class _WorkerRig:
         prompt = tuple(self._draw.randrange(vocab_size) for _ in range(self._scale.switch_prompt))
         sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
         return StartRequest(run, model, prompt, (), sampling, salt=b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstToken:
+    """The way to a first token, and when each part of it was told."""
+
+    loaded: ModelLoaded
+    turn_s: float  #: its model has the turn, and whoever gave way has had its last step
+    loaded_s: float
+    token_s: float
 
 
 @dataclass(frozen=True, slots=True)

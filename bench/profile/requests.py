@@ -1,7 +1,7 @@
 """How long a request is on its way besides its steps: HTTP, gateway, the worker's inbox, and its token back.
 
-A service is asked for one token at a time, while it rests and beside a stream of the same model. Taken off is
-what the steps before the token take by themselves: its own, and beside a stream those that it cannot overtake.
+A service is asked for one token at a time, while it rests and beside a stream of the same model. Taken off
+are the steps before the token: its own, and beside a stream those that it cannot overtake.
 """
 
 from __future__ import annotations

@@ -53,8 +53,10 @@ class MeasuredSwitch(Struct, frozen=True, forbid_unknown_fields=True):
     """The cost of a switch to another model besides its missing bytes and its prompt."""
 
     how: str  #: what was done to measure it
-    give_way_s: _Time  #: from the order until its missing bytes begin to cross
-    begin_s: _Time  #: from the last byte to the first token, without the prompt's own time
+    give_way_s: _Time  #: of a load that does not grow with its bytes
+    begin_s: _Time  #: from the last byte to the first token, whose prompt was computed behind the bytes
+    #: For which no model steps, by byte that is missing: others give way, and there is one thread for it all.
+    hold_s_per_byte: _Time = 0.0
 
 
 class MeasuredMapping(Struct, frozen=True, forbid_unknown_fields=True):
