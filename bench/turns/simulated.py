@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import median
 
 from bench.report import tell
 from bench.turns.outcome import Measures, Outcome, measures, outcome
@@ -24,6 +25,9 @@ from hearth.types import ModelId
 
 #: Every model is asked before, as those of a service are: one after the other, in so many seconds each.
 _WARM_S = 1.5
+#: Simulations of each measured run, and how late each arrival may be in them.
+_NUM_DRAWS = 5
+_MAX_DELAY_S = 0.001
 #: A search ends when what is good and what is not are nearer to each other than this.
 _PRECISION = 1.05
 _MAX_SPEED = 64.0
@@ -38,6 +42,9 @@ class Simulated:
     seen: Measures
     num_turns: int
     moved_bytes: int
+
+    def figures(self) -> dict[str, float]:
+        return figures(self.seen, self.num_turns, self.moved_bytes)
 
 
 class TraceSimulator:
@@ -56,7 +63,7 @@ class TraceSimulator:
         return SimulatedArm(SimulatedService(setting, self._profile))
 
     def run(self, trace: Trace, arm: Arm) -> Simulated:
-        return self.start(arm).run(trace, self._cutoff_s)
+        return self.start(arm).run(trace.requests, self._cutoff_s)
 
     def is_good(self, trace: Trace, arm: Arm) -> bool:
         """True if most requests have every token on time."""
@@ -81,10 +88,10 @@ class SimulatedArm:
         service.check()
         return list(service.answers.values())[num_before:]
 
-    def run(self, trace: Trace, cutoff_s: float) -> Simulated:
-        """Replay a trace and return what came of it."""
+    def run(self, requests: Sequence[TracedRequest], cutoff_s: float) -> Simulated:
+        """Replay requests and return what came of them."""
         begin_s, num_turns, moved_bytes = self._begin_s, self._service.num_turns, self._moved_bytes
-        answers = self.replay(trace.requests)
+        answers = self.replay(requests)
         return Simulated(
             outcomes := self._outcomes(answers, begin_s, cutoff_s),
             measures(outcomes, max(one.arrival_s + one.total_s for one in outcomes)),
@@ -116,59 +123,92 @@ class SimulatedArm:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """A measured run, and simulations of it that differ by a moment here and there."""
+
+    measured: Judged
+    draws: Sequence[Simulated]
+
+    def differences(self) -> dict[str, float]:
+        """Return by what share the figures of a typical simulation are beside those that were measured."""
+        found = {}
+        for what, there in self._measured_figures().items():
+            here = median(draw.figures()[what] for draw in self.draws)
+            found[what] = abs(here / there - 1) if there else float(here != there)
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        drawn = [draw.figures() for draw in self.draws]
+        return {
+            "arm": self.measured.run.arm,
+            "speed": self.measured.run.traffic.speed,
+            "measured": self._measured_figures(),
+            "simulated": {what: [each[what] for each in drawn] for what in self._measured_figures()},
+        }
+
+    def _measured_figures(self) -> dict[str, float]:
+        doings = self.measured.run.doings
+        return figures(self.measured.seen, doings.num_turns, doings.moved_bytes)
+
+
+def figures(seen: Measures, num_turns: int, moved_bytes: int) -> dict[str, float]:
+    """Return what simulations are compared by."""
+    first_tokens = {f"first token {p}": seen.first_token_s[p] for p in PERCENTILES}
+    return {**first_tokens, "turns": num_turns, "bytes moved": moved_bytes}
+
+
 def simulated_runs(
     judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace, warm_window_s: float
-) -> list[tuple[Judged, Simulated]]:
+) -> list[SimulatedRun]:
     """Simulate what was measured, with what was there before: every arm had one service for all its runs.
 
-    The traffic of `warm_window_s` behind the longest run warmed it up.
+    The traffic of `warm_window_s` behind the longest run warmed it up. A busy device makes a different turn
+    of a millisecond more or less, and everybody behind it has another wait. So there are several draws.
     """
-    pairs = []
+    simulated = []
     for arm in Arm:
-        runs = [each for each in judged if each.run.arm is arm]
-        if runs:
-            simulated = simulator.start(arm)
-            warm = trace.window(max(each.run.traffic.window_s for each in runs), warm_window_s)
-            simulated.replay(warm.at_speed(WARM_SPEED).requests)
-            for each in runs:
-                traffic = each.run.traffic
-                part = trace.window(0.0, traffic.window_s).at_speed(traffic.speed)
-                pairs.append((each, simulated.run(part, traffic.cutoff_s)))
-    return pairs
+        if not (runs := [each for each in judged if each.run.arm is arm]):
+            continue
+        drawn = [_draw(runs, simulator.start(arm), trace, warm_window_s, seed) for seed in range(_NUM_DRAWS)]
+        simulated += [SimulatedRun(each, draws) for each, *draws in zip(runs, *drawn, strict=True)]
+    return simulated
 
 
-def compared(
-    judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace, warm_window_s: float
-) -> Iterator[Line]:
+def _draw(
+    runs: Sequence[Judged], arm: SimulatedArm, trace: Trace, warm_window_s: float, seed: int
+) -> list[Simulated]:
+    """Simulate the runs of one arm, one after the other, with arrivals that are a moment late at random."""
+    chooser = Random(seed)
+    warm = trace.window(max(each.run.traffic.window_s for each in runs), warm_window_s)
+    arm.replay(_delayed(warm.at_speed(WARM_SPEED), chooser))
+    return [
+        arm.run(
+            _delayed(trace.window(0.0, traffic.window_s).at_speed(traffic.speed), chooser), traffic.cutoff_s
+        )
+        for traffic in (each.run.traffic for each in runs)
+    ]
+
+
+def _delayed(trace: Trace, chooser: Random) -> list[TracedRequest]:
+    """Return the requests of a trace, each a moment late, in their order."""
+    return [
+        replace(one, arrival_s=one.arrival_s + chooser.uniform(0.0, _MAX_DELAY_S)) for one in trace.requests
+    ]
+
+
+def compared(simulated: Sequence[SimulatedRun]) -> Iterator[Line]:
     """Yield how far the simulator is from each measured run that took turns, and the others beside it."""
-    pairs = simulated_runs(judged, simulator, trace, warm_window_s)
-    for speed in sorted({each.run.traffic.speed for each, _ in pairs}, reverse=True):
+    for speed in sorted({each.measured.run.traffic.speed for each in simulated}, reverse=True):
         by_arm = {
-            each.run.arm: differences(each, run) for each, run in pairs if each.run.traffic.speed == speed
+            each.measured.run.arm: each.differences()
+            for each in simulated
+            if each.measured.run.traffic.speed == speed
         }
         for what, difference in by_arm.get(Arm.TURNS, {}).items():
-            others = {
-                arm.title: found[what]
-                for arm, found in by_arm.items()
-                if arm is not Arm.TURNS and what in found
-            }
+            others = {arm.title: found[what] for arm, found in by_arm.items() if arm is not Arm.TURNS}
             title = f"{what} at {speed:g}x, simulated, difference from measured"
-            yield Line(title, "share", difference, others, Aim(MAX_DIFFERENCE))
-
-
-def differences(measured: Judged, simulated: Simulated) -> dict[str, float]:
-    """Return by what share figures of a simulation are beside those that were measured."""
-    pairs: dict[str, tuple[float, float]] = {
-        f"first token {p}": (simulated.seen.first_token_s[p], measured.seen.first_token_s[p])
-        for p in PERCENTILES
-    }
-    if measured.run.arm is Arm.TURNS:
-        pairs["turns"] = (simulated.num_turns, measured.run.doings.num_turns)
-    pairs["bytes moved"] = (simulated.moved_bytes, measured.run.doings.moved_bytes)
-    return {
-        what: abs(here / there - 1) if there else float(here != there)
-        for what, (here, there) in pairs.items()
-    }
+            yield Line(title, "share", difference, {} if what == "turns" else others, Aim(MAX_DIFFERENCE))
 
 
 def fastest(simulator: TraceSimulator, trace: Trace) -> Iterator[Line]:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from hearth.errors import ConfigError
 from hearth.policy.fleet.events import (
+    Evict,
     ModelDeployed,
+    ModelReady,
     ModelRemoved,
     RequestCancelled,
     TurnBegan,
@@ -25,6 +27,7 @@ from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import KIND, Policy, SimulationSetting
+from hearth.sim.stepped_model import StartOrder
 from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
 from hearth.sim.traces import TracedRequest
 from hearth.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
@@ -60,6 +63,69 @@ def test_a_first_token_comes_later_by_what_its_request_was_on_its_way() -> None:
         service.check()
     for here, there in zip(token_times(near), token_times(far), strict=True):
         assert there == pytest.approx([at_s + 0.25 for at_s in here])
+
+
+def machine(wake_s: float = 0.0, **switch: float) -> Profile:
+    """Return the machine where a thread wakes and switches as it is said."""
+    measured = MACHINE.measured
+    switched = msgspec.structs.replace(measured.switch, **switch)
+    return Profile(msgspec.structs.replace(measured, wake_s=wake_s, switch=switched))
+
+
+def test_a_first_token_comes_right_behind_the_last_byte_that_its_prompt_followed() -> None:
+    loads = list[ModelReady]()
+
+    def watch(fact: WorkerFact) -> None:
+        if isinstance(fact, ModelReady):
+            loads.append(fact)
+
+    service = SimulatedService(SETTING, MACHINE, watch)
+    service.ask(TracedRequest(3.0 * at, model, 100, 5) for at, model in enumerate("aba"))
+    service.run()
+    *_, last = service.answers.values()
+    num_bytes = loads[-1].rungs[0].num_bytes
+    assert (loads[-1].model, num_bytes > 0) == (A, True)
+    load_s = MACHINE.give_way_s + num_bytes / HOST_BYTES_PER_S
+    assert last.first_token_s == pytest.approx(load_s + MACHINE.begin_s)
+
+
+def test_a_model_that_comes_back_to_all_its_bytes_is_loaded_in_no_time() -> None:
+    service = served([TracedRequest(0.0, "c", 100, 5)])
+    (worker,) = service.workers.values()
+    order, now_s = worker.hosted[C].order, service.now_s + 1.0
+    start = StartOrder(RequestId("again"), C, 100, 1, Pace(), now_s, 0)
+    for one in (Evict(C, worker.name, 0.0, is_freed=False), order, start):
+        worker.post(one, now_s)
+    sent = list[TokensSent]()
+    while not sent:
+        sent = [fact for fact in worker.advance(worker.next_s) if isinstance(fact, TokensSent)]
+    step_s = MACHINE.shape(SHAPES[C]).step_s(100, 1, 100)
+    assert sent[0].at_s[0] - now_s == pytest.approx(MACHINE.wake_s + step_s)
+
+
+def test_who_asks_a_worker_that_rests_waits_until_it_is_awake() -> None:
+    times = list[list[float]]()
+    for wake_s in (0.0, 0.25):
+        service = SimulatedService(SETTING, machine(wake_s))
+        service.ask(TracedRequest(at_s, "a", 100, 50) for at_s in (0.0, 3.0, 3.3))
+        service.run()
+        times.append([answer.first_token_s for answer in service.answers.values()])
+    first, resting, busy = (late_s - soon_s for soon_s, late_s in zip(*times, strict=True))
+    assert first == pytest.approx(0.0)  # its bytes took longer
+    assert resting == pytest.approx(0.25)
+    assert abs(busy) < 0.05
+
+
+def test_no_model_steps_while_others_give_way_for_a_load() -> None:
+    hold_s_per_byte = 0.1 / GB
+    pauses = list[float]()
+    for each in (0.0, hold_s_per_byte):
+        service = SimulatedService(SETTING, machine(hold_s_per_byte=each))
+        service.ask([TracedRequest(0.0, "a", 100, 600), TracedRequest(3.0, "c", 100, 5)])
+        service.run()
+        pauses.append(service.answers[RequestId("request-0")].longest_pause_s)
+    weights_bytes = MACHINE.shape(SHAPES[C]).weights_bytes
+    assert pauses[1] - pauses[0] == pytest.approx(hold_s_per_byte * weights_bytes, rel=0.1)
 
 
 def test_a_client_may_go_while_its_request_is_on_its_way() -> None:
