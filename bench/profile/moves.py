@@ -40,7 +40,6 @@ from hearth.messages import (
     DropModel,
     HostModel,
     ModelLoaded,
-    ModelTurn,
     Sampling,
     StartRequest,
     StepDone,
@@ -83,7 +82,6 @@ class _Switch:
     missing_bytes: int
     load_s: float  #: from the beginning of its turn until all of them were there
     begin_s: float  #: from then to the first token, whose prompt was computed behind the bytes
-    hold_s: float  #: from the beginning of its turn until the thread that steps could go on
 
 
 def measure_mapping(device: torch.device) -> MeasuredMapping | None:
@@ -182,10 +180,9 @@ class _WorkerRig:
         switches = [one for one in switches if one.missing_bytes]
         line = fit_loads([(one.missing_bytes, one.load_s) for one in switches], scale)
         begin_s = scale.typical(max(0.0, one.begin_s) for one in switches)
-        hold_s_per_byte = scale.typical(max(0.0, one.hold_s) / one.missing_bytes for one in switches)
         return WorkerTimes(
             host_bytes_per_s=line.bytes_per_s,
-            switch=MeasuredSwitch(HOW_SWITCHED, line.first_s, begin_s, hold_s_per_byte),
+            switch=MeasuredSwitch(HOW_SWITCHED, line.first_s, begin_s),
             assemble_s=scale.typical(loaded.open_s + loaded.assemble_s for loaded in new),
             decode_s=decode_s,
             details=[_shown(one) for one in switches],
@@ -209,37 +206,30 @@ class _WorkerRig:
         """Ask a model for more than it is to say while another answers; return the request and the switch."""
         run = next(self._runs)
         self._worker.send(self._request(run, model, self._scale.turn_tokens))
-        first = self._first_token(run)
-        loaded = first.loaded
-        load_s = loaded.assemble_s + loaded.total_s
-        began_s = first.loaded_s - load_s
+        loaded, loaded_s, first_s = self._first_token(run)
         missing_bytes = sum(use.num_bytes for use in loaded.rungs)
-        return run, _Switch(
-            model, missing_bytes, load_s, first.token_s - first.loaded_s, first.turn_s - began_s
-        )
+        return run, _Switch(model, missing_bytes, loaded.assemble_s + loaded.total_s, first_s - loaded_s)
 
     def _ask_new(self, model: ModelId) -> ModelLoaded:
         """Host a model and ask it at once; return how it came."""
         self._worker.host(model)
         run = next(self._runs)
         self._worker.send(self._request(run, model, num_new_tokens=1))
-        loaded = self._first_token(run).loaded
+        loaded, _, _ = self._first_token(run)
         self._worker.rest()
         return loaded
 
-    def _first_token(self, run: int) -> _FirstToken:
-        """Wait for a turn, its load and the token behind it."""
+    def _first_token(self, run: int) -> tuple[ModelLoaded, float, float]:
+        """Wait for a load and the token behind it; return how it came, and when each was told."""
         loaded: ModelLoaded | None = None
-        turn_s = loaded_s = token_s = 0.0
-        while loaded is None or not token_s:  # either may come first
-            heard = self._worker.until(ModelTurn, ModelLoaded, StepDone)
-            if isinstance(heard.fact, ModelTurn):
-                turn_s = turn_s if heard.fact.ended else heard.at_s
-            elif isinstance(heard.fact, ModelLoaded):
+        loaded_s = first_s = 0.0
+        while loaded is None or not first_s:  # either may come first
+            heard = self._worker.until(ModelLoaded, StepDone)
+            if isinstance(heard.fact, ModelLoaded):
                 loaded, loaded_s = heard.fact, heard.at_s
-            elif heard.has_token_of(run) and not token_s:
-                token_s = heard.at_s
-        return _FirstToken(loaded, turn_s, loaded_s, token_s)
+            elif heard.has_token_of(run) and not first_s:
+                first_s = heard.at_s
+        return loaded, loaded_s, first_s
 
     def _decode_s(self, model: ModelId) -> float:
         """Return the time from one token to the next of the only request."""
@@ -261,16 +251,6 @@ class _WorkerRig:
         prompt = tuple(self._draw.randrange(vocab_size) for _ in range(self._scale.switch_prompt))
         sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
         return StartRequest(run, model, prompt, (), sampling, salt=b"")
-
-
-@dataclass(frozen=True, slots=True)
-class _FirstToken:
-    """The way to a first token, and when each part of it was told."""
-
-    loaded: ModelLoaded
-    turn_s: float  #: its model has the turn, and whoever gave way has had its last step
-    loaded_s: float
-    token_s: float
 
 
 @dataclass(frozen=True, slots=True)

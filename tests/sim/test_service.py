@@ -65,13 +65,6 @@ def test_a_first_token_comes_later_by_what_its_request_was_on_its_way() -> None:
         assert there == pytest.approx([at_s + 0.25 for at_s in here])
 
 
-def machine(wake_s: float = 0.0, **switch: float) -> Profile:
-    """Return the machine where a thread wakes and switches as it is said."""
-    measured = MACHINE.measured
-    switched = msgspec.structs.replace(measured.switch, **switch)
-    return Profile(msgspec.structs.replace(measured, wake_s=wake_s, switch=switched))
-
-
 def test_a_first_token_comes_right_behind_the_last_byte_that_its_prompt_followed() -> None:
     loads = list[ModelReady]()
 
@@ -106,7 +99,8 @@ def test_a_model_that_comes_back_to_all_its_bytes_is_loaded_in_no_time() -> None
 def test_who_asks_a_worker_that_rests_waits_until_it_is_awake() -> None:
     times = list[list[float]]()
     for wake_s in (0.0, 0.25):
-        service = SimulatedService(SETTING, machine(wake_s))
+        machine = Profile(msgspec.structs.replace(MACHINE.measured, wake_s=wake_s))
+        service = SimulatedService(SETTING, machine)
         service.ask(TracedRequest(at_s, "a", 100, 50) for at_s in (0.0, 3.0, 3.3))
         service.run()
         times.append([answer.first_token_s for answer in service.answers.values()])
@@ -114,18 +108,6 @@ def test_who_asks_a_worker_that_rests_waits_until_it_is_awake() -> None:
     assert first == pytest.approx(0.0)  # its bytes took longer
     assert resting == pytest.approx(0.25)
     assert abs(busy) < 0.05
-
-
-def test_no_model_steps_while_others_give_way_for_a_load() -> None:
-    hold_s_per_byte = 0.1 / GB
-    pauses = list[float]()
-    for each in (0.0, hold_s_per_byte):
-        service = SimulatedService(SETTING, machine(hold_s_per_byte=each))
-        service.ask([TracedRequest(0.0, "a", 100, 600), TracedRequest(3.0, "c", 100, 5)])
-        service.run()
-        pauses.append(service.answers[RequestId("request-0")].longest_pause_s)
-    weights_bytes = MACHINE.shape(SHAPES[C]).weights_bytes
-    assert pauses[1] - pauses[0] == pytest.approx(hold_s_per_byte * weights_bytes, rel=0.1)
 
 
 def test_a_client_may_go_while_its_request_is_on_its_way() -> None:

@@ -58,8 +58,6 @@ class Profile:
         self.bytes_per_s: Mapping[Rung, float] = measured.bytes_per_s
         #: Of a load by an engine that is there, besides its bytes.
         self.give_way_s = measured.switch.give_way_s
-        #: For which no model steps while others give way for a load, by byte of it.
-        self.hold_s_per_byte = measured.switch.hold_s_per_byte
         #: From the last byte of a load to the token of a step that has followed it.
         self.begin_s = measured.switch.begin_s
         self.assemble_s = measured.assemble_s

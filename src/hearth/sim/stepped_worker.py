@@ -106,7 +106,6 @@ class SteppedWorker:
         self._device_free_s = 0.0  #: when the last step that was launched is over
         self._flushed_s = 0.0  #: when the last step of a model is over whose turn has ended
         self._bus_free_s = 0.0
-        self._held_s = 0.0  #: until when no step can begin, because others give way for a load
         self._is_asleep = True  #: nothing was to be done when it was last looked
         self._now_s = 0.0
         self._facts: list[WorkerFact] = []
@@ -127,8 +126,7 @@ class SteppedWorker:
         loads = [one.load for one in self.hosted.values() if one.load is not None]
         follows = [load.follow_s for load in loads if load.follow_s > self._now_s]
         wake_s = math.inf if self.turns is None else max(self._now_s, self.turns.wake_s)
-        held_s = self._held_s if self._held_s > self._now_s else math.inf
-        return min([wake_s, held_s, *follows, *(load.end_s for load in loads)])
+        return min([wake_s, *follows, *(load.end_s for load in loads)])
 
     def post(self, order: WorkerOrder, now_s: float) -> None:
         """Give an order, to be carried out as soon as no step is under way."""
@@ -338,7 +336,6 @@ class SteppedWorker:
 
     def _have_cross(self, num_bytes: int, begin_s: float) -> float:
         """Return when bytes are there whose load begins then."""
-        self._held_s = max(self._now_s, self._held_s) + self._profile.hold_s_per_byte * num_bytes
         self._bus_free_s = begin_s + self._profile.give_way_s + self._bytes_s(num_bytes)
         return self._bus_free_s
 
@@ -376,8 +373,6 @@ class SteppedWorker:
 
     def _begin_step(self) -> None:
         """Call the engine of the model that is next, if any has something to compute."""
-        if self._now_s < self._held_s:
-            return
         while ready := self._readiness.ready(self._busy(), self.reclaimer.policy.generation):
             if (jump := self._plan_jump(ready)) is not None:
                 self._running = jump

@@ -55,8 +55,6 @@ class MeasuredSwitch(Struct, frozen=True, forbid_unknown_fields=True):
     how: str  #: what was done to measure it
     give_way_s: _Time  #: of a load that does not grow with its bytes
     begin_s: _Time  #: from the last byte to the first token, whose prompt was computed behind the bytes
-    #: For which no model steps, by byte that is missing: others give way, and there is one thread for it all.
-    hold_s_per_byte: _Time = 0.0
 
 
 class MeasuredMapping(Struct, frozen=True, forbid_unknown_fields=True):
