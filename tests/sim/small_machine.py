@@ -42,6 +42,7 @@ MACHINE = Profile(
         assemble_s=0.02,
         host_step_s=0.0,
         wake_s=0.002,
+        beside_load_s=0.005,
         shapes=[_shape("3B", 6 * GB, 114_688, 0.004), _shape("7B", 13 * GB, 524_288, 0.006)],
     )
 )

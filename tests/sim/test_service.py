@@ -110,6 +110,19 @@ def test_who_asks_a_worker_that_rests_waits_until_it_is_awake() -> None:
     assert abs(busy) < 0.05
 
 
+def test_steps_take_as_long_as_the_host_needs_for_them_beside_a_load() -> None:
+    pauses = list[float]()
+    for beside_load_s in (0.0, 0.05):
+        machine = Profile(msgspec.structs.replace(MACHINE.measured, beside_load_s=beside_load_s))
+        service = SimulatedService(SETTING, machine)
+        service.ask([TracedRequest(0.0, "a", 100, 400), TracedRequest(1.0, "c", 100, 1)])
+        service.run()
+        pauses.append(service.answers[RequestId("request-0")].longest_pause_s)
+    alone_s, beside_s = pauses
+    assert alone_s < 0.03
+    assert beside_s == pytest.approx(0.05)
+
+
 def test_a_client_may_go_while_its_request_is_on_its_way() -> None:
     service = SimulatedService(SETTING, far_away(1.0))
     service.ask([TracedRequest(0.0, "a", 100, 5), TracedRequest(0.0, "b", 100, 5)])

@@ -63,6 +63,7 @@ class Profile:
         self.assemble_s = measured.assemble_s
         self.request_s = measured.request_s
         self.wake_s = measured.wake_s
+        self.beside_load_s = measured.beside_load_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
 
     @staticmethod

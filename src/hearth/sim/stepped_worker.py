@@ -325,7 +325,7 @@ class SteppedWorker:
 
     def _load_front(self) -> None:
         """Have the first bytes of the next in line cross before its turn, where others cost less."""
-        if self.turns is None or any(one.load is not None for one in self.hosted.values()):
+        if self.turns is None or self._is_any_loading():
             return
         model = self.turns.early(self._now_s, lambda name: self.reclaimer.missing_bytes(name) > 0)
         num_bytes = 0 if model is None else self.reclaimer.place_front(model, self.turns.front_bytes)
@@ -385,7 +385,7 @@ class SteppedWorker:
             # A step that follows a load ends with it at the soonest, and holds up its thread until then.
             load_end_s = now_s if hosted.load is None else hosted.load.end_s
             not_before_s = 0.0 if hosted.load is None else load_end_s + self._profile.begin_s
-            call = hosted.engine.launch(begin_s, not_before_s)
+            call = hosted.engine.launch(begin_s, not_before_s, self._least_step_s())
             if (launched := call.launched) is not None:
                 self._note_step(launched.end_s, launched.end_s - begin_s)
             if call.awaited is not None or launched is not None:
@@ -396,7 +396,13 @@ class SteppedWorker:
             if not self._settle(model, has_ended=False):
                 self._readiness.starved(model, self.reclaimer.policy.generation)
 
-        self._is_asleep = not any(one.load is not None for one in self.hosted.values())
+        self._is_asleep = not self._is_any_loading()
+
+    def _least_step_s(self) -> float:
+        return self._profile.beside_load_s if self._is_any_loading() else 0.0
+
+    def _is_any_loading(self) -> bool:
+        return any(one.load is not None for one in self.hosted.values())
 
     def _take_wake_s(self) -> float:
         """Return how long it takes to begin a step; longer where the thread slept until somebody asked."""
@@ -415,6 +421,7 @@ class SteppedWorker:
             now_s=self._now_s,
             until_s=self._news_s(),
             device_free_s=self._device_free_s,
+            least_step_s=self._least_step_s(),
         )
 
     def _end_running(self) -> None:

@@ -90,6 +90,7 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     #: For which a request is on its way: from its arrival to a worker, tokenized, and its first token back.
     request_s: _Time = 0.0
     wake_s: _Time = 0.0  #: that it takes longer through a service that rests
+    beside_load_s: _Time = 0.0  #: that a step takes at least while bytes cross: the host sees to both
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:
