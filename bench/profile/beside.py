@@ -1,4 +1,4 @@
-"""How long the host takes for a step while another model's bytes cross, which threads of the same process see to.
+"""How long the host takes for a step while bytes of another model cross: threads of one process see to both.
 
 It is told by the smallest model, whose steps wait for the host the soonest.
 """

@@ -120,7 +120,7 @@ def test_steps_take_as_long_as_the_host_needs_for_them_beside_a_load() -> None:
         pauses.append(service.answers[RequestId("request-0")].longest_pause_s)
     alone_s, beside_s = pauses
     assert alone_s < 0.03
-    assert beside_s == pytest.approx(0.05)
+    assert 0.05 <= beside_s < 0.06
 
 
 def test_a_client_may_go_while_its_request_is_on_its_way() -> None:
