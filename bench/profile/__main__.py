@@ -54,6 +54,8 @@ class Draft:
 
     def add(self, **parts: object) -> None:
         self.parts.update(parts)
+        if isinstance(origin := self.parts.get("origin"), dict):  # as it was read: measured now are these
+            origin["assumed"] = {name: why for name, why in origin["assumed"].items() if name not in parts}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(self.parts), indent=1).decode()
         self.path.write_text(text + "\n", encoding="utf-8")

@@ -70,6 +70,14 @@ def test_what_is_measured_is_written_at_once(tmp_path: Path) -> None:
     assert json.loads(draft.path.read_text()) == {"version": VERSION, "assemble_s": 0.5, "host_step_s": 0.1}
 
 
+def test_what_is_measured_later_is_no_longer_assumed(tmp_path: Path) -> None:
+    assumed = {"request_s": "nothing was asked", "bytes_per_s.object": "a link"}
+    draft = Draft(tmp_path / "part.json", {"version": VERSION, "origin": {"assumed": assumed}})
+    draft.add(request_s=0.003, wake_s=0.002)
+
+    assert json.loads(draft.path.read_text())["origin"] == {"assumed": {"bytes_per_s.object": "a link"}}
+
+
 def test_sizes_on_a_gpu_are_those_of_the_models_whose_shapes_they_have() -> None:
     sizes = {shape.name: (shape.weights_bytes, shape.kv_bytes_per_token) for shape in GPU.shapes}
 
