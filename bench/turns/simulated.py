@@ -38,7 +38,6 @@ _AIM_SPEEDUP = 2.5  #: of the highest speed, over that with drains
 class Simulated:
     """The figures of a run of the simulator."""
 
-    outcomes: Sequence[Outcome]
     seen: Measures
     num_turns: int
     moved_bytes: int
@@ -92,8 +91,8 @@ class SimulatedArm:
         """Replay requests and return what came of them."""
         begin_s, num_turns, moved_bytes = self._begin_s, self._service.num_turns, self._moved_bytes
         answers = self.replay(requests)
+        outcomes = self._outcomes(answers, begin_s, cutoff_s)
         return Simulated(
-            outcomes := self._outcomes(answers, begin_s, cutoff_s),
             measures(outcomes, max(one.arrival_s + one.total_s for one in outcomes)),
             self._service.num_turns - num_turns,
             self._moved_bytes - moved_bytes,

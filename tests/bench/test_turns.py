@@ -283,7 +283,7 @@ def test_a_run_is_compared_with_the_typical_one_of_its_simulations(tmp_path: Pat
     (measured,) = judge([run(tmp_path, Arm.TURNS, 3.0, 0.1)])
     doings = measured.run.doings
     draws = [
-        Simulated([], replace(measured.seen, first_token_s=first_s), doings.num_turns, doings.moved_bytes)
+        Simulated(replace(measured.seen, first_token_s=first_s), doings.num_turns, doings.moved_bytes)
         for first_s in (dict.fromkeys(("p50", "p90", "p99"), share * 0.1) for share in (0.5, 1.25, 3.0))
     ]
     simulated = SimulatedRun(measured, draws)
