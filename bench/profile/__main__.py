@@ -1,6 +1,6 @@
 """What does this machine take for steps, loads and switches? Writes the profile that simulations run on.
 
-python -m bench.profile [--device cpu] [--out FILE | --save] [--shapes NAME ...] [--only-requests] [--tiny]
+python -m bench.profile [--device cpu] [--out FILE | --save] [--shapes NAME ...] [--only PART ...] [--tiny]
 
 Random models are made here: on a GPU with the shapes of Llama-3.2-1B, 3B and Llama-2-7B in bfloat16, on a CPU
 with that of SmolLM2-135M in float32. They take 23 GB in /dev/shm and 26 GiB of pinned host memory on a GPU,
@@ -20,13 +20,14 @@ import shlex
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import torch
 
+from bench.profile.beside import measure_beside_loads
 from bench.profile.moves import measure_disk, measure_mapping, measure_worker
 from bench.profile.requests import measure_request
 from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
@@ -34,7 +35,7 @@ from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
 from hearth.sim.profile import Profile
 from hearth.sim.step_times import StepTimes
-from hearth.snapshot.cost_profile import VERSION, Origin
+from hearth.snapshot.cost_profile import VERSION, MeasuredShape, Origin
 from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
@@ -53,6 +54,8 @@ class Draft:
 
     def add(self, **parts: object) -> None:
         self.parts.update(parts)
+        if isinstance(origin := self.parts.get("origin"), dict):  # as it was read: measured now are these
+            origin["assumed"] = {name: why for name, why in origin["assumed"].items() if name not in parts}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(self.parts), indent=1).decode()
         self.path.write_text(text + "\n", encoding="utf-8")
@@ -93,6 +96,19 @@ def measure(scale: Scale, device: torch.device, draft: Draft) -> None:
         assemble_s=times.assemble_s,
         host_step_s=max(0.0, host_step_s),
     )
+
+
+def add_steps_beside_loads(scale: Scale, device: torch.device, draft: Draft) -> None:
+    draft.add(beside_load_s=measure_beside_loads(scale, device))
+
+
+def add_requests(scale: Scale, device: torch.device, draft: Draft) -> None:
+    known = {shape.name: StepTimes.fitted(shape.steps) for shape in _measured_shapes(draft)}
+    draft.add(**asdict(measure_request(scale, device, known)))
+
+
+#: Measured last, and each by itself.
+LAST_PARTS = {"beside": add_steps_beside_loads, "requests": add_requests}
 
 
 def tell_errors(profile: Profile) -> None:
@@ -144,13 +160,14 @@ def main() -> None:
     torch.ones(1, device=device)  # brings the device up
     # Where the file goes is nothing that a time depends on.
     command = ["--device", options.device, *(["--shapes", *options.shapes] if options.shapes else [])]
-    if options.only_requests:
+    if options.only:
         draft = Draft(path, json.loads(path.read_text(encoding="utf-8")))
     else:
         draft = Draft(path, {"version": VERSION, "origin": origin(command, is_tiny=options.tiny)})
         measure(scale, device, draft)
-    with step("requests"):
-        draft.add(request_s=measure_request())
+    for part in options.only or LAST_PARTS:
+        with step(part):
+            LAST_PARTS[part](scale, device, draft)
     tell_errors(Profile.load(path))
     print(json.dumps({name: part for name, part in json.loads(path.read_text()).items() if name != "shapes"}))
 
@@ -165,12 +182,18 @@ def _options() -> ArgumentParser:
     parser.add_argument("--save", action="store_true", help="write it to where simulations find it by name")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help="only these models")
     parser.add_argument(
-        "--only-requests",
-        action="store_true",
-        help="what a request takes besides its steps, in a file with the rest",
+        "--only",
+        nargs="+",
+        choices=list(LAST_PARTS),
+        metavar="PART",
+        help=f"in a file that has the rest: {', '.join(LAST_PARTS)}",
     )
     parser.add_argument("--tiny", action="store_true", help="see only that everything runs")
     return parser
+
+
+def _measured_shapes(draft: Draft) -> list[MeasuredShape]:
+    return msgspec.convert(draft.parts["shapes"], type=list[MeasuredShape], from_attributes=True)
 
 
 def _name_of(device: str) -> str:

@@ -1,9 +1,9 @@
 """How fast models come and go: rates of the rungs, mapping of pages, switches through a worker's step loop.
 
-    retire one, host another and ask it at once: all of its bytes that are missing cross, then its prompt runs
+    one answers, another is asked: the turn of the first ends, missing bytes of the other cross, it answers
 
-The budget holds only the largest model, so each switch takes bytes from the models before. A switch here is
-between models without requests: until one under a running request is measured, it stands in for that.
+The budget holds only the largest model, and each is promised all of it, so each switch ends a turn and takes
+bytes from the models before. Nothing crosses ahead of a turn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+import msgspec
 import torch
 
 from bench.load.raw_readers import Caches
@@ -34,8 +35,17 @@ from bench.shape import Shape
 from hearth.config import StoreConfig
 from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.memory.cuda_pages import PAGE_BYTES
-from hearth.messages import DropModel, HostModel, ModelLoaded, RetireModel, Sampling, StartRequest, StepDone
+from hearth.messages import (
+    CancelRequest,
+    DropModel,
+    HostModel,
+    ModelLoaded,
+    Sampling,
+    StartRequest,
+    StepDone,
+)
 from hearth.models.dtypes import DTYPES
+from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.cost_profile import MeasuredMapping, MeasuredSwitch
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import WEIGHTS, read_manifest
@@ -46,7 +56,11 @@ from hearth.types import ModelId, Rung
 #: Pages beyond what the largest model takes: sinks of others, and what rounding may cost.
 SPARE_PAGES = 8
 NUM_SPOKEN_TOKENS = 48
-HOW_SWITCHED = "an idle model is retired, another one hosted and asked at once, through a worker's step loop"
+#: Loads tell how time grows with bytes if one brings so many times as many as the other.
+_APART = 1.5
+HOW_SWITCHED = "a model that answers gives way to another by turns, through a worker's step loop"
+#: As short turns as switches allow, and nothing comes ahead of them.
+RULES = TurnRules(min_turn_s=0.05, front_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +80,8 @@ class _Switch:
 
     model: ModelId
     missing_bytes: int
-    give_way_s: float  #: from the order to the start of the load
-    load_s: float
-    begin_s: float  #: from the end of the load to the first token, the prompt's time included
-    assemble_s: float  #: of `give_way_s`, that in which a new engine was put together
+    load_s: float  #: from the beginning of its turn until all of them were there
+    begin_s: float  #: from then to the first token, whose prompt was computed behind the bytes
 
 
 def measure_mapping(device: torch.device) -> MeasuredMapping | None:
@@ -134,7 +146,11 @@ def measure_worker(scale: Scale, device: torch.device) -> WorkerTimes:
             Loader(device),
             device_pages if device.type == "cuda" else host_pages,
         )
-        with working(setting, Path(place), orders, _budget_bytes(scale, device)) as worker:
+        budget_bytes = _budget_bytes(scale, device)
+        orders = {
+            model: msgspec.structs.replace(order, own_bytes=budget_bytes) for model, order in orders.items()
+        }
+        with working(setting, Path(place), orders, budget_bytes, turns=RULES) as worker:
             worker.segment.wait_pinned()
             return _WorkerRig(worker, scale).measure()
 
@@ -149,81 +165,71 @@ class _WorkerRig:
 
     def measure(self) -> WorkerTimes:
         worker, scale = self._worker, self._scale
-        with step("worker: models to host memory"):
+        decode_s, new = {}, []
+        with step("worker: models to host memory, then steps"):
             for model in self._models:
-                worker.load(model)
-                worker.send(DropModel(model))
-        prompt_s, decode_s, new = {}, {}, []
-        with step("worker: steps"):
-            for model in self._models:  # host memory has all of them, and kernels are compiled from here on
-                new.append(self._switch(model))
-                prompt_s[model] = self._prompt_s(model)
+                self._ask_new(model)
                 decode_s[str(model)] = self._decode_s(model)
                 worker.send(DropModel(model))
-                new.append(self._switch(model))
-                worker.send(RetireModel(model))
+                new.append(self._ask_new(model))  # host memory has it, and kernels are compiled
+                worker.send(DropModel(model))
         with step("worker: switches"):
             switches = list(self._switches())
         for one in switches:
             tell(f"  {one}")
-        loads = [one for one in (*switches, *new[1::2]) if one.missing_bytes]
-        begin_s = scale.typical(max(0.0, one.begin_s - prompt_s[one.model]) for one in switches)
+        switches = [one for one in switches if one.missing_bytes]
+        line = fit_loads([(one.missing_bytes, one.load_s) for one in switches], scale)
+        begin_s = scale.typical(max(0.0, one.begin_s) for one in switches)
         return WorkerTimes(
-            host_bytes_per_s=1 / scale.typical(one.load_s / one.missing_bytes for one in loads),
-            switch=MeasuredSwitch(HOW_SWITCHED, scale.typical(one.give_way_s for one in switches), begin_s),
-            assemble_s=scale.typical(one.assemble_s for one in new[1::2]),
+            host_bytes_per_s=line.bytes_per_s,
+            switch=MeasuredSwitch(HOW_SWITCHED, line.first_s, begin_s),
+            assemble_s=scale.typical(loaded.open_s + loaded.assemble_s for loaded in new),
             decode_s=decode_s,
             details=[_shown(one) for one in switches],
         )
 
     def _switches(self) -> Iterator[_Switch]:
-        """Yield switches from each model to the next, round and round."""
+        """Yield switches from each model to the next, round and round, each beside a request of the last."""
+        for model in self._models:
+            self._worker.host(model)
+        last: int | None = None
         for round_number in range(self._scale.num_switches + 1):
             for model in self._models:
-                switch = self._switch(model)
-                self._worker.send(RetireModel(model))
-                self._worker.rest()
+                run, switch = self._switch(model)
+                if last is not None:
+                    self._worker.send(CancelRequest(last))
+                last = run
                 if round_number:  # the first one brings them into the order that all others find
                     yield switch
 
-    def _switch(self, model: ModelId) -> _Switch:
-        """Host a model and ask it at once."""
-        worker = self._worker
-        worker.rest()
+    def _switch(self, model: ModelId) -> tuple[int, _Switch]:
+        """Ask a model for more than it is to say while another answers; return the request and the switch."""
         run = next(self._runs)
-        began_s = time.perf_counter()
-        worker.host(model)
-        worker.send(self._request(run, model, num_new_tokens=1))
+        self._worker.send(self._request(run, model, self._scale.turn_tokens))
+        loaded, loaded_s, first_s = self._first_token(run)
+        missing_bytes = sum(use.num_bytes for use in loaded.rungs)
+        return run, _Switch(model, missing_bytes, loaded.assemble_s + loaded.total_s, first_s - loaded_s)
+
+    def _ask_new(self, model: ModelId) -> ModelLoaded:
+        """Host a model and ask it at once; return how it came."""
+        self._worker.host(model)
+        run = next(self._runs)
+        self._worker.send(self._request(run, model, num_new_tokens=1))
+        loaded, _, _ = self._first_token(run)
+        self._worker.rest()
+        return loaded
+
+    def _first_token(self, run: int) -> tuple[ModelLoaded, float, float]:
+        """Wait for a load and the token behind it; return how it came, and when each was told."""
         loaded: ModelLoaded | None = None
         loaded_s = first_s = 0.0
         while loaded is None or not first_s:  # either may come first
-            heard = worker.until(ModelLoaded, StepDone)
+            heard = self._worker.until(ModelLoaded, StepDone)
             if isinstance(heard.fact, ModelLoaded):
                 loaded, loaded_s = heard.fact, heard.at_s
-            elif heard.has_token_of(run):
+            elif heard.has_token_of(run) and not first_s:
                 first_s = heard.at_s
-        manifest = read_manifest(Path(worker.orders[model].where))
-        missing_bytes = sum(spec.nbytes for spec in manifest.tensors) - loaded.reused_bytes
-        load_s = loaded.total_s if missing_bytes else 0.0
-        return _Switch(
-            model,
-            missing_bytes,
-            max(0.0, loaded_s - load_s - began_s),
-            load_s,
-            max(0.0, first_s - loaded_s),
-            loaded.open_s + loaded.assemble_s,
-        )
-
-    def _prompt_s(self, model: ModelId) -> float:
-        """Return the time to the first token of a model that is there."""
-        times = []
-        for _ in range(self._scale.num_steps + 2):
-            run = next(self._runs)
-            began_s = time.perf_counter()
-            self._worker.send(self._request(run, model, num_new_tokens=1))
-            times.append(self._worker.first_token(run) - began_s)
-            self._worker.rest()
-        return self._scale.typical(times[2:])
+        return loaded, loaded_s, first_s
 
     def _decode_s(self, model: ModelId) -> float:
         """Return the time from one token to the next of the only request."""
@@ -245,6 +251,31 @@ class _WorkerRig:
         prompt = tuple(self._draw.randrange(vocab_size) for _ in range(self._scale.switch_prompt))
         sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
         return StartRequest(run, model, prompt, (), sampling, salt=b"")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLine:
+    """How long a load takes: a time that it takes whatever it brings, and its bytes."""
+
+    first_s: float
+    bytes_per_s: float
+
+
+def fit_loads(loads: Sequence[tuple[int, float]], scale: Scale) -> LoadLine:
+    """Return the line nearest to the (bytes, seconds) of loads: outliers do not count.
+
+    Of loads that all brought the same nothing can be told apart: all of their time is that of their bytes.
+    """
+    slopes = [
+        (late_s - early_s) / (more - less)
+        for (less, early_s), (more, late_s) in itertools.combinations(sorted(loads), 2)
+        if more > _APART * less and late_s > early_s
+    ]
+    if not slopes:
+        return LoadLine(0.0, 1 / scale.typical(seconds / num_bytes for num_bytes, seconds in loads))
+    slope = median(slopes)
+    first_s = scale.typical(seconds - slope * num_bytes for num_bytes, seconds in loads)
+    return LoadLine(max(0.0, first_s), 1 / slope)
 
 
 def _orders(scale: Scale, device: torch.device, place: Path) -> dict[ModelId, HostModel]:
@@ -288,7 +319,7 @@ def _budget_bytes(scale: Scale, device: torch.device) -> int:
 
 
 def _context(scale: Scale) -> int:
-    return scale.switch_prompt + 2 * NUM_SPOKEN_TOKENS
+    return scale.switch_prompt + max(scale.turn_tokens, 2 * NUM_SPOKEN_TOKENS)
 
 
 def _kv_bytes(scale: Scale, shape: Shape) -> int:

@@ -31,10 +31,12 @@ class Scale:
     quantile: float  #: of times that is taken for all: the lowest where others work on the machine
     num_switches: int  #: between each two models
     switch_prompt: int  #: tokens
+    turn_tokens: int  #: that a model is asked for which is to answer until it has to give way
     host_bytes: int  #: of the store, for all models
     disk_ring_bytes: int  #: of host memory through which a model is read from disk
     page_bytes: int = CHUNK_BYTES  #: of the worker's pool, and what its budget is rounded to
     memory_place: str | None = "/dev/shm"  #: of models that go to host memory
+    small: Scale | None = None  #: whose first shape a service is asked for; None: the first one here
 
     def typical(self, times: Iterable[float]) -> float:
         """Return the time that stands for some runs of the same."""
@@ -59,7 +61,7 @@ class Scale:
         return 16 * self.num_steps * len(self.prompts)
 
 
-#: A GPU of 80 GB or more, within four minutes.
+#: A GPU of 80 GB or more, within three minutes.
 GPU = Scale(
     shapes=(
         llama_shape("1B", "Llama-3.2-1B", 16384),
@@ -75,11 +77,12 @@ GPU = Scale(
     num_prompts=8,
     busy_rows=32,
     busy_context=512,
-    num_steps=5,
-    num_rounds=5,
+    num_steps=3,
+    num_rounds=3,
     quantile=0.5,
     num_switches=4,
     switch_prompt=128,
+    turn_tokens=2048,
     host_bytes=26 * GIB,
     disk_ring_bytes=GIB,
 )
@@ -97,28 +100,6 @@ TINY_GPU = replace(
     num_rounds=1,
     num_switches=1,
     host_bytes=8 * GIB,
-)
-
-#: A CPU of a few cores, within some minutes.
-CPU = Scale(
-    shapes=(Shape("135M", "SmolLM2-135M", SMOLLM2, "float32"),),
-    limits=StepLimits(max_batch_tokens=512, max_seqs=16, block_tokens=16),
-    max_kv_bytes=GIB,
-    max_prefill_tokens=1 << 12,
-    batches=(1, 2, 4, 8, 16),
-    contexts=(32, 256, 1024),
-    prompts=(16, 64, 256),
-    num_prompts=4,
-    busy_rows=4,
-    busy_context=32,
-    num_steps=3,
-    num_rounds=1,
-    quantile=0.0,
-    num_switches=4,
-    switch_prompt=32,
-    host_bytes=GIB,
-    disk_ring_bytes=128 * MIB,
-    memory_place=None,
 )
 
 #: Everything within seconds on a CPU; its numbers mean nothing.
@@ -141,8 +122,33 @@ TINY_CPU = Scale(
     quantile=0.5,
     num_switches=1,
     switch_prompt=8,
+    turn_tokens=500,
     host_bytes=32 * MIB,
     disk_ring_bytes=16 * MIB,
     page_bytes=4 << 10,
     memory_place=None,
+)
+
+#: A CPU of a few cores, within some minutes.
+CPU = Scale(
+    shapes=(Shape("135M", "SmolLM2-135M", SMOLLM2, "float32"),),
+    limits=StepLimits(max_batch_tokens=512, max_seqs=16, block_tokens=16),
+    max_kv_bytes=GIB,
+    max_prefill_tokens=1 << 12,
+    batches=(1, 2, 4, 8, 16),
+    contexts=(32, 256, 1024),
+    prompts=(16, 64, 256),
+    num_prompts=4,
+    busy_rows=4,
+    busy_context=32,
+    num_steps=3,
+    num_rounds=1,
+    quantile=0.0,
+    num_switches=4,
+    switch_prompt=32,
+    turn_tokens=96,
+    host_bytes=GIB,
+    disk_ring_bytes=128 * MIB,
+    memory_place=None,
+    small=TINY_CPU,
 )

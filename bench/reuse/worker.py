@@ -125,14 +125,17 @@ def working(
     orders: Mapping[ModelId, HostModel],
     budget_bytes: int,
     turns: TurnRules | None = None,
+    *,
+    is_mapped: bool = False,
 ) -> Iterator[WorkerClient]:
     """Start a worker that can host these models; its files go to `place`.
 
-    `turns`: None if none are taken; else what comes ahead of them needs pages that are mapped.
+    `turns`: None if none are taken. `is_mapped`: its memory is pages on any device, as what comes ahead of
+    turns needs.
     """
     with (
         keeping(setting.device, setting.scale.host_bytes, place) as socket,
-        setting.worker_pool(budget_bytes, is_mapped=turns is not None) as new_pool,
+        setting.worker_pool(budget_bytes, is_mapped=is_mapped) as new_pool,
         working_over(socket, setting.device, setting.scale.engine, new_pool, orders, turns) as worker,
     ):
         yield worker

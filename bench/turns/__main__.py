@@ -21,6 +21,7 @@ import math
 import time
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,11 +31,19 @@ from bench.turns.arms import Run, Traffic, arm_service, copy_rate
 from bench.turns.models import Library
 from bench.turns.outcome import measures
 from bench.turns.setting import H200, H200_CURVE, SMALL, WARM_SPEED, Arm, Setting
-from bench.turns.simulated import TraceSimulator, compared, curve_lines, fastest
+from bench.turns.simulated import (
+    SimulatedRun,
+    TraceSimulator,
+    compared,
+    curve_lines,
+    fastest,
+    simulated_runs,
+)
 from bench.turns.table import Judged, Line, document, judge, measured_lines
 from bench.turns.workload import load_trace, questions
 from hearth.sim.arrivals import Lengths
 from hearth.sim.profile import Profile
+from hearth.sim.traces import Trace
 
 #: What the simulator can tell.
 SIMULATIONS = {
@@ -60,10 +69,13 @@ def main() -> None:
     if not runs and options.simulate is None:
         raise SystemExit("nothing was measured: raise --limit-s, or give earlier runs by --merge")
     judged = judge(runs)
-    lines = list(measured_lines(judged))
+    lines, simulated = list(measured_lines(judged)), []
     if options.simulate is not None:
-        lines += simulated_lines(judged, setting, options)
-    emit("turns", {"is_small": options.small, **document(judged, lines)}, save=options.save)
+        simulation = Simulation.of(setting, options)
+        simulated = simulation.runs(judged)
+        lines += [*compared(simulated), *simulation.lines()]
+    result = {**document(judged, lines), "simulated": [each.as_json() for each in simulated]}
+    emit("turns", {"is_small": options.small, **result}, save=options.save)
 
 
 def parsed() -> Namespace:
@@ -161,20 +173,48 @@ def measured(
                 yield run
 
 
-def simulated_lines(judged: Sequence[Judged], setting: Setting, options: Namespace) -> Iterator[Line]:
-    """Yield what the simulator says."""
-    assert setting.memory_bytes is not None, "only small settings leave it open"
-    profile = Profile.load(options.profile)
-    trace = load_trace(options.trace, setting, math.inf)  # a short one would be over before anybody is late
-    simulator = TraceSimulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
-    parts = {
-        "runs": compared(judged, simulator, trace),
-        "speeds": fastest(simulator, trace),
-        "models": curve_lines(H200_CURVE, Lengths.of(trace), options.cutoff_s, profile),
-    }
-    for name in options.simulate or SIMULATIONS:
-        with step(f"simulating {SIMULATIONS[name]}"):
-            yield from parts[name]
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What is asked of the simulator, on the trace and the models of the benchmark."""
+
+    setting: Setting
+    simulator: TraceSimulator
+    trace: Trace
+    profile: Profile
+    cutoff_s: float
+    parts: Sequence[str]  #: of `SIMULATIONS`
+
+    @staticmethod
+    def of(setting: Setting, options: Namespace) -> Simulation:
+        assert setting.memory_bytes is not None, "only small settings leave it open"
+        profile = Profile.load(options.profile)
+        return Simulation(
+            setting,
+            TraceSimulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile),
+            load_trace(options.trace, setting, math.inf),  # a short one would end before anybody is late
+            profile,
+            options.cutoff_s,
+            options.simulate or list(SIMULATIONS),
+        )
+
+    def runs(self, judged: Sequence[Judged]) -> list[SimulatedRun]:
+        """Simulate what was measured, if that is asked for."""
+        if "runs" not in self.parts:
+            return []
+        with step(f"simulating {SIMULATIONS['runs']}"):
+            return simulated_runs(judged, self.simulator, self.trace, self.setting.warm_window_s)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what else the simulator is asked for."""
+        lengths = Lengths.of(self.trace)
+        others = {
+            "speeds": fastest(self.simulator, self.trace),
+            "models": curve_lines(H200_CURVE, lengths, self.cutoff_s, self.profile),
+        }
+        for name in self.parts:
+            if name in others:
+                with step(f"simulating {SIMULATIONS[name]}"):
+                    yield from others[name]
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -115,7 +115,7 @@ def measured(part: Part, device: torch.device) -> Times:
             device_pages if device.type == "cuda" else host_pages,
         )
         budget_bytes = orders[WAITING].own_bytes
-        with working(setting, Path(place), orders, budget_bytes, turns=RULES) as worker:
+        with working(setting, Path(place), orders, budget_bytes, turns=RULES, is_mapped=True) as worker:
             worker.segment.wait_pinned()
             return _Rig(worker, part).measure()
 

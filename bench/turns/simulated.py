@@ -5,15 +5,17 @@ Its answers are judged by the same code as those of a service. Reads no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import median
 
 from bench.report import tell
-from bench.turns.outcome import Measures, measures, outcome
-from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, Arm, Curve
+from bench.turns.outcome import Measures, Outcome, measures, outcome
+from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, WARM_SPEED, Arm, Curve
 from bench.turns.table import PERCENTILES, Aim, Judged, Line
 from bench.turns.workload import Question
+from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
@@ -23,6 +25,9 @@ from hearth.types import ModelId
 
 #: Every model is asked before, as those of a service are: one after the other, in so many seconds each.
 _WARM_S = 1.5
+#: Simulations of each measured run, and how late each arrival may be in them.
+_NUM_DRAWS = 5
+_MAX_DELAY_S = 0.001
 #: A search ends when what is good and what is not are nearer to each other than this.
 _PRECISION = 1.05
 _MAX_SPEED = 64.0
@@ -37,6 +42,9 @@ class Simulated:
     num_turns: int
     moved_bytes: int
 
+    def figures(self) -> dict[str, float]:
+        return figures(self.seen, self.num_turns, self.moved_bytes)
+
 
 class TraceSimulator:
     """Simulates a service whose models have these shapes, in so much memory."""
@@ -48,30 +56,60 @@ class TraceSimulator:
         self._shapes = {ModelId(name): shape for name, shape in shapes.items()}
         self._memory_bytes, self._cutoff_s, self._profile = memory_bytes, cutoff_s, profile
 
-    def run(self, trace: Trace, arm: Arm) -> Simulated:
+    def start(self, arm: Arm) -> SimulatedArm:
+        """Return a service of its own, in which each model has been asked."""
         setting = SimulationSetting(self._shapes, self._memory_bytes, policy=Policy(arm.value))
-        service = SimulatedService(setting, self._profile)
-        service.ask(TracedRequest(at * _WARM_S, name, 16, 2) for at, name in enumerate(self._shapes))
-        service.run()
-        num_warm, num_turns, moved_bytes = len(service.answers), service.num_turns, _moved_bytes(service)
-        begin_s = num_warm * _WARM_S
-        service.ask(replace(one, arrival_s=begin_s + one.arrival_s) for one in trace.requests)
-        service.run()
-        service.check()
-        return Simulated(
-            self._judge(service, num_warm, begin_s),
-            service.num_turns - num_turns,
-            _moved_bytes(service) - moved_bytes,
-        )
+        return SimulatedArm(SimulatedService(setting, self._profile))
+
+    def run(self, trace: Trace, arm: Arm) -> Simulated:
+        return self.start(arm).run(trace.requests, self._cutoff_s)
 
     def is_good(self, trace: Trace, arm: Arm) -> bool:
         """True if most requests have every token on time."""
         return self.run(trace, arm).seen.requests_on_time >= GOOD_SHARE
 
-    def _judge(self, service: SimulatedService, num_warm: int, begin_s: float) -> Measures:
-        """Sum up all answers but those that only warmed the service up."""
-        answers = list(service.answers.values())[num_warm:]
-        until_s = answers[-1].arrived_s + self._cutoff_s
+
+class SimulatedArm:
+    """A simulated service that is asked one trace after another, as that of an arm is. Mutable."""
+
+    def __init__(self, service: SimulatedService) -> None:
+        """Have each model of a new service asked for the first time."""
+        self._service = service
+        self._shapes = service.setting.shapes
+        self.replay(TracedRequest(at * _WARM_S, name, 16, 2) for at, name in enumerate(self._shapes))
+
+    def replay(self, requests: Iterable[TracedRequest]) -> list[SimulatedAnswer]:
+        """Have requests arrive when all before them have ended, and a while later; return their answers."""
+        service, begin_s = self._service, self._begin_s
+        num_before = len(service.answers)
+        service.ask(replace(one, arrival_s=begin_s + one.arrival_s) for one in requests)
+        service.run()
+        service.check()
+        return list(service.answers.values())[num_before:]
+
+    def run(self, requests: Sequence[TracedRequest], cutoff_s: float) -> Simulated:
+        """Replay requests and return what came of them."""
+        begin_s, num_turns, moved_bytes = self._begin_s, self._service.num_turns, self._moved_bytes
+        answers = self.replay(requests)
+        outcomes = self._outcomes(answers, begin_s, cutoff_s)
+        return Simulated(
+            measures(outcomes, max(one.arrival_s + one.total_s for one in outcomes)),
+            self._service.num_turns - num_turns,
+            self._moved_bytes - moved_bytes,
+        )
+
+    @property
+    def _begin_s(self) -> float:
+        """When the next trace begins."""
+        return 0.0 if not self._service.answers else self._service.now_s + _WARM_S
+
+    @property
+    def _moved_bytes(self) -> int:
+        return sum(worker.bytes_moved for worker in self._service.workers.values())
+
+    def _outcomes(self, answers: Sequence[SimulatedAnswer], begin_s: float, cutoff_s: float) -> list[Outcome]:
+        """Return what clients would have seen until they are cut off."""
+        until_s = answers[-1].arrived_s + cutoff_s
         found = []
         for answer in answers:
             asked = Question(
@@ -81,26 +119,95 @@ class TraceSimulator:
             )
             times_s = [at_s - answer.arrived_s for at_s in answer.token_s if at_s <= until_s]
             found.append(outcome(asked, times_s, until_s - answer.arrived_s, answer.why_not))
-        last_s = max(one.arrival_s + one.total_s for one in found)
-        return measures(found, last_s)
+        return found
 
 
-def compared(judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace) -> Iterator[Line]:
-    """Yield how far the simulator is from each measured run that took turns."""
-    for each in judged:
-        if each.run.arm is Arm.TURNS:
-            speed = each.run.traffic.speed
-            run = simulator.run(trace.window(0.0, each.run.traffic.window_s).at_speed(speed), Arm.TURNS)
-            pairs = {
-                f"first token {p}": (run.seen.first_token_s[p], each.seen.first_token_s[p])
-                for p in PERCENTILES
-            }
-            pairs["turns"] = (run.num_turns, each.run.doings.num_turns)
-            pairs["bytes moved"] = (run.moved_bytes, each.run.doings.moved_bytes)
-            for what, (here, there) in pairs.items():
-                difference = abs(here / there - 1) if there else float(here != there)
-                title = f"{what} at {speed:g}x, simulated, difference from measured"
-                yield Line(title, "share", difference, {}, Aim(MAX_DIFFERENCE))
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """A measured run, and simulations of it that differ by a moment here and there."""
+
+    measured: Judged
+    draws: Sequence[Simulated]
+
+    def differences(self) -> dict[str, float]:
+        """Return by what share the figures of a typical simulation are beside those that were measured."""
+        found = {}
+        for what, there in self._measured_figures().items():
+            here = median(draw.figures()[what] for draw in self.draws)
+            found[what] = abs(here / there - 1) if there else float(here != there)
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        drawn = [draw.figures() for draw in self.draws]
+        return {
+            "arm": self.measured.run.arm,
+            "speed": self.measured.run.traffic.speed,
+            "measured": self._measured_figures(),
+            "simulated": {what: [each[what] for each in drawn] for what in self._measured_figures()},
+        }
+
+    def _measured_figures(self) -> dict[str, float]:
+        doings = self.measured.run.doings
+        return figures(self.measured.seen, doings.num_turns, doings.moved_bytes)
+
+
+def figures(seen: Measures, num_turns: int, moved_bytes: int) -> dict[str, float]:
+    """Return what simulations are compared by."""
+    first_tokens = {f"first token {p}": seen.first_token_s[p] for p in PERCENTILES}
+    return {**first_tokens, "turns": num_turns, "bytes moved": moved_bytes}
+
+
+def simulated_runs(
+    judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace, warm_window_s: float
+) -> list[SimulatedRun]:
+    """Simulate what was measured, with what was there before: every arm had one service for all its runs.
+
+    The traffic of `warm_window_s` behind the longest run warmed it up. A busy device makes a different turn
+    of a millisecond more or less, and everybody behind it has another wait. So there are several draws.
+    """
+    simulated = []
+    for arm in Arm:
+        if not (runs := [each for each in judged if each.run.arm is arm]):
+            continue
+        drawn = [_draw(runs, simulator.start(arm), trace, warm_window_s, seed) for seed in range(_NUM_DRAWS)]
+        simulated += [SimulatedRun(each, draws) for each, *draws in zip(runs, *drawn, strict=True)]
+    return simulated
+
+
+def _draw(
+    runs: Sequence[Judged], arm: SimulatedArm, trace: Trace, warm_window_s: float, seed: int
+) -> list[Simulated]:
+    """Simulate the runs of one arm, one after the other, with arrivals that are a moment late at random."""
+    chooser = Random(seed)
+    warm = trace.window(max(each.run.traffic.window_s for each in runs), warm_window_s)
+    arm.replay(_delayed(warm.at_speed(WARM_SPEED), chooser))
+    return [
+        arm.run(
+            _delayed(trace.window(0.0, traffic.window_s).at_speed(traffic.speed), chooser), traffic.cutoff_s
+        )
+        for traffic in (each.run.traffic for each in runs)
+    ]
+
+
+def _delayed(trace: Trace, chooser: Random) -> list[TracedRequest]:
+    """Return the requests of a trace, each a moment late, in their order."""
+    return [
+        replace(one, arrival_s=one.arrival_s + chooser.uniform(0.0, _MAX_DELAY_S)) for one in trace.requests
+    ]
+
+
+def compared(simulated: Sequence[SimulatedRun]) -> Iterator[Line]:
+    """Yield how far the simulator is from each measured run that took turns, and the others beside it."""
+    for speed in sorted({each.measured.run.traffic.speed for each in simulated}, reverse=True):
+        by_arm = {
+            each.measured.run.arm: each.differences()
+            for each in simulated
+            if each.measured.run.traffic.speed == speed
+        }
+        for what, difference in by_arm.get(Arm.TURNS, {}).items():
+            others = {arm.title: found[what] for arm, found in by_arm.items() if arm is not Arm.TURNS}
+            title = f"{what} at {speed:g}x, simulated, difference from measured"
+            yield Line(title, "share", difference, {} if what == "turns" else others, Aim(MAX_DIFFERENCE))
 
 
 def fastest(simulator: TraceSimulator, trace: Trace) -> Iterator[Line]:
@@ -154,7 +261,3 @@ def highest(is_good: Callable[[float], bool], least: float, most: float) -> floa
         else:
             high = middle
     return low
-
-
-def _moved_bytes(service: SimulatedService) -> int:
-    return sum(worker.bytes_moved for worker in service.workers.values())

@@ -6,15 +6,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench.profile.__main__ import Draft, measure, origin
+from bench.profile.moves import fit_loads
 from bench.profile.scale import GPU, TINY_CPU
 from hearth.sim.profile import Profile
 from hearth.snapshot.cost_profile import VERSION
 from hearth.types import Rung
 
 CPU = torch.device("cpu")
+GB = 10**9
 
 
 def measured(path: Path, **changes: object) -> Profile:
@@ -42,7 +45,21 @@ def test_a_single_model_is_measured_and_switched_too(tmp_path: Path) -> None:
     profile = measured(tmp_path / "one.json", shapes=TINY_CPU.shapes[:1])
 
     assert list(profile.shapes) == ["tiny"]
-    assert profile.switch_s > 0.0
+    assert profile.give_way_s + profile.begin_s > 0.0
+
+
+def test_loads_take_a_time_of_their_own_besides_their_bytes_whatever_one_of_them_met() -> None:
+    loads = [(num_bytes, 0.004 + num_bytes / 50e9) for num_bytes in (2 * GB, 6 * GB, 9 * GB)] * 3
+    line = fit_loads([*loads, (6 * GB, 1.0)], TINY_CPU)
+
+    assert line.first_s == pytest.approx(0.004)
+    assert line.bytes_per_s == pytest.approx(50e9)
+
+
+def test_of_loads_of_one_size_all_time_is_that_of_their_bytes() -> None:
+    line = fit_loads([(2 * GB, 0.05), (2 * GB, 0.04), (2 * GB, 0.05)], TINY_CPU)
+
+    assert (line.first_s, line.bytes_per_s) == (0.0, pytest.approx(40e9))
 
 
 def test_what_is_measured_is_written_at_once(tmp_path: Path) -> None:
@@ -51,6 +68,14 @@ def test_what_is_measured_is_written_at_once(tmp_path: Path) -> None:
     draft.add(host_step_s=0.1)
 
     assert json.loads(draft.path.read_text()) == {"version": VERSION, "assemble_s": 0.5, "host_step_s": 0.1}
+
+
+def test_what_is_measured_later_is_no_longer_assumed(tmp_path: Path) -> None:
+    assumed = {"request_s": "nothing was asked", "bytes_per_s.object": "a link"}
+    draft = Draft(tmp_path / "part.json", {"version": VERSION, "origin": {"assumed": assumed}})
+    draft.add(request_s=0.003, wake_s=0.002)
+
+    assert json.loads(draft.path.read_text())["origin"] == {"assumed": {"bytes_per_s.object": "a link"}}
 
 
 def test_sizes_on_a_gpu_are_those_of_the_models_whose_shapes_they_have() -> None:

@@ -22,7 +22,14 @@ from bench.turns.journal import doings, entries
 from bench.turns.outcome import hear, measures, outcome, token_times
 from bench.turns.replay import Gate, Replayed, replay
 from bench.turns.setting import Arm
-from bench.turns.simulated import TraceSimulator, highest
+from bench.turns.simulated import (
+    Simulated,
+    SimulatedRun,
+    TraceSimulator,
+    compared,
+    highest,
+    simulated_runs,
+)
 from bench.turns.switches import Calibration, SeenRequest, switches
 from bench.turns.table import document, judge, measured_lines
 from bench.turns.workload import Question
@@ -256,6 +263,44 @@ def test_the_simulator_is_asked_when_it_is_warm_and_judged_as_a_service_is() -> 
     assert (found.seen.requests_on_time, found.seen.tokens_on_time) == (1.0, 1.0)
     assert found.seen.first_token_s["max"] < 0.1
     assert (found.num_turns, found.moved_bytes) == (3, 0)  # all bytes had come before
+
+
+def test_simulated_runs_find_what_those_before_them_left_as_measured_ones_did(tmp_path: Path) -> None:
+    """Two of 7B do not fit together: after a run of the one, the other has to be loaded, and not before."""
+    simulator = TraceSimulator({"x": "7B", "y": "7B"}, 24 << 30, 10.0, Profile.load("h200"))
+    part = [TracedRequest(0.0, "x", 20, 5), TracedRequest(20.0, "y", 20, 5)]
+    short = replace(run(tmp_path, Arm.TURNS, 1.0, 0.1), traffic=Traffic("trace", 10.0, 1.0, 60.0))
+    runs = judge([short, short, replace(short, arm=Arm.DRAIN)])
+
+    first, second, other = simulated_runs(runs, simulator, Trace("two", tuple(part)), warm_window_s=30.0)
+
+    assert all(draw.moved_bytes > 0 for draw in first.draws)  # what came last before it was `y`
+    assert [draw.moved_bytes for draw in second.draws] == [0] * len(second.draws)
+    assert all(draw.moved_bytes > 0 for draw in other.draws)  # on a service of its own
+
+
+def test_a_run_is_compared_with_the_typical_one_of_its_simulations(tmp_path: Path) -> None:
+    (measured,) = judge([run(tmp_path, Arm.TURNS, 3.0, 0.1)])
+    doings = measured.run.doings
+    draws = [
+        Simulated(replace(measured.seen, first_token_s=first_s), doings.num_turns, doings.moved_bytes)
+        for first_s in (dict.fromkeys(("p50", "p90", "p99"), share * 0.1) for share in (0.5, 1.25, 3.0))
+    ]
+    simulated = SimulatedRun(measured, draws)
+
+    assert simulated.differences() == pytest.approx(
+        {
+            "first token p50": 0.25,
+            "first token p90": 0.25,
+            "first token p99": 0.25,
+            "turns": 0,
+            "bytes moved": 0,
+        }
+    )
+    lines = {line.measure: line for line in compared([simulated])}
+    assert lines["first token p90 at 3x, simulated, difference from measured"].is_missed
+    assert not lines["turns at 3x, simulated, difference from measured"].is_missed
+    assert len(simulated.as_json()["simulated"]["first token p50"]) == 3  # type: ignore[index]
 
 
 @given(st.floats(0.01, 100.0))

@@ -38,9 +38,11 @@ MACHINE = Profile(
         origin=Origin("by hand", None, "2026-01-01", "none", 1, {}, is_tiny=True, assumed={}),
         bytes_per_s={Rung.HOST: HOST_BYTES_PER_S, Rung.DISK: 3e9, Rung.OBJECT: 1e9},
         mapping=None,
-        switch=MeasuredSwitch("by hand", give_way_s=0.005, begin_s=0.005),
+        switch=MeasuredSwitch("by hand", give_way_s=0.005, begin_s=0.001),
         assemble_s=0.02,
         host_step_s=0.0,
+        wake_s=0.002,
+        beside_load_s=0.005,
         shapes=[_shape("3B", 6 * GB, 114_688, 0.004), _shape("7B", 13 * GB, 524_288, 0.006)],
     )
 )

@@ -157,7 +157,7 @@ def test_a_profile_tells_times_rates_and_sizes(tmp_path: Path) -> None:
     shape = profile.shape("1B")
 
     assert profile.bytes_per_s[Rung.HOST] == 5e10
-    assert profile.switch_s == pytest.approx(0.005)
+    assert profile.give_way_s + profile.begin_s == pytest.approx(0.005)
     assert profile.assemble_s == 0.05
     assert (shape.weights_bytes, shape.kv_bytes_per_token) == (2_000_000_000, 1000)
     assert shape.step_s(1, 1, 100) == pytest.approx(0.012)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from hearth.errors import ConfigError
 from hearth.policy.fleet.events import (
+    Evict,
     ModelDeployed,
+    ModelReady,
     ModelRemoved,
     RequestCancelled,
     TurnBegan,
@@ -25,6 +27,7 @@ from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import KIND, Policy, SimulationSetting
+from hearth.sim.stepped_model import StartOrder
 from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
 from hearth.sim.traces import TracedRequest
 from hearth.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
@@ -60,6 +63,64 @@ def test_a_first_token_comes_later_by_what_its_request_was_on_its_way() -> None:
         service.check()
     for here, there in zip(token_times(near), token_times(far), strict=True):
         assert there == pytest.approx([at_s + 0.25 for at_s in here])
+
+
+def test_a_first_token_comes_right_behind_the_last_byte_that_its_prompt_followed() -> None:
+    loads = list[ModelReady]()
+
+    def watch(fact: WorkerFact) -> None:
+        if isinstance(fact, ModelReady):
+            loads.append(fact)
+
+    service = SimulatedService(SETTING, MACHINE, watch)
+    service.ask(TracedRequest(3.0 * at, model, 100, 5) for at, model in enumerate("aba"))
+    service.run()
+    *_, last = service.answers.values()
+    num_bytes = loads[-1].rungs[0].num_bytes
+    assert (loads[-1].model, num_bytes > 0) == (A, True)
+    load_s = MACHINE.give_way_s + num_bytes / HOST_BYTES_PER_S
+    assert last.first_token_s == pytest.approx(load_s + MACHINE.begin_s)
+
+
+def test_a_model_that_comes_back_to_all_its_bytes_is_loaded_in_no_time() -> None:
+    service = served([TracedRequest(0.0, "c", 100, 5)])
+    (worker,) = service.workers.values()
+    order, now_s = worker.hosted[C].order, service.now_s + 1.0
+    start = StartOrder(RequestId("again"), C, 100, 1, Pace(), now_s, 0)
+    for one in (Evict(C, worker.name, 0.0, is_freed=False), order, start):
+        worker.post(one, now_s)
+    sent = list[TokensSent]()
+    while not sent:
+        sent = [fact for fact in worker.advance(worker.next_s) if isinstance(fact, TokensSent)]
+    step_s = MACHINE.shape(SHAPES[C]).step_s(100, 1, 100)
+    assert sent[0].at_s[0] - now_s == pytest.approx(MACHINE.wake_s + step_s)
+
+
+def test_who_asks_a_worker_that_rests_waits_until_it_is_awake() -> None:
+    times = list[list[float]]()
+    for wake_s in (0.0, 0.25):
+        machine = Profile(msgspec.structs.replace(MACHINE.measured, wake_s=wake_s))
+        service = SimulatedService(SETTING, machine)
+        service.ask(TracedRequest(at_s, "a", 100, 50) for at_s in (0.0, 3.0, 3.3))
+        service.run()
+        times.append([answer.first_token_s for answer in service.answers.values()])
+    first, resting, busy = (late_s - soon_s for soon_s, late_s in zip(*times, strict=True))
+    assert first == pytest.approx(0.0)  # its bytes took longer
+    assert resting == pytest.approx(0.25)
+    assert abs(busy) < 0.05
+
+
+def test_steps_take_as_long_as_the_host_needs_for_them_beside_a_load() -> None:
+    pauses = list[float]()
+    for beside_load_s in (0.0, 0.05):
+        machine = Profile(msgspec.structs.replace(MACHINE.measured, beside_load_s=beside_load_s))
+        service = SimulatedService(SETTING, machine)
+        service.ask([TracedRequest(0.0, "a", 100, 400), TracedRequest(1.0, "c", 100, 1)])
+        service.run()
+        pauses.append(service.answers[RequestId("request-0")].longest_pause_s)
+    alone_s, beside_s = pauses
+    assert alone_s < 0.03
+    assert 0.05 <= beside_s < 0.06
 
 
 def test_a_client_may_go_while_its_request_is_on_its_way() -> None:
@@ -155,7 +216,7 @@ def test_nobody_waits_beyond_the_bound_of_turns(
 def wait_bound_s() -> float:
     """What `turn_policy.py` states for all models of the machine, and up to 14 requests."""
     shapes = [MACHINE.shape(shape) for shape in SHAPES.values()]
-    own_s = TurnRules().max_turn_s + MACHINE.assemble_s + MACHINE.switch_s
+    own_s = TurnRules().max_turn_s + MACHINE.assemble_s + MACHINE.give_way_s + MACHINE.begin_s
     return sum(own_s + one.weights_bytes / HOST_BYTES_PER_S + one.step_s(4096, 14, 8192) for one in shapes)
 
 

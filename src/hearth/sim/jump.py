@@ -55,11 +55,12 @@ def plan_jump(
     now_s: float,
     until_s: float,
     device_free_s: float,
+    least_step_s: float,
 ) -> Jump | None:
     """Return the calls from now on in which nothing but decoding happens, each begun before `until_s`.
 
     None: the next call has to be made. `engines` are those of the models that are ready. Their KV may take so
-    many free bytes; the device is busy until `device_free_s`.
+    many free bytes; the device is busy until `device_free_s`, and no step is shorter than `least_step_s`.
     """
     ready = list(engines)
     share_bytes = free_bytes // len(ready)
@@ -79,7 +80,7 @@ def plan_jump(
             break
         num_rows = len(run.request_ids)
         context_tokens = run.context_tokens + num_before * num_rows
-        step_s = engines[model].shape.step_s(num_rows, num_rows, context_tokens)
+        step_s = max(least_step_s, engines[model].shape.step_s(num_rows, num_rows, context_tokens))
         device_free_s = max(now_s, device_free_s) + step_s
         end_s = max(now_s, flight_ends_s[model])
         calls.append(JumpedCall(model, run.request_ids, now_s, end_s, device_free_s, step_s))

@@ -56,10 +56,14 @@ class Profile:
     def __init__(self, measured: MeasuredProfile) -> None:
         self.measured = measured
         self.bytes_per_s: Mapping[Rung, float] = measured.bytes_per_s
-        #: Of a switch between models that are not new here, besides missing bytes and prompt.
-        self.switch_s = measured.switch.give_way_s + measured.switch.begin_s
+        #: Of a load by an engine that is there, besides its bytes.
+        self.give_way_s = measured.switch.give_way_s
+        #: From the last byte of a load to the token of a step that has followed it.
+        self.begin_s = measured.switch.begin_s
         self.assemble_s = measured.assemble_s
         self.request_s = measured.request_s
+        self.wake_s = measured.wake_s
+        self.beside_load_s = measured.beside_load_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
 
     @staticmethod

@@ -132,16 +132,18 @@ class SteppedEngine:
 
     # Steps, one ahead of the device.
 
-    def launch(self, begin_s: float) -> StepCall:
+    def launch(self, begin_s: float, not_before_s: float = 0.0, least_step_s: float = 0.0) -> StepCall:
         """Do what a call of a real engine does: launch the next step, and wait for the one before.
 
-        A step begins no sooner than `begin_s`.
+        A step begins no sooner than `begin_s`, ends no sooner than `not_before_s`, and takes at least
+        `least_step_s`.
         """
         awaited, self.flight = self.flight, None
         plan = self.batcher.plan(self._allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
         if plan is not None:
-            step_s = self.shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
-            self.flight = Flight(plan, step_s, begin_s + step_s)
+            shape_s = self.shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
+            step_s = max(least_step_s, shape_s)
+            self.flight = Flight(plan, step_s, max(begin_s + step_s, not_before_s))
         return StepCall(awaited, self.flight)
 
     def flush(self) -> Flight | None:

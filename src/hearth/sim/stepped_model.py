@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.policy.fleet.events import LoadModel, ModelProfile
 from hearth.sim.profile import ShapeProfile
 from hearth.sim.stepped_engine import SteppedEngine
@@ -41,6 +43,11 @@ class LoadUnderWay:
     end_s: float
     num_bytes: int
     is_front: bool = False  #: some of those that it lacks, before its turn
+
+    @property
+    def follow_s(self) -> float:
+        """When a step may begin that follows the bytes layer by layer; infinite: no step may."""
+        return math.inf if self.is_front else max(self.began_s, self.end_s - MAX_HOLD_S)
 
 
 @dataclass(slots=True)

@@ -106,6 +106,7 @@ class SteppedWorker:
         self._device_free_s = 0.0  #: when the last step that was launched is over
         self._flushed_s = 0.0  #: when the last step of a model is over whose turn has ended
         self._bus_free_s = 0.0
+        self._is_asleep = True  #: nothing was to be done when it was last looked
         self._now_s = 0.0
         self._facts: list[WorkerFact] = []
 
@@ -121,10 +122,11 @@ class SteppedWorker:
         return self._news_s()
 
     def _news_s(self) -> float:
-        """Return when a load ends, or turns have to be decided, without anybody's doing."""
-        load_ends = [one.load.end_s for one in self.hosted.values() if one.load is not None]
+        """Return when a load ends or may be followed, or turns are to be decided, without anybody's doing."""
+        loads = [one.load for one in self.hosted.values() if one.load is not None]
+        follows = [load.follow_s for load in loads if load.follow_s > self._now_s]
         wake_s = math.inf if self.turns is None else max(self._now_s, self.turns.wake_s)
-        return min([wake_s, *load_ends])
+        return min([wake_s, *follows, *(load.end_s for load in loads)])
 
     def post(self, order: WorkerOrder, now_s: float) -> None:
         """Give an order, to be carried out as soon as no step is under way."""
@@ -314,28 +316,37 @@ class SteppedWorker:
         num_bytes = self.reclaimer.place(model)
         if num_bytes is None:
             return
-        begin_s = max(self._now_s, self._bus_free_s, self._flushed_s)
-        self._bus_free_s = begin_s + num_bytes / self._profile.bytes_per_s[Rung.HOST]
+        if not num_bytes and hosted.is_assembled:
+            self._complete(model, hosted, LoadUnderWay(self._now_s, self._now_s, 0))
+            return
         first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
-        end_s = max(self._bus_free_s, self._now_s + first_s) + self._profile.switch_s
-        hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
+        begin_s = max(self._now_s + first_s, self._bus_free_s, self._flushed_s)
+        hosted.load = LoadUnderWay(begin_s, self._have_cross(num_bytes, begin_s), num_bytes)
 
     def _load_front(self) -> None:
         """Have the first bytes of the next in line cross before its turn, where others cost less."""
-        if self.turns is None or any(one.load is not None for one in self.hosted.values()):
+        if self.turns is None or self._is_any_loading():
             return
         model = self.turns.early(self._now_s, lambda name: self.reclaimer.missing_bytes(name) > 0)
         num_bytes = 0 if model is None else self.reclaimer.place_front(model, self.turns.front_bytes)
         if model is not None and num_bytes:
             begin_s = max(self._now_s, self._bus_free_s)
-            self._bus_free_s = begin_s + num_bytes / self._profile.bytes_per_s[Rung.HOST]
-            self.hosted[model].load = LoadUnderWay(begin_s, self._bus_free_s, num_bytes, is_front=True)
+            end_s = self._have_cross(num_bytes, begin_s)
+            self.hosted[model].load = LoadUnderWay(begin_s, end_s, num_bytes, is_front=True)
+
+    def _have_cross(self, num_bytes: int, begin_s: float) -> float:
+        """Return when bytes are there whose load begins then."""
+        self._bus_free_s = begin_s + self._profile.give_way_s + self._bytes_s(num_bytes)
+        return self._bus_free_s
+
+    def _bytes_s(self, num_bytes: int) -> float:
+        return num_bytes / self._profile.bytes_per_s[Rung.HOST]
 
     def _end_load(self, model: ModelId, hosted: SteppedModel) -> None:
         load = hosted.load
         assert load is not None, f"`{model}` is not being loaded"
         hosted.load = None
-        seconds = load.num_bytes / self._profile.bytes_per_s[Rung.HOST]
+        seconds = self._bytes_s(load.num_bytes)
         self.bytes_moved += load.num_bytes
         self.bus_s += seconds
         self.reclaimer.costs.learn_load(
@@ -346,12 +357,16 @@ class SteppedWorker:
             if self._is_in_turn(model):  # as it is now
                 self._load(model)
             return
-        hosted.is_assembled = True
         self.num_loads += 1
+        self._complete(model, hosted, load)
+
+    def _complete(self, model: ModelId, hosted: SteppedModel, load: LoadUnderWay) -> None:
+        """Note that all of a model is there by a load, which may have had nothing to bring."""
+        hosted.is_assembled = True
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
-        use = RungUse(Rung.HOST, load.num_bytes, seconds)
-        self._facts.append(ModelReady(self._now_s, self.name, model, (use,), self._now_s - load.began_s))
+        uses = (RungUse(Rung.HOST, load.num_bytes, self._bytes_s(load.num_bytes)),) if load.num_bytes else ()
+        self._facts.append(ModelReady(self._now_s, self.name, model, uses, self._now_s - load.began_s))
         self._facts.append(DeviceReported(self._now_s, self.name, self.reclaimer.count_device_bytes()))
 
     # Steps.
@@ -365,17 +380,34 @@ class SteppedWorker:
             urgent = [model for model in ready if self.hosted[model].engine.batcher.has_newcomer]
             model, now_s = self._sharing.next(ready, urgent), self._now_s
             self.reclaimer.before_step(model)
-            begin_s = max(now_s, self._device_free_s)
-            call = self.hosted[model].engine.launch(begin_s)
+            begin_s = max(now_s + self._take_wake_s(), self._device_free_s)
+            hosted = self.hosted[model]
+            # A step that follows a load ends with it at the soonest, and holds up its thread until then.
+            load_end_s = now_s if hosted.load is None else hosted.load.end_s
+            not_before_s = 0.0 if hosted.load is None else load_end_s + self._profile.begin_s
+            call = hosted.engine.launch(begin_s, not_before_s, self._least_step_s())
             if (launched := call.launched) is not None:
                 self._note_step(launched.end_s, launched.end_s - begin_s)
             if call.awaited is not None or launched is not None:
-                end_s = now_s if call.awaited is None else max(now_s, call.awaited.end_s)
+                end_s = load_end_s if call.awaited is None else max(load_end_s, call.awaited.end_s)
                 self._running = _Call(model, now_s, end_s, call.awaited)
                 return
             self._sharing.stepped(model, 0.0)
             if not self._settle(model, has_ended=False):
                 self._readiness.starved(model, self.reclaimer.policy.generation)
+
+        self._is_asleep = not self._is_any_loading()
+
+    def _least_step_s(self) -> float:
+        return self._profile.beside_load_s if self._is_any_loading() else 0.0
+
+    def _is_any_loading(self) -> bool:
+        return any(one.load is not None for one in self.hosted.values())
+
+    def _take_wake_s(self) -> float:
+        """Return how long it takes to begin a step; longer where the thread slept until somebody asked."""
+        was_asleep, self._is_asleep = self._is_asleep, False
+        return self._profile.wake_s if was_asleep else 0.0
 
     def _plan_jump(self, ready: Sequence[ModelId]) -> Jump | None:
         """Return the calls to jump over; None while somebody waits, who may get a turn after any of them."""
@@ -389,6 +421,7 @@ class SteppedWorker:
             now_s=self._now_s,
             until_s=self._news_s(),
             device_free_s=self._device_free_s,
+            least_step_s=self._least_step_s(),
         )
 
     def _end_running(self) -> None:
@@ -458,10 +491,13 @@ class SteppedWorker:
 
     def _busy(self) -> list[BusyModel]:
         return [
-            BusyModel(model, self._is_loaded(model), can_follow_load=False)
+            BusyModel(model, self._is_loaded(model), self._can_follow_load(hosted))
             for model, hosted in self.hosted.items()
             if hosted.engine.has_work and self._is_in_turn(model)
         ]
+
+    def _can_follow_load(self, hosted: SteppedModel) -> bool:
+        return hosted.load is not None and hosted.is_assembled and hosted.load.follow_s <= self._now_s
 
     def _is_loaded(self, model: ModelId) -> bool:
         return self.hosted[model].load is None and not self.reclaimer.is_incomplete(model)

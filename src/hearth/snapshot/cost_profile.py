@@ -53,8 +53,8 @@ class MeasuredSwitch(Struct, frozen=True, forbid_unknown_fields=True):
     """The cost of a switch to another model besides its missing bytes and its prompt."""
 
     how: str  #: what was done to measure it
-    give_way_s: _Time  #: from the order until its missing bytes begin to cross
-    begin_s: _Time  #: from the last byte to the first token, without the prompt's own time
+    give_way_s: _Time  #: of a load that does not grow with its bytes
+    begin_s: _Time  #: from the last byte to the first token, whose prompt was computed behind the bytes
 
 
 class MeasuredMapping(Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +89,8 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     shapes: Annotated[list[MeasuredShape], Meta(min_length=1)]
     #: For which a request is on its way: from its arrival to a worker, tokenized, and its first token back.
     request_s: _Time = 0.0
+    wake_s: _Time = 0.0  #: that it takes longer through a service that rests
+    beside_load_s: _Time = 0.0  #: that a step takes at least while bytes cross: the host sees to both
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:

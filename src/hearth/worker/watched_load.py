@@ -17,6 +17,7 @@ from hearth.errors import LoadCancelled, StoreError
 from hearth.memory.pool import Gap
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace, WeightGate
+from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.store.borrower import BorrowedModel, Loan
 from hearth.store.fetch import HostChunk
 from hearth.store.loader import Load, Loader, LoadGate, LoadPiece, chunks_of
@@ -30,10 +31,6 @@ from hearth.worker.map_ahead import MapAhead
 #: Progress is told at most this often, and for at least this share of the model.
 PROGRESS_INTERVAL_S = 0.05
 PROGRESS_SHARE = 0.01
-#: A step that follows the load, layer by layer, waits for copies to be queued, and so does whatever comes
-#: after it. So it starts when the rest of the load should not take longer than this: enough to have a prompt
-#: computed while the last layers arrive, too little to be noticed by another model's request.
-MAX_HOLD_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ from hearth.types import ModelId
 MAX_LEAD_S = 0.5
 #: How much more than the others a model may have had whose first token goes first.
 MAX_EARLY_S = 0.1
+#: A step that follows a load, layer by layer, waits for copies to be queued, and so does whatever comes after
+#: it. So it starts when the rest of the load should not take longer than this: enough to have a prompt
+#: computed while the last layers arrive, too little to be noticed by another model's request.
+MAX_HOLD_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
