@@ -128,6 +128,7 @@ class Stage:
         self._num_fillers = 0
         plan = body.plan
         space = self._reclaimer.place(SERVED, plan)
+        self.pool.prepare_rest(SERVED)
         for gap in space.gaps:
             self.pool.prepare(SERVED, gap.part)
         weights = _random_weights(body, space)
