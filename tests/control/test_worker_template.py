@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -220,6 +222,20 @@ def test_without_a_template_workers_are_spawned_which_is_logged_counted_and_note
     assert caplog.text.count(f"fallback workers=spawned reason=`{reason}`") == 1
     assert unfit_rig.template.note is not None
     assert reason in unfit_rig.template.note
+
+
+def test_a_first_template_of_which_nothing_is_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it ended before there was a service, in a process whose children the kernel reaps."""
+    monkeypatch.setattr(template_process, "COMMAND", ("-S", "-c", ENDS))
+    monkeypatch.setattr(worker_template, "RETRY_S", 0.01)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, a_template(first=TemplateProcess(gone.pid, ours)) as rig:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "exit code 3" not in (rig.template.note or ""):
+            assert time.monotonic() < deadline_s
+            rig.runner.run(asyncio.sleep(0.01))
 
 
 @pytest.mark.parametrize("unfit_rig", [HANGS], indirect=True, ids=["hangs"])

@@ -120,8 +120,8 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     predecessor.wait()
     times.note("predecessor")
     inbox: Inbox = SimpleQueue()
-    # First: it takes its memory, and a worker that cannot have that is not ready. It may wait for it, too, and
-    # the gateway hangs up on whoever connects and says nothing.
+    # First: it takes its memory, and a worker that cannot have that is not ready. It may have to wait for it,
+    # and the gateway hangs up on whoever connects and says nothing.
     loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
     borrower.device_is_up()  # not before: beside the pinning of host memory all of a start takes longer
