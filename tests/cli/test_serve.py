@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,15 @@ from hearth.control.upgrade import Upgraded
 from hearth.errors import ConfigError
 from tests.cli.shell import Hearth
 from tests.control.gateway_rig import GatewayRig
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A service that has ended leaves signals ignored, for its process ends, too: this one does not."""
+    before = {number: signal.getsignal(number) for number in server.END_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -120,6 +130,23 @@ def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
     with pytest.raises(ConfigError, match="its device has 80 GiB"):
         server.run_service(config)
     assert not is_held(tmp_path / "data")
+
+
+def test_a_signal_behind_the_end_of_a_service_ends_nothing_by_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def running(
+        config: HearthConfig, data_dir: DataDir, devices: Devices, template: None
+    ) -> AsyncIterator[Gateway]:
+        with closing(GatewayRig(data_dir)) as rig:
+            yield rig.gateway
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(server, "running", running)
+    config = service_at(("127.0.0.1", 0), tmp_path / "data")
+    server.run_service(config, lambda *_: signal.raise_signal(signal.SIGINT))
+    assert {signal.getsignal(number) for number in server.END_SIGNALS} == {signal.SIG_IGN}
 
 
 def test_the_log_names_the_address_that_is_listened_on_and_the_url_to_ask_here(

@@ -401,6 +401,29 @@ def test_a_keeper_whose_books_nobody_can_look_at_any_more_hangs() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("is_beside_another", [False, True], ids=["that_died_again", "beside_the_one_before"])
+def test_a_worker_on_its_way_out_is_waited_for_when_all_ends(is_beside_another: bool) -> None:
+    """Until it is gone it has the memory of its device, which whoever comes next would miss."""
+
+    async def scene(supervisor: LeavingWorkers) -> None:
+        first = await supervisor.until_started(1)
+        supervisor.left(supervisor.join())
+        second = await supervisor.until_started(2)
+        if not is_beside_another:
+            first.is_gone.set()
+        supervisor.left(supervisor.join())
+        while supervisor.seats[0].process is not None:
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(supervisor.close())
+        first.is_gone.set()
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        second.is_gone.set()
+        await closing
+
+    leaving(scene)
+
+
 def test_a_keeper_that_has_ended_when_it_is_asked_breaks_nothing() -> None:
     async def scene() -> None:
         keeper = await asyncio.create_subprocess_exec("true", stdin=PIPE, stdout=PIPE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -222,6 +224,20 @@ def test_without_a_template_workers_are_spawned_which_is_logged_counted_and_note
     assert reason in unfit_rig.template.note
 
 
+def test_a_first_template_of_which_nothing_is_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it ended before there was a service, in a process whose children the kernel reaps."""
+    monkeypatch.setattr(template_process, "COMMAND", ("-S", "-c", ENDS))
+    monkeypatch.setattr(worker_template, "RETRY_S", 0.01)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, a_template(first=TemplateProcess(gone.pid, ours)) as rig:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "exit code 3" not in (rig.template.note or ""):
+            assert time.monotonic() < deadline_s
+            rig.runner.run(asyncio.sleep(0.01))
+
+
 @pytest.mark.parametrize("unfit_rig", [HANGS], indirect=True, ids=["hangs"])
 def test_a_template_that_does_not_answer_is_killed_and_the_worker_spawned(unfit_rig: Rig) -> None:
     assert unfit_rig.start() is None
@@ -255,3 +271,12 @@ def test_random_numbers_are_seeded_anew_in_a_worker() -> None:
         assert len(seeds | {1}) == 3
     finally:
         torch.set_rng_state(before)
+
+
+def test_a_template_whose_command_has_ended_before_it_ends_without_a_word(tmp_path: Path) -> None:
+    """As where the command was wrong: the kernel is asked to end it too late, and it would import torch."""
+    with (tmp_path / "errors").open("w") as errors:
+        started = start_template(errors.fileno())
+        started.socket.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]) == 0
+    assert (tmp_path / "errors").read_text() == ""

@@ -217,7 +217,7 @@ class Service:
         return code
 
     def terminate(self) -> None:
-        """Send SIGTERM, but only once: a second one ends it at once, at its end with another code."""
+        """Send SIGTERM, but only once: a second one ends the requests that run."""
         if not self._is_told_to_end:
             self._is_told_to_end = True
             self.process.send_signal(signal.SIGTERM)

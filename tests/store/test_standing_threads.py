@@ -103,3 +103,17 @@ def test_an_errand_for_which_there_can_be_no_thread_is_never_done(monkeypatch: p
     until_ended(threads, lambda: done.append("taken"))
 
     assert done == ["taken"]
+
+
+def test_an_errand_is_done_and_ends_also_on_a_thread_that_cannot_begin(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As where its device is lost: whoever waits for the errand would wait for ever."""
+
+    def lost() -> None:
+        raise RuntimeError("the device is lost")
+
+    done = list[str]()
+    until_ended(StandingThreads("test", begin=lost), lambda: done.append("done"))
+    assert done == ["done"]
+    assert "thread_begins_badly name=test" in caplog.text

@@ -5,15 +5,26 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from hearth import wire
-from hearth.errors import ServiceError
+from hearth.config import StoreConfig
+from hearth.errors import DeviceError, ServiceError
+from hearth.memory.arena import ArenaPool
 from hearth.messages import VERSION, Challenge, Ping, Pong, Welcome, WorkerHello
+from hearth.store.lender import Lender
+from hearth.store.manifest import CHUNK_BYTES
+from hearth.store.tiers import Tiers
 from hearth.types import WorkerId
+from hearth.worker import runtime
+from hearth.worker.__main__ import _start
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
-from tests.worker.harness import SECRET, Gateway
+from tests.control.test_supervisor import setup_of
+from tests.worker.harness import SECRET, Gateway, folder
 
 ME = Introduction(WorkerId("w7"), 12, "cpu", "a processor", budget_bytes=1000, shares_workspace=False)
 
@@ -94,3 +105,33 @@ def test_a_port_where_nobody_listens_is_named() -> None:
 
     with pytest.raises(ServiceError, match=f"127.0.0.1:{port}"):
         connect("127.0.0.1", port)
+
+
+def test_a_worker_connects_only_when_it_has_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have to wait for that, and the gateway hangs up on whoever says nothing."""
+
+    def no_pool(*_: object) -> ArenaPool:
+        raise DeviceError("another process has the memory")
+
+    monkeypatch.setattr(runtime, "ArenaPool", no_pool)
+    store = StoreConfig(path=str(tmp_path), host_bytes=CHUNK_BYTES)
+    with (
+        folder() as place,
+        closing(Tiers(store, is_pinned=False)) as tiers,
+        closing(Lender(tiers, place / "s")),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        listener.setblocking(False)
+        setup = msgspec.structs.replace(
+            setup_of(0, WorkerId("w0")),
+            keeper_socket=str(place / "s"),
+            port=listener.getsockname()[1],
+            engine={},
+            num_threads=None,
+        )
+        with pytest.raises(DeviceError, match="another process has the memory"):
+            _start(setup)
+        with pytest.raises(BlockingIOError):
+            listener.accept()

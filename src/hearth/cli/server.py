@@ -8,8 +8,8 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvloop
@@ -28,6 +28,7 @@ from hearth.errors import ConfigError
 
 #: As many files may be open as the system lets this user open, but no more than this.
 MAX_OPEN_FILES = 1 << 16
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def run_service(
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends at once. `on_ready` is told the URL once it answers.
 
-    `template`: that workers are forked from, if one was started before.
+    Both are ignored from then on, for the process is to end. `template`: that workers are forked from, if one
+    was started before.
 
     Raises:
         HearthError: a port that is taken, a data directory in use, a device that is not there, ...; also
@@ -72,10 +74,8 @@ async def _serve(
 ) -> None:
     service = config.service
     max_open_files = _raise_open_files()
-    async with running(config, data_dir, devices, template) as gateway:
-        signals: asyncio.Queue[int] = asyncio.Queue()  # only now: until here they end it at once
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+    # Signals only behind the other: until there they end it at once.
+    async with running(config, data_dir, devices, template) as gateway, _signals_to_end() as signals:
         from hearth.cli.http_server import http_server  # only now, beside the workers' own imports
 
         server = http_server(gateway, service, max_open_files)
@@ -104,6 +104,23 @@ async def _serve(
         if refused.done():
             raise refused.result()
         refused.cancel()
+
+
+@asynccontextmanager
+async def _signals_to_end() -> AsyncIterator[asyncio.Queue[int]]:
+    """Yield a queue of the signals to end that come meanwhile; behind it they are ignored, for all is said.
+
+    Not by handlers of the loop: it drops them when it closes, and another signal would end the process by
+    force, though all has ended well. So does the interpreter with its own.
+    """
+    loop, heard = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in END_SIGNALS:
+        signal.signal(number, lambda number, _: loop.call_soon_threadsafe(heard.put_nowait, number))
+    try:
+        yield heard
+    finally:
+        for number in END_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _raise_open_files() -> int:

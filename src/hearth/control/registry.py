@@ -58,6 +58,7 @@ class Registry:
     def __init__(self, data_dir: DataDir, wait_s: float = WAIT_S) -> None:
         self._path = data_dir.registry_path
         self._data_dir = data_dir
+        self._is_way_back_over = False  #: an upgrade cannot be undone once the present transaction is done
         with self._translated():
             # Without transactions of its own: a statement outside `transaction` is one.
             self._connection = sqlite3.connect(self._path, timeout=wait_s, isolation_level=None)
@@ -93,6 +94,7 @@ class Registry:
     def transaction(self) -> Iterator[None]:
         """Make all that is done within the context happen at once, or not at all if it raises."""
         self._execute("begin immediate")
+        self._is_way_back_over = False
         try:
             yield
             self._execute("commit")
@@ -100,6 +102,8 @@ class Registry:
             if self._connection.in_transaction:
                 self._execute("rollback")
             raise
+        if self._is_way_back_over:  # not before: what is refused changes nothing
+            self._data_dir.forget_upgrade()
 
     def add(self, deployed: Deployed | DeployedAdapter) -> None:
         """Register a model or an adapter. Raises NameTaken, and as `replace` does."""
@@ -137,7 +141,7 @@ class Registry:
                 )
             self._execute("delete from models where name = ? or base = ?", name, name)
             self._give_slots()
-            self._data_dir.forget_upgrade()
+            self._is_way_back_over = True
         return [location, *adapters.values()]
 
     def upgrade(self, changes: Iterable[tuple[Deployed, Deployed]]) -> None:
@@ -249,7 +253,7 @@ class Registry:
         with nullcontext() if self._connection.in_transaction else self.transaction():
             self._check(deployed)
             self._put(verb, deployed)
-        self._data_dir.forget_upgrade()  # not before: a name that is taken changes nothing
+            self._is_way_back_over = True
 
     def _check(self, deployed: Deployed | DeployedAdapter) -> None:
         """Refuse an adapter without a base, and whatever would leave others so."""

@@ -163,6 +163,7 @@ class Supervisor:
         self._keeper: Process | None = None
         self.reads_natively = True  #: False: the keeper has no C compiler, and its interpreter reads chunks
         self._is_keeper_ready = asyncio.Event()
+        self._leaving: set[Process | ForkedWorker] = set()  #: workers that have no seat and are not gone
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -223,7 +224,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         leavers = [seat.leaver for seat in self.seats if seat.leaver is not None]
-        processes = [*(seat.process for seat in self.seats), self._keeper, *(one.process for one in leavers)]
+        processes = [*(seat.process for seat in self.seats), self._keeper, *self._leaving]
         await asyncio.gather(*(_end(process) for process in processes if process is not None))
         await asyncio.gather(*self._tasks, *(one.seen_off for one in leavers), return_exceptions=True)
 
@@ -260,6 +261,7 @@ class Supervisor:
             if seat.link is not None:
                 seat.link.abort()
             seat.process = seat.link = seat.hello = None  # or it would still count as ready
+            self._leaving.add(process)
             was_ready, leaver = seat.greeted.is_set(), seat.leaver
             if leaver is not None:
                 await leaver.seen_off  # before another one leaves
@@ -286,6 +288,7 @@ class Supervisor:
     async def _see_off(self, seat: WorkerSeat, departure: Departure) -> None:
         """Wait until the process that a seat had last is gone, and tell of it."""
         code = await departure.process.wait()
+        self._leaving.discard(departure.process)
         ending = ending_of(code, await _farewell(departure.process), departure.killed_for)
         if seat.link is None:  # else its successor is ready already
             seat.ending = ending

@@ -179,14 +179,17 @@ class WorkerTemplate:
     async def _run_one(self) -> str:
         """Start a template, or take the first one, and wait for its end; returns why it ended."""
         self._killed_for = None
+        first, self._first = self._first, None
         try:
-            started = self._first or start_template(self._errors)
+            started = first or start_template(self._errors)
         except OSError as error:
             return f"it cannot be started: {error}"
         with started.socket as ours:
-            self._process = ChildProcess(started.pid)
-            if self._first is not None:
-                self._first = None
+            try:
+                self._process = ChildProcess(started.pid)
+            except OSError as error:  # it has ended, and the kernel reaps what this process does not wait for
+                return f"it is not there any more: {error}"
+            if first is not None:
                 with suppress(OSError):  # it has ended, which is seen below
                     socket.send_fds(ours, [LOG_HERE], [self._errors])
             try:

@@ -6,12 +6,15 @@ beside a thread that computes, that is a millisecond or more. One that stands ne
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 #: A thread that had nothing to do for so long ends.
 IDLE_S = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class Errand:
@@ -38,7 +41,7 @@ class StandingThreads:
     """As many threads as there were ever errands at once. Any thread may start one."""
 
     def __init__(self, name: str, idle_s: float = IDLE_S, begin: Callable[[], None] = lambda: None) -> None:
-        """Every thread calls `begin` once, before its first errand."""
+        """Every thread calls `begin` once, before its first errand, which is done whatever comes of that."""
         self._name, self._idle_s, self._begin = name, idle_s, begin
         self._errands: SimpleQueue[Errand] = SimpleQueue()
         #: Threads that have nothing to do, less the errands that none of them has taken yet.
@@ -60,7 +63,10 @@ class StandingThreads:
         return errand
 
     def _work(self) -> None:
-        self._begin()
+        try:
+            self._begin()
+        except Exception:  # an errand that was never done would be waited for, and it meets the same itself
+            log.exception("thread_begins_badly name=%s", self._name)
         while True:
             try:
                 errand = self._errands.get(timeout=self._idle_s)

@@ -120,11 +120,12 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     predecessor.wait()
     times.note("predecessor")
     inbox: Inbox = SimpleQueue()
-    link = connect(setup.host, setup.port)
-    # First: it takes its memory, and a worker that cannot have that is not ready.
-    loop = WorkerLoop(resources, inbox, link.send)
+    # First: it takes its memory, and a worker that cannot have that is not ready. It may have to wait for it,
+    # and the gateway hangs up on whoever connects and says nothing.
+    loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
     borrower.device_is_up()  # not before: beside the pinning of host memory all of a start takes longer
+    link = connect(setup.host, setup.port)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     times.note("gateway")
     log.info("worker_started %s", times)
