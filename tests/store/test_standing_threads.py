@@ -103,3 +103,16 @@ def test_an_errand_for_which_there_can_be_no_thread_is_never_done(monkeypatch: p
     until_ended(threads, lambda: done.append("taken"))
 
     assert done == ["taken"]
+
+
+def test_an_errand_is_done_also_by_a_thread_that_could_not_begin(caplog: pytest.LogCaptureFixture) -> None:
+    """Who waits for it would else never be told, as of a device that is lost."""
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    done = list[str]()
+    errand = StandingThreads("test", begin=fail).start(lambda: done.append("done"))
+    assert errand._ended.wait(PATIENCE_S)
+    assert done == ["done"]
+    assert "thread_unready name=test reason=CUDA error" in caplog.text

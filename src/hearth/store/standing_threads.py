@@ -6,9 +6,12 @@ beside a thread that computes, that is a millisecond or more. One that stands ne
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+
+log = logging.getLogger(__name__)
 
 #: A thread that had nothing to do for so long ends.
 IDLE_S = 60.0
@@ -38,7 +41,10 @@ class StandingThreads:
     """As many threads as there were ever errands at once. Any thread may start one."""
 
     def __init__(self, name: str, idle_s: float = IDLE_S, begin: Callable[[], None] = lambda: None) -> None:
-        """Every thread calls `begin` once, before its first errand."""
+        """Every thread calls `begin` once, before its first errand; what that raises is logged.
+
+        Its errands are done all the same: who waits for one is told by the errand what cannot be done.
+        """
         self._name, self._idle_s, self._begin = name, idle_s, begin
         self._errands: SimpleQueue[Errand] = SimpleQueue()
         #: Threads that have nothing to do, less the errands that none of them has taken yet.
@@ -60,7 +66,10 @@ class StandingThreads:
         return errand
 
     def _work(self) -> None:
-        self._begin()
+        try:
+            self._begin()
+        except Exception as error:  # as where the device is lost
+            log.error("thread_unready name=%s reason=%s", self._name, error)
         while True:
             try:
                 errand = self._errands.get(timeout=self._idle_s)
