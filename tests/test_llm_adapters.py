@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hearth import LLM, SamplingParams
 from hearth.config import EngineConfig
 from hearth.errors import BadCheckpoint, BadPrompt, ChunkCorrupt, UnknownModel
+from hearth.store.convert_adapter import AdapterBase, convert_adapter
+from hearth.store.peft import open_peft
+from hearth.store.read_adapter import read_adapter
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
 from tests.models.zoo import build
 from tests.service.checkpoints import smollm2_file
@@ -92,9 +96,32 @@ def test_an_adapter_that_does_not_fit_or_was_changed_is_refused_before_anything_
     changed.mkdir()
     for file in Path(first().order.where).iterdir():
         (changed / file.name).write_bytes(file.read_bytes())
-    flip(changed / "weights.bin", 100)
+    weights = changed / "weights.bin"
+    flip(weights, 100)
     with pytest.raises(ChunkCorrupt, match=r"chunk 0 of .*weights.bin.*convert it again"):
         opened(mine=changed)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(BadCheckpoint, match=r"weights.bin` has \d+ bytes, manifest.json says \d+; convert"):
+        opened(mine=changed)
+    weights.unlink()
+    with pytest.raises(BadCheckpoint, match=r"weights.bin` cannot be read: No such file.*; convert it again"):
+        opened(mine=changed)
+
+
+def test_an_adapter_that_was_converted_for_a_gpu_is_widened_where_its_base_is(tmp_path: Path) -> None:
+    reference = first().reference
+    narrow = convert_adapter(
+        open_peft(peft_of(first())), tmp_path / "narrow", AdapterBase(reference.arch, "bfloat16")
+    )
+    wide = read_adapter(tmp_path / "narrow", AdapterBase(reference.arch, "float32"))
+
+    assert wide.layout == first().layout
+    exact = read_adapter(Path(first().order.where), AdapterBase(reference.arch, "float32"))
+    found, wanted = (torch.frombuffer(bytearray(one.content), dtype=torch.float32) for one in (wide, exact))
+    assert torch.equal(found, wanted.bfloat16().float())
+    with pytest.raises(BadCheckpoint, match="float16"):
+        read_adapter(tmp_path / "narrow", AdapterBase(reference.arch, "float16"))
+    assert narrow.dtype == "bfloat16"
 
 
 def test_what_a_real_adapter_was_trained_to_say_can_be_read() -> None:

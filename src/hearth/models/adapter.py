@@ -85,6 +85,11 @@ class AdapterTarget:
         """The rows of its first factor: the ranks of all slices."""
         return sum(part.rank for part in self.slices)
 
+    @property
+    def factor_sizes(self) -> list[int]:
+        """The numbers in its first factor, and in the second one of each slice with what its rows end in."""
+        return [self.rank * self.num_inputs, *(part.row_size * part.rank for part in self.slices)]
+
 
 @dataclass(frozen=True, slots=True)
 class FactorPlaces:
@@ -114,9 +119,8 @@ class AdapterLayout:
         offset = 0
         for target in targets:
             begins.setdefault(target.layer, offset)
-            sizes = [target.rank * target.num_inputs, *(part.row_size * part.rank for part in target.slices)]
             offsets = []
-            for size in sizes:
+            for size in target.factor_sizes:
                 offsets.append(offset)
                 offset = _aligned(offset + size * item_bytes)
             places.append(FactorPlaces(target, offsets[0], tuple(offsets[1:])))

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+log = logging.getLogger(__name__)
+
 #: A thread that had nothing to do for so long ends.
 IDLE_S = 60.0
 
@@ -41,7 +43,10 @@ class StandingThreads:
     """As many threads as there were ever errands at once. Any thread may start one."""
 
     def __init__(self, name: str, idle_s: float = IDLE_S, begin: Callable[[], None] = lambda: None) -> None:
-        """Every thread calls `begin` once, before its first errand, which is done whatever comes of that."""
+        """Every thread calls `begin` once, before its first errand; what that raises is logged.
+
+        Its errands are done all the same: who waits for one is told by the errand what cannot be done.
+        """
         self._name, self._idle_s, self._begin = name, idle_s, begin
         self._errands: SimpleQueue[Errand] = SimpleQueue()
         #: Threads that have nothing to do, less the errands that none of them has taken yet.

@@ -288,6 +288,25 @@ def test_a_piece_of_a_prompt_is_as_long_as_its_step_is_padded_to() -> None:
     assert [prompt_tokens(engine, 16) for _ in range(2)] == [[31], [9]]
 
 
+def test_a_prompt_that_takes_the_blocks_of_others_is_cut_where_the_step_without_them_needs_no_padding() -> (
+    None
+):
+    engine = loop(num_blocks=16, block_tokens=4, max_seqs=8, step_sizes=(8, 16, 32, 64))
+    engine.max_prompt_tokens = 4
+    engine.add(request("first", [1, 2, 3], max_tokens=60))
+    for number in range(4):
+        engine.add(replace(request(f"behind-{number}", [10 + number] * 3, max_tokens=60), line_s=100.0))
+    launched(engine)
+    engine.commit()
+    engine.add(request("long", range(40)))
+    steps = []
+    for _ in range(7):
+        plan = launched(engine)
+        engine.commit()
+        steps.append((plan.num_decode_rows, plan.num_prompt_tokens))
+    assert steps == [(5, 3)] * 5 + [(3, 5), (2, 6)], "of 8 each"
+
+
 def test_nobody_is_admitted_behind_a_prompt_that_was_cut() -> None:
     """Only the youngest may be in the midst of its prompt, or age would not decide."""
     engine = decoding()

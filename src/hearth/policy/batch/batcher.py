@@ -459,13 +459,19 @@ class Batcher:
 
     def _continue_prompt(self, draft: PlanDraft) -> None:
         """Go on with the prompt that is in the midst, if there is one."""
-        if draft.tokens_left and (midway := self._sequences.midway()) is not None:
+        if not draft.tokens_left or (midway := self._sequences.midway()) is None:
+            return
+        while True:
+            num_rows = len(draft.decode)
             num_tokens = draft.chunk_tokens(midway.num_planned, midway.num_prefill)
             has_room = self._make_room(midway, num_tokens, draft)
             if draft.has_preempted:
                 draft.drop_preempted()  # who stands behind it may have had a row
-            if has_room:
-                draft.add_prompt(midway, num_tokens)
+            if not has_room:
+                return
+            if len(draft.decode) == num_rows:
+                break  # else the step has other padding now, and room for more or for less
+        draft.add_prompt(midway, num_tokens)
 
     def _make_room_for_all(self, sequences: Sequence[LiveSequence], draft: PlanDraft) -> None:
         """Give each sequence a block for its next token, preempting the youngest where there are too few."""

@@ -37,6 +37,7 @@ class PlanDraft:
     block_tokens: int
     step_sizes: Sequence[int] = ()  #: tokens that a step with prompts is padded to; none: it is not padded
     budget_tokens: int = 0  #: that there is room for, of prompts
+    max_prompt_tokens: int | None = None  #: that others can wait for, of prompts; None: any number
     prompt_tokens: int = 0  #: that the step may have of prompts, and may exceed where they cost nothing
     num_prompt_tokens: int = 0  #: that it has
     margin_tokens: int = 0  #: of those that it may have, kept from prompts that are cut
@@ -55,6 +56,7 @@ class PlanDraft:
         it for what the estimate misses.
         """
         self.budget_tokens = self.prompt_tokens = budget_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         if max_prompt_tokens is not None and max_prompt_tokens < budget_tokens:
             self.prompt_tokens = min(budget_tokens, max(max_prompt_tokens, self.block_tokens))
             self.margin_tokens = self.prompt_tokens // 8
@@ -122,10 +124,14 @@ class PlanDraft:
         self.sequences += sequences
 
     def drop_preempted(self) -> None:
-        """Have no rows and blocks of those who lost their slots since. No prompt is in the draft yet."""
+        """Have no rows and blocks of those who lost their slots since; prompts have room for what these had.
+
+        No prompt is in the draft yet.
+        """
         kept = [at for at, one in enumerate(self.sequences) if one.slot is not None]
         if len(kept) == len(self.sequences):
             return
+        self.allow_prompts(self.budget_tokens + len(self.sequences) - len(kept), self.max_prompt_tokens)
         rows, self.sequences = self.decode, [self.sequences[at] for at in kept]
         lost_slots = set(rows.slots).difference(rows.slots[at] for at in kept)
         self.table_writes = [write for write in self.table_writes if write.slot not in lost_slots]
