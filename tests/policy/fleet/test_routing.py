@@ -65,13 +65,13 @@ def test_a_request_would_go_to_the_cheapest_replica_with_a_free_slot(
         assert options[chosen.replica.worker.name].cost_s == best_s
 
 
-def busy_fleet(num_ended: int) -> Fleet:
-    """Three replicas of a model, whose requests took a second; so many have ended, the first ones first."""
+def busy_fleet(num_ended: int, num_workers: int = 3) -> Fleet:
+    """Replicas of a model, whose requests took a second; so many have ended, the first ones first."""
     fleet, model = Fleet(BrainConfig()), ModelId("a")
     step(fleet, ModelDeployed(0.0, profile("a", max_seqs=4)))
-    for number in range(3):
+    for number in range(num_workers):
         step(fleet, WorkerJoined(0.0, WorkerId(f"w{number}"), "cuda", 100))
-    for number in range(12):
+    for number in range(4 * num_workers):
         for action in step(fleet, RequestArrived(0.0, RequestId(f"r{number}"), model, 10, None)):
             if isinstance(action, LoadModel):
                 step(fleet, ModelReady(0.0, action.worker, model, (), 1.0))
@@ -103,6 +103,26 @@ def test_a_request_goes_where_its_adapter_is_unless_another_replica_saves_more_t
     else:
         assert taken_s == best_s
         assert all(best_s + load_s <= one_s + 1e-9 for one_s in having_s)
+
+
+def test_an_idle_replica_is_looked_at_however_many_have_the_adapter_and_the_other_way_round() -> None:
+    num_workers = 2 * MAX_OPTIONS
+    fleet, small = busy_fleet(0, num_workers), WantedAdapter(AdapterId("small"), 1)
+    model, huge = fleet.models[ModelId("a")], WantedAdapter(AdapterId("huge"), 1 << 50)
+    idle, *others = (fleet.workers[worker] for worker in model.replicas)
+    for worker in (idle, *others):  # all have a free slot, and one has all of them free
+        running = list(worker.replicas[model.name].running)
+        for request in running if worker is idle else running[:1]:
+            step(fleet, RequestFinished(1.0, request, 5, End.DONE))
+    for worker in others:
+        worker.adapters.use(small.adapter)
+    others[-1].adapters.use(huge.adapter)
+    bare = Request(RequestId("r"), model, number=10_000, keep_alive_s=None, digest="")
+
+    chosen = [choose_replica(fleet, replace(bare, adapter=adapter)) for adapter in (small, huge)]
+
+    assert [one and one.replica.worker for one in chosen] == [idle, others[-1]]
+    assert all(one is not None and len(one.options) <= MAX_OPTIONS for one in chosen)
 
 
 def test_a_worker_is_thought_to_have_the_adapters_that_were_used_last() -> None:

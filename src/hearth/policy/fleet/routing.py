@@ -7,7 +7,8 @@ its turns; the cost decides among equals. Workers that still have bytes of the m
 from before compete with the first of these, also if they have to evict retained models for it, as long as
 that costs less than the bytes save: so models stay where they suit. At most `MAX_OPTIONS` are looked at:
 those that have most of the model, those with the least room that suffices, which pack well, and those with
-the most, which are likely to be idle. Of replicas those are looked at first that have the request's adapter.
+the most, which are likely to be idle. Of replicas those are looked at that have the fewest requests, half of
+them such that have the request's adapter, if there are so many.
 """
 
 from __future__ import annotations
@@ -149,11 +150,9 @@ def _fits_within(one: Footprint, other: Footprint) -> bool:
 def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
     """Return the cheapest replica with a slot for a request; None if there is none."""
     model = request.model
-    free: Iterable[Replica] = (model.replicas[name] for name in model.with_free_slot)
-    if request.adapter is not None:
-        free = sorted(free, key=lambda replica: _missing_adapter_bytes(request, replica.worker))
+    free = (model.replicas[name] for name in model.with_free_slot)
     open_ = (replica for replica in free if replica.has_slot_for(request, fleet.now_s))
-    replicas = list(islice(open_, MAX_OPTIONS))
+    replicas = _likely_replicas(request, open_)
     if not replicas:
         return None
     options = [
@@ -330,6 +329,20 @@ def _price_option(
     cost_s = routing_cost(fleet.config, queue_s, load_s, utilisation, evict_s)
     missing_bytes += adapter_bytes
     return Option(worker.name, queue_s, load_s, utilisation, cost_s, obstacle, evict_s, missing_bytes)
+
+
+def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Replica]:
+    """Return the first of some replicas: both such that have the request's adapter and such that lack it.
+
+    One with few requests may be better without it than all that have it.
+    """
+    if request.adapter is None:
+        return list(islice(replicas, MAX_OPTIONS))
+    having, lacking = list[Replica](), list[Replica]()
+    for replica in replicas:
+        (lacking if _missing_adapter_bytes(request, replica.worker) else having).append(replica)
+    del having[max(MAX_OPTIONS // 2, MAX_OPTIONS - len(lacking)) :]
+    return [*having, *lacking[: MAX_OPTIONS - len(having)]]
 
 
 def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
