@@ -39,7 +39,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 10
+VERSION = 11
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -66,7 +66,6 @@ class WorkerSetup(Struct, frozen=True):
     snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
     snapshot_bytes: int = 0  #: that all of them may take
     predecessor: int | None = None  #: the process that has the memory until it ends; None: nobody has it
-    prepare: tuple[PrepareModel, ...] = ()  #: models to have kernels for, if there is time before it is ready
 
     def __repr__(self) -> str:
         """Leave the secret out: what is shown may be logged."""

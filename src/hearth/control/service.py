@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from hearth.control.tracing import Tracing, tracing_of
 from hearth.control.worker_link import WorkerLink
 from hearth.control.worker_template import WorkerTemplate
 from hearth.errors import ConfigError, SnapshotError
-from hearth.messages import KeeperSetup, PrepareModel, WorkerHello, WorkerSetup
+from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
@@ -52,8 +52,6 @@ from hearth.types import Pace, WorkerId
 
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
-#: Models that a worker is told of before it asks: a pipe takes the line at once.
-MAX_PREPARED = 32
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +132,7 @@ async def running(
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         supervisor = Supervisor(
-            setup_of=_worker_setups(
-                *(config, devices, receiver.secret, port, socket, data_dir), catalog.prepare_orders
-            ),
+            setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
             keeper=KeeperSetup(
                 socket=str(socket),
                 kind=devices.kind,
@@ -277,13 +273,7 @@ def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
 
 
 def _worker_setups(
-    config: HearthConfig,
-    devices: Devices,
-    secret: bytes,
-    port: int,
-    socket: Path,
-    data_dir: DataDir,
-    prepare_orders: Callable[[], Sequence[PrepareModel]],
+    config: HearthConfig, devices: Devices, secret: bytes, port: int, socket: Path, data_dir: DataDir
 ) -> Callable[[int, WorkerId], WorkerSetup]:
     def setup(index: int, worker: WorkerId) -> WorkerSetup:
         return WorkerSetup(
@@ -303,7 +293,6 @@ def _worker_setups(
             turns=config.service.turns,
             snapshots_path=str(data_dir.snapshots_path) if config.store.snapshot_bytes else None,
             snapshot_bytes=config.store.snapshot_bytes,
-            prepare=tuple(prepare_orders()[:MAX_PREPARED]),
         )
 
     return setup

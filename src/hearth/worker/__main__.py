@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,7 +30,6 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
-from hearth.store.manifest import Manifest
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
@@ -114,8 +112,6 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
         first_tokens=first_tokens,
     )
-    if resources.kernels is not None:
-        _load_kernels(setup, predecessor, resources.kernels, borrower.describe)
     times.note("kernels")
     predecessor.wait()
     times.note("predecessor")
@@ -131,20 +127,6 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     log.info("worker_started %s", times)
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
     return loop
-
-
-def _load_kernels(
-    setup: WorkerSetup,
-    predecessor: Predecessor,
-    kernels: ModelKernels,
-    describe: Callable[[Path], Manifest],
-) -> None:
-    """Bring compiled kernels of deployed models to the device, as long as its memory is waited for."""
-    for order in setup.prepare:
-        if predecessor.is_gone:
-            return
-        with suppress(HearthError, OSError):  # told of when the gateway orders the same
-            kernels.load(describe(Path(order.directory)), order.limits)
 
 
 def _kernels(
