@@ -73,8 +73,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         has_chat_template = True
 
         def __init__(
-            self, path: str, *, device: str, dtype: str, engine: EngineConfig, store: StoreConfig
+            self,
+            path: str,
+            *,
+            device: str,
+            dtype: str,
+            engine: EngineConfig,
+            store: StoreConfig,
+            adapters: Mapping[str, str],
         ) -> None:
+            assert not adapters
             for level, message in calls.logs:
                 logging.getLogger("hearth.llm").log(level, message)
             calls.made = {"path": path, "device": device, "dtype": dtype, "engine": engine, "store": store}
@@ -92,7 +100,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         def chat_prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
             return [len(messages), len(str(messages[0]["content"]))]
 
-        def stream(self, prompt: object, params: SamplingParams) -> Iterator[FakeDelta]:
+        def stream(
+            self, prompt: object, params: SamplingParams, *, adapter: str | None
+        ) -> Iterator[FakeDelta]:
+            assert adapter is None
             calls.prompt, calls.params = prompt, params
             yield FakeDelta("hel", (7,), None)
             yield FakeDelta("lo", (8, 9), FinishReason.STOP)

@@ -779,6 +779,16 @@ def test_questions_and_loads_leave_their_line_to_the_next(model: Path, tmp_path:
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 
+def test_a_borrower_that_is_closed_leaves_no_line_behind(model: Path, tmp_path: Path, path: Path) -> None:
+    """As when a worker ends while one of its threads begins a load."""
+    with lending(tmp_path, path) as (_, lender):
+        borrower = Borrower(path)
+        borrower.close()
+        with pytest.raises(LenderGone):
+            borrower.open(model)
+        assert eventually(lambda: lender.num_sessions == 0)
+
+
 def test_a_load_begins_though_the_lender_was_started_anew_since_the_model_was_opened(
     model: Path, tmp_path: Path, path: Path
 ) -> None:

@@ -230,18 +230,21 @@ class Borrower:
         """Return a line on which a question was asked, and the answer; None: the lender is gone."""
         while (line := self._take_standing()) is not None:
             with suppress(OSError):
-                line.send(question)
-                if (answer := line.read()) is not None:
+                if (answer := self._answer(line, question)) is not None:
                     return line, answer
             line.close()  # whoever was at its other end is gone
         line = LenderLine(*self._connect())
         try:
-            line.send(question)
-            return line, line.read()
+            return line, self._answer(line, question)
         except OSError as error:
-            line.close()
             raise self._gone() from error
-        except StoreError:  # it answers nonsense
+
+    def _answer(self, line: LenderLine, question: Message) -> Message | None:
+        """Ask on a line, which is closed where that fails."""
+        try:
+            line.send(question)
+            return line.read()
+        except (OSError, StoreError):  # the other end is gone, or answers nonsense
             line.close()
             raise
 
@@ -275,8 +278,13 @@ class Borrower:
             segment.close()
 
     def _connect(self) -> tuple[socket.socket, Segment]:
+        """Raises LenderGone also when this borrower is closed."""
         connection, segment = _introduce(self._path, is_pinned=self._is_pinned)
         with self._lock:
+            if self._is_closed:  # on another thread, meanwhile: nobody would close these
+                connection.close()
+                segment.close()
+                raise self._gone()
             if os.path.sameopenfile(segment.fd, self.segment.fd):
                 segment.close()
             else:
