@@ -25,6 +25,7 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not install
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.resources import Resource
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -149,6 +150,27 @@ def test_a_request_is_a_trace_with_the_spans_of_its_waterfall(
     assert {event.name for event in generated.events} >= {"queued", "placed", "first_token"}
     for span in spans.values():
         assert span.start_time_unix_nano <= span.end_time_unix_nano
+
+
+def test_the_resource_is_hashed_once_and_not_with_every_span(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed: list[Resource] = []
+    hash_of = Resource.__hash__
+
+    def count(resource: Resource) -> int:
+        hashed.append(resource)
+        return hash_of(resource)
+
+    monkeypatch.setattr(Resource, "__hash__", count)
+    traced(data_dir, environment)
+
+    assert len(collector.spans()) > 1
+    assert len(hashed) == 1
 
 
 def test_the_trace_of_the_client_goes_on(

@@ -21,6 +21,7 @@ from hearth.control.metrics import Metrics
 #: A value that stands in a line of text as it is.
 _PLAIN = re.compile(r"[A-Za-z0-9_.:+/|@~,{}-]+", re.ASCII)
 _MAX_CHARS = 256  #: of a value
+_json = json.JSONEncoder(check_circular=False).encode  # fields are flat
 
 Field = str | int | float | bool | None
 #: Turns the fields of a request into a line without its end.
@@ -105,7 +106,8 @@ def text_line(fields: Mapping[str, Field]) -> bytes:
 
 def json_line(fields: Mapping[str, Field]) -> bytes:
     """Return a line for programs: a JSON object."""
-    return json.dumps({name: _cut(value) for name, value in fields.items()}).encode("ascii")
+    cut = {name: value[:_MAX_CHARS] if isinstance(value, str) else value for name, value in fields.items()}
+    return _json(cut).encode("ascii")
 
 
 LINE_FORMATS: dict[Literal["text", "json"], LineFormat] = {"text": text_line, "json": json_line}
@@ -123,10 +125,6 @@ def _spelled(value: Field) -> str:
             return short if _PLAIN.fullmatch(short) else json.dumps(short)
         case _:
             return str(value)
-
-
-def _cut(value: Field) -> Field:
-    return value[:_MAX_CHARS] if isinstance(value, str) else value
 
 
 def _rounded(seconds: float | None) -> float | None:

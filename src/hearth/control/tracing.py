@@ -1,7 +1,7 @@
 """OpenTelemetry traces: a span for each HTTP request, with what `hearth explain` draws below it.
 
-Spans are made when an exchange has ended, of the times that were noted; a thread of OpenTelemetry's SDK sends
-them. Where to, how often and which of them say the standard OTEL_* variables, which the SDK reads itself. Its
+Spans (`exchange_spans.py`) are made when an exchange has ended; a thread of OpenTelemetry's SDK sends them.
+Where to, how often and which of them say the standard OTEL_* variables, which the SDK reads itself. Its
 packages are an extra, and imported only where an endpoint is set. Tells nothing of prompts and answers.
 """
 
@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hearth.control.correlation import TraceParent
 from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.timeline import Timeline
-from hearth.control.views import Explanation
 from hearth.errors import ConfigError
 from hearth.version import hearth_version
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.sdk.trace import Event, SpanProcessor, TracerProvider
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import SpanContext, Status
+
+    from hearth.control.exchange_spans import ExchangeSpans
 
 #: The variables that turn traces on, the more specific one first.
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -85,6 +82,8 @@ def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracin
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        from hearth.control.exchange_spans import ExchangeSpans, HashedResource
     except ImportError as error:
         raise ConfigError(
             f"{endpoint} is set, and a package that sends traces is missing: {error.name}; install Hearth's "
@@ -92,7 +91,7 @@ def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracin
         ) from error
     defaults = Resource.create({"service.name": "hearth", "service.version": hearth_version()})
     resource = defaults.merge(OTELResourceDetector().detect())  # again: what the environment says wins
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider = TracerProvider(resource=HashedResource(resource), shutdown_on_exit=False)
     try:
         span_exporter = OTLPSpanExporter()
         processor = BatchSpanProcessor(span_exporter)
@@ -101,41 +100,21 @@ def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracin
             f"a variable OTEL_* that sending traces goes by has a wrong value: {error}"
         ) from error
     provider.add_span_processor(processor)
-    return Tracing(provider, processor, span_exporter)
+    return Tracing(provider, ExchangeSpans(provider, processor), span_exporter)
 
 
 class Tracing:
-    """Makes spans of exchanges. Used on the event loop alone."""
+    """Traces exchanges until it is closed. Used on the event loop alone."""
 
     note: None = None  #: as of `Untraced`: all that is to be traced is
 
-    def __init__(self, provider: TracerProvider, processor: SpanProcessor, exporter: SpanExporter) -> None:
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-
-        self._provider, self._processor, self._exporter = provider, processor, exporter
-        self._tracer = provider.get_tracer("hearth", hearth_version())
-        self._scope = InstrumentationScope("hearth", hearth_version())
+    def __init__(self, provider: TracerProvider, spans: ExchangeSpans, exporter: SpanExporter) -> None:
+        self._provider, self._spans, self._exporter = provider, spans, exporter
 
     def trace(self, record: ExchangeRecord) -> None:
         """Hand the spans of an exchange that has ended to the SDK; not of strangers and of scrapers."""
-        if record.caller is None or record.route in UNTRACED:
-            return
-        from opentelemetry.trace import SpanKind, Status, StatusCode
-
-        span = self._tracer.start_span(
-            f"{record.method} {record.route}" if record.route else record.method,
-            _parent(record.correlation.trace),
-            SpanKind.SERVER,
-            _exchange_attributes(record),
-            start_time=_nanoseconds(record.began_at_s),
-        )
-        if span.is_recording():
-            record.trace_id = f"{span.get_span_context().trace_id:032x}"
-            for timeline, _ in record.requests:
-                self._trace_request(span.get_span_context(), timeline, record.ended_s)
-            if record.status_code >= 500:
-                span.set_status(Status(StatusCode.ERROR))
-        span.end(_nanoseconds(record.began_at_s + record.total_s))
+        if record.caller is not None and record.route not in UNTRACED:
+            self._spans.add(record)
 
     async def close(self) -> None:
         """Send what is left, as far as the collector takes it in time."""
@@ -145,108 +124,3 @@ class Tracing:
         if closing.is_alive():
             log.warning("traces_unsent reason=`the collector took too long, limit: %g s`", CLOSING_S)
             self._exporter.shutdown()  # which ends its attempts
-
-    def _trace_request(self, parent: SpanContext, timeline: Timeline, now_s: float) -> None:
-        from opentelemetry.sdk.trace import Event
-        from opentelemetry.trace import Status, StatusCode
-
-        explained = timeline.explain(now_s)
-        arrived_at_s = explained.arrived_at_s
-        total_s = now_s - timeline.arrived_s if explained.total_s is None else explained.total_s
-        is_failed = explained.error is not None
-        own = self._add_span(
-            *(parent, f"generate {explained.model}", arrived_at_s, total_s, _request_attributes(explained)),
-            [
-                Event(mark.what, _detail(mark.detail), _nanoseconds(arrived_at_s + mark.at_s))
-                for mark in explained.marks
-                if mark.what != "ended"  # whose detail may quote what somebody wrote
-            ],
-            Status(StatusCode.ERROR, explained.outcome) if is_failed else Status(),
-        )
-        for phase in explained.spans:
-            seconds = phase.end_s - phase.begin_s
-            self._add_span(*(own, phase.what, arrived_at_s + phase.begin_s, seconds, _detail(phase.detail)))
-
-    def _add_span(
-        self,
-        parent: SpanContext,
-        name: str,
-        begin_s: float,
-        seconds: float,
-        attributes: Mapping[str, str | int | list[str]],
-        events: Sequence[Event] = (),
-        status: Status | None = None,
-    ) -> SpanContext:
-        """Hand over a span that is over, which costs a fifth of one that is begun and ended."""
-        from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.trace import SpanContext, Status
-
-        span_id = self._provider.id_generator.generate_span_id()
-        own = SpanContext(parent.trace_id, span_id, is_remote=False, trace_flags=parent.trace_flags)
-        self._processor.on_end(
-            ReadableSpan(
-                *(name, own, parent, self._provider.resource, attributes, events),
-                status=status or Status(),
-                start_time=_nanoseconds(begin_s),
-                end_time=_nanoseconds(begin_s + seconds),
-                instrumentation_scope=self._scope,
-            )
-        )
-        return own
-
-
-def _parent(trace: TraceParent | None) -> Context:
-    """Return where a client has begun the trace; empty: nowhere."""
-    from opentelemetry.context import Context
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
-
-    if trace is None:
-        return Context()
-    flags = TraceFlags(TraceFlags.SAMPLED if trace.is_sampled else TraceFlags.DEFAULT)
-    sent_from = SpanContext(
-        int(trace.trace_id, 16), int(trace.span_id, 16), is_remote=True, trace_flags=flags
-    )
-    return set_span_in_context(NonRecordingSpan(sent_from), Context())
-
-
-def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
-    """Return what OpenTelemetry's conventions say of an HTTP request, and who sent it."""
-    attributes: dict[str, str | int] = {
-        "http.request.method": record.method,
-        "http.response.status_code": record.status_code,
-        "http.request.body.size": record.num_received_bytes,
-        "http.response.body.size": record.num_sent_bytes,
-        "hearth.request_id": record.request_id,
-    }
-    optional = {
-        "http.route": record.route,
-        "client.address": record.peer,
-        "hearth.client_request_id": record.correlation.client_id,
-        "hearth.key": record.caller,
-    }
-    return attributes | {name: value for name, value in optional.items() if value is not None}
-
-
-def _request_attributes(explained: Explanation) -> dict[str, str | int | list[str]]:
-    """Return what OpenTelemetry's conventions say of an answer, and where it was made."""
-    attributes: dict[str, str | int | list[str]] = {
-        "gen_ai.request.model": explained.model,
-        "gen_ai.response.finish_reasons": [explained.outcome],
-        "gen_ai.usage.input_tokens": explained.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": explained.num_output_tokens,
-        "hearth.cached_tokens": explained.num_cached_tokens,
-        "hearth.request_id": explained.request_id,
-    }
-    if explained.worker is not None:
-        attributes["hearth.worker"] = explained.worker
-    if explained.why is not None:
-        attributes["hearth.placed"] = explained.why
-    return attributes
-
-
-def _detail(text: str) -> dict[str, str]:
-    return {"hearth.detail": text} if text else {}
-
-
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import msgspec
@@ -86,11 +86,9 @@ class ResponseEvents:
         events: list[bytes] = []
         message = self._message
         if len(deltas) > MAX_EVENTS:
-            texts = ["".join([delta.text for delta in deltas])]
-        else:
-            texts = [delta.text for delta in deltas]
-        for text in texts:
-            if text:
+            deltas = [replace(deltas[-1], text="".join([delta.text for delta in deltas]))]
+        for delta in deltas:
+            if text := delta.text:
                 if message is None:
                     message = self._begin_message(events)
                 number = self._num_events
