@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import ModuleType
@@ -113,19 +113,33 @@ def test_less_memory_than_any_worker_needs_starts_nothing(hearth: Hearth, served
     assert "`service.memory_bytes` must be at least 1MiB, given: 1" in " ".join(shown.err.split())
 
 
-def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def serve_by_rig(
+    monkeypatch: pytest.MonkeyPatch,
+    at_begin: Callable[[GatewayRig], None] = lambda rig: None,
+    at_end: Callable[[GatewayRig], None] = lambda rig: None,
 ) -> None:
+    """Have `run_service` serve by a gateway without workers."""
+
     @asynccontextmanager
     async def running(
         config: HearthConfig, data_dir: DataDir, devices: Devices, template: None
     ) -> AsyncIterator[Gateway]:
         with closing(GatewayRig(data_dir)) as rig:
-            rig.supervisor.refusal = ConfigError("its device has 80 GiB, given: 81 GiB; lower it")
-            rig.supervisor.refused.set()
+            at_begin(rig)
             yield rig.gateway
+            at_end(rig)
 
     monkeypatch.setattr(server, "running", running)
+
+
+def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(rig: GatewayRig) -> None:
+        rig.supervisor.refusal = ConfigError("its device has 80 GiB, given: 81 GiB; lower it")
+        rig.supervisor.refused.set()
+
+    serve_by_rig(monkeypatch, at_begin=refuse)
     config = HearthConfig(service=ServiceConfig(data_dir=str(tmp_path / "data"), port=0, device="cpu"))
     with pytest.raises(ConfigError, match="its device has 80 GiB"):
         server.run_service(config)
@@ -135,15 +149,7 @@ def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
 def test_a_signal_behind_the_end_of_a_service_ends_nothing_by_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @asynccontextmanager
-    async def running(
-        config: HearthConfig, data_dir: DataDir, devices: Devices, template: None
-    ) -> AsyncIterator[Gateway]:
-        with closing(GatewayRig(data_dir)) as rig:
-            yield rig.gateway
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(server, "running", running)
+    serve_by_rig(monkeypatch, at_end=lambda rig: signal.raise_signal(signal.SIGTERM))
     config = service_at(("127.0.0.1", 0), tmp_path / "data")
     server.run_service(config, lambda *_: signal.raise_signal(signal.SIGINT))
     assert {signal.getsignal(number) for number in server.END_SIGNALS} == {signal.SIG_IGN}

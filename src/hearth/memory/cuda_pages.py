@@ -28,7 +28,7 @@ PAGE_BYTES = 16 << 20
 #: The driver honours wanted addresses from 0x18000000000 up, and the kernel puts nothing by itself below
 #: 0x555555554000: from there up lie executables and their heaps, from the end down libraries and all other
 #: memory, both moved by as much as 16 TiB from process to process. The space of libraries and those of models
-#: lie between, so that each is free in every process.
+#: lie between, so that on x86-64 each is free in every process; one that is not is told of, and not used.
 BASE_ADDRESS = 0x20000000000
 SPACE_BYTES = 512 << 30
 #: Addresses that are the same in every process: the space of libraries, and those of models behind it.
