@@ -19,13 +19,19 @@ _TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def activate(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor) -> None:
-    """Compute `out = f(x)`, or `out = f(gate) * up` where a row of `x` is gate, then up."""
+def activate(
+    x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor, added: torch.Tensor | None = None
+) -> None:
+    """Compute `out = f(x + added)`, or `out = f(gate) * up` where a row of that sum is gate, then up."""
     impl = activate_triton if runs_triton(x) else activate_reference
-    impl(x, kind, gated=gated, out=out)
+    impl(x, kind, gated=gated, out=out, added=added)
 
 
-def activate_reference(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor) -> None:
+def activate_reference(
+    x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor, added: torch.Tensor | None = None
+) -> None:
+    if added is not None:
+        x = x + added
     if not gated:
         out.copy_(_TORCH[kind](x))
         return
@@ -33,7 +39,9 @@ def activate_reference(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Te
     torch.mul(_TORCH[kind](gate), up, out=out)
 
 
-def activate_triton(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor) -> None:
+def activate_triton(
+    x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor, added: torch.Tensor | None = None
+) -> None:
     rows, size = out.shape
     block = 1024
     launch(
@@ -41,9 +49,11 @@ def activate_triton(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tenso
         (rows, cdiv(size, block)),
         x,
         out,
+        added,
         size,
         KIND=kind,
         GATED=gated,
+        HAS_ADDED=added is not None,
         BLOCK=block,
         num_warps=4,
     )
@@ -53,9 +63,11 @@ def activate_triton(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tenso
 def _activate_kernel(
     x,
     out,
+    added,
     size,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -66,6 +78,8 @@ def _activate_kernel(
     stride = 2 * size if GATED else size
     raw = tl.load(x + row * stride + cols, inside, other=0.0)
     a = raw.to(tl.float32)
+    if HAS_ADDED:
+        a = (a + tl.load(added + row * stride + cols, inside, other=0.0).to(tl.float32)).to(raw.dtype).to(tl.float32)
     if KIND == "silu":
         a = a * tl.sigmoid(a)
     elif KIND == "gelu":
@@ -76,5 +90,9 @@ def _activate_kernel(
     else:
         a = tl.maximum(a, 0.0)
     if GATED:
-        a = a * tl.load(x + row * stride + size + cols, inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * stride + size + cols, inside, other=0.0).to(tl.float32)
+        if HAS_ADDED:
+            more = tl.load(added + row * stride + size + cols, inside, other=0.0)
+            up = (up + more.to(tl.float32)).to(raw.dtype).to(tl.float32)
+        a = a * up
     tl.store(out + row * size + cols, a.to(raw.dtype), inside)

@@ -166,3 +166,14 @@ def load_share(shares):
     part = (word >> _PART & 0xFFFF).to(tl.int32)
     parts = (word & 0xFFFF).to(tl.int32)
     return table, word >> _BEGIN, num, part, parts
+
+
+@triton.jit
+def outputs_before(numbers, rank, size):
+    """How many outputs of a slice have their factors before so many numbers, in groups of 32.
+
+    So a program begins where memory is read anew. The last of a slice takes what its rows are filled with.
+    """
+    outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(rank, 1)) * 32
+    end = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
+    return tl.where(rank > 0, tl.minimum(outputs, end), 0)

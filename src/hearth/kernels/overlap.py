@@ -14,6 +14,19 @@ from hearth.kernels.jit import tl, triton
 @triton.jit
 def wait_for_inputs(OVERLAPS: tl.constexpr):
     """Let the next kernel start, and wait until all earlier ones have ended and their writes are visible."""
+    let_next_start(OVERLAPS)
+    wait_for_earlier(OVERLAPS)
+
+
+@triton.jit
+def let_next_start(OVERLAPS: tl.constexpr):
+    """Let the next kernel start, once every program of this one has said so."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_earlier(OVERLAPS: tl.constexpr):
+    """Wait until all earlier kernels have ended and their writes are visible."""
+    if OVERLAPS:
         tl.extra.cuda.gdc_wait()

@@ -25,7 +25,7 @@ from hearth.kernels.activation import activate
 from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.decode_attention import decode_attention
 from hearth.kernels.linear import linear
-from hearth.kernels.lora import add_adapters
+from hearth.kernels.lora import add_adapters, forked, is_forked
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
@@ -62,6 +62,7 @@ class Decoder:
         self._on_layer = on_layer
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
         self._shrunk: torch.Tensor | None = None
+        self._added: torch.Tensor | None = None
         self.rebind(weights)
 
     def take_scratch(self, shrunk: torch.Tensor) -> None:
@@ -183,7 +184,7 @@ class Decoder:
         ws, heads, window, norms = self._cut(qkv.shape[0]), self._heads, self.arch.windows[layer], None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
-        rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms)
+        rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms, added=self._take_added())
         out, rows = ws.attended, step.decode_rows
         if num_decode := rows.positions.shape[0]:
             are_all = num_decode == qkv.shape[0]
@@ -251,7 +252,7 @@ class Decoder:
     ) -> torch.Tensor:
         ws, weights = self._cut(x.shape[0]), self._weights_of(layer)
         up = self._adapted(Projection.UP, layer, x, weights.up, ws.up, adapters)
-        activate(up, self.arch.activation, gated=self.arch.gated, out=ws.activated)
+        activate(up, self.arch.activation, gated=self.arch.gated, out=ws.activated, added=self._take_added())
         return self._adapted(Projection.DOWN, layer, ws.activated, weights.down, out, adapters)
 
     def _adapted(
@@ -264,11 +265,26 @@ class Decoder:
         adapters: AdapterRows | None,
     ) -> torch.Tensor:
         """Run a projection, and add what the adapters of the rows say."""
+        self._added = None
+        if adapters is not None and is_forked(x):
+            self._added = forked(
+                x,
+                adapters,
+                target_index(layer, projection),
+                scratch=self._scratch(projection),
+                out=out,
+                base=lambda: _linear(x, weights, out),
+            )
+            return out
         _linear(x, weights, out)
         if adapters is not None:
             scratch = self._scratch(projection)
             add_adapters(x, adapters, target_index(layer, projection), scratch=scratch, out=out)
         return out
+
+    def _take_added(self) -> torch.Tensor | None:
+        added, self._added = self._added, None
+        return added
 
     def _scratch(self, projection: Projection) -> torch.Tensor:
         """Return memory for adapters of a projection: their own, or what is idle just then around the MLP."""
@@ -291,7 +307,7 @@ class Decoder:
         assert weights is not None, "this architecture has no such norm"
         out = self._cut(residual.shape[0]).normed if out is None else out
         is_rms = self.arch.norm is Norm.RMS
-        add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out)
+        add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out, added=self._take_added())
         return out
 
 
