@@ -79,7 +79,11 @@ def _activate_kernel(
     raw = tl.load(x + row * stride + cols, inside, other=0.0)
     a = raw.to(tl.float32)
     if HAS_ADDED:
-        a = (a + tl.load(added + row * stride + cols, inside, other=0.0).to(tl.float32)).to(raw.dtype).to(tl.float32)
+        a = (
+            (a + tl.load(added + row * stride + cols, inside, other=0.0).to(tl.float32))
+            .to(raw.dtype)
+            .to(tl.float32)
+        )
     if KIND == "silu":
         a = a * tl.sigmoid(a)
     elif KIND == "gelu":

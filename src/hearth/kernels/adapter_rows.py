@@ -27,6 +27,7 @@ from hearth.sizes import (
     FACTOR_ROW_ALIGNMENT,
     TARGET_FIELDS,
     adapter_shares,
+    target_fields,
 )
 
 
@@ -69,17 +70,8 @@ class TargetFactors:
     @property
     def fields(self) -> list[int]:
         """The numbers by which kernels find the factors."""
-        missing = [0] * (3 - len(self.slices))
-        ranks = [len(one.b) for one in self.slices]
-        columns = (
-            [one.b.data_ptr() for one in self.slices],
-            ranks,
-            [one.begin for one in self.slices],
-            [one.b.shape[1] for one in self.slices],
-        )
-        fields = [self.a.data_ptr(), *(value for column in columns for value in (*column, *missing))]
-        fields.append(sum(ranks))
-        return fields + [0] * (TARGET_FIELDS - len(fields))
+        slices = [(one.b.data_ptr(), len(one.b), one.begin, one.b.shape[1]) for one in self.slices]
+        return target_fields(self.a.data_ptr(), slices)
 
 
 @dataclass(frozen=True, slots=True)

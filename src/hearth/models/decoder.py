@@ -184,7 +184,9 @@ class Decoder:
         ws, heads, window, norms = self._cut(qkv.shape[0]), self._heads, self.arch.windows[layer], None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
-        rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms, added=self._take_added())
+        rotate_and_store(
+            qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms, added=self._take_added()
+        )
         out, rows = ws.attended, step.decode_rows
         if num_decode := rows.positions.shape[0]:
             are_all = num_decode == qkv.shape[0]
@@ -307,7 +309,16 @@ class Decoder:
         assert weights is not None, "this architecture has no such norm"
         out = self._cut(residual.shape[0]).normed if out is None else out
         is_rms = self.arch.norm is Norm.RMS
-        add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out, added=self._take_added())
+        add_norm(
+            delta,
+            residual,
+            weights.weight,
+            weights.bias,
+            self.arch.norm_eps,
+            is_rms=is_rms,
+            out=out,
+            added=self._take_added(),
+        )
         return out
 
 
