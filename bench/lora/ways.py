@@ -10,7 +10,7 @@ import traceback
 
 import torch
 
-from bench.lora.random_adapters import RANKS, AdapterSet
+from bench.lora.random_adapters import AdapterSet
 from bench.lora.steps import device_ms, new_engine, plans
 from hearth import sizes
 from hearth.cuda_driver import CudaDriver
@@ -21,7 +21,16 @@ from hearth.kernels.lora_variant import WAY
 BEGAN_S = time.perf_counter()
 NUM_LAYERS, LIMIT_S = 8, 75.0
 NUM_COMPILERS = 12
-DEFAULT = dict(order="behind", early=False, overlaps_side=True, priority=0, shares=528, prefetch=0, prefetched=256, stages=0)
+DEFAULT = dict(
+    order="behind",
+    early=False,
+    overlaps_side=True,
+    priority=0,
+    shares=528,
+    prefetch=0,
+    prefetched=256,
+    stages=0,
+)
 WAYS = {
     "now": {},
     "early": dict(early=True),
@@ -169,7 +178,7 @@ def main() -> None:
     bare = {batch: plans(batch, [], [None] * batch) for batch in (32, 64)}
     say(bare={batch: device_ms(engine, bare[batch]) for batch in (32, 64)})
     for ranks in ("mixed", "8"):
-        adapters = AdapterSet.add_to(engine, RANKS[ranks], 64)
+        adapters = AdapterSet.add_to(engine, ranks, 64)
         given = {batch: plans(batch, [], adapters.ids[:batch]) for batch in (32, 64)}
         expected = None
         bound = {b: 1e3 * sum(adapters.num_bytes[:b]) / 4.2e12 for b in (32, 64)}
