@@ -144,6 +144,30 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
     del tables
 
 
+def test_what_has_no_adapter_is_cleared_where_nothing_was_to_be_kept() -> None:
+    case, dtype = CASES["gaps between slices"], torch.float32
+    x = random(len(case.choices), case.num_inputs, device="cpu", seed=1)
+    groups, tables = groups_of(case, "cpu", dtype)
+    rows = AdapterRows.of(groups, 16, "cpu", min_shares=7)
+    expected = torch.zeros(len(x), case.num_outputs)
+    add_adapters_reference(x, rows, TARGET, out=expected)
+    around = garbage((len(x) + 2, case.num_outputs), "cpu", dtype)
+
+    add_adapters_triton(
+        x,
+        rows,
+        TARGET,
+        scratch=garbage((4 * len(x) * MAX_SHRUNK_RANK,), "cpu", torch.float32),
+        out=around[1:-1],
+        is_cleared=True,
+    )
+
+    assert_close(around[1:-1], expected)
+    assert around[0].isnan().all()
+    assert around[-1].isnan().all()
+    del tables
+
+
 @given(
     st.lists(
         st.tuples(st.integers(1, 40), st.tuples(*[st.integers(0, 10**9)] * ADAPTER_PROJECTIONS)), max_size=9

@@ -161,11 +161,19 @@ def load_share(shares):
 
 
 @triton.jit
-def outputs_before(numbers, rank, size):
-    """How many outputs of a slice have their factors before so many numbers, in groups of 32.
+def load_first_factor(table, target):
+    """The address of `a` of a target as a number, and its ranks; zeros without a table."""
+    fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
+    rank = tl.load(fields + TOTAL_RANK, table != 0, other=0)
+    return tl.load(fields, table != 0, other=0), rank.to(tl.int32)
 
-    So a program begins where memory is read anew. The last of a slice takes what its rows are filled with.
-    """
-    outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(rank, 1)) * 32
-    end = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
-    return tl.where(rank > 0, tl.minimum(outputs, end), 0)
+
+@triton.jit
+def load_second_size(table, target):
+    """How many numbers all `b` of a target have; 0 without a table."""
+    fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
+    total = 0
+    for number in tl.static_range(3):
+        rank = tl.load(fields + FIRST_RANK + number, table != 0, other=0).to(tl.int32)
+        total += rank * tl.load(fields + FIRST_SIZE + number, table != 0, other=0).to(tl.int32)
+    return total

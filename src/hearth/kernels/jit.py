@@ -98,7 +98,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
     if launches.launch(key, grid, args):
         return
     if "OVERLAPS" in kernel.arg_names:
-        overlaps = options.setdefault("OVERLAPS", overlaps)
+        options["OVERLAPS"] = overlaps
         if overlaps:
             options["launch_pdl"] = True
     if out.is_meta:

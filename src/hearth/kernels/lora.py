@@ -13,9 +13,6 @@ then all that counts is to have enough bytes on their way from memory at any tim
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
 from hearth.kernels.adapter_blocks import AdapterBlocks, adapter_blocks
@@ -23,7 +20,6 @@ from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.lora_expand import expand_triton
 from hearth.kernels.lora_shrink import shrink_triton
-from hearth.kernels.lora_variant import WAY, added_buffer, side_stream
 from hearth.sizes import MAX_SHRUNK_RANK
 
 
@@ -63,51 +59,11 @@ def add_adapters_triton(
     scratch: torch.Tensor,
     out: torch.Tensor,
     blocks: AdapterBlocks | None = None,
+    is_cleared: bool = False,
 ) -> None:
+    """`is_cleared`: `out` becomes zeros first, also in rows that have no adapter."""
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
     num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
-    shrink_triton(x, rows, target, blocks, out=scratch)
+    shrink_triton(x, rows, target, blocks, out=scratch, cleared=out if is_cleared else None)
     expand_triton(scratch, rows, target, blocks, out=out)
-
-
-def is_forked(x: torch.Tensor) -> bool:
-    return WAY.order in ("first", "shrink", "both") and runs_triton(x)
-
-
-def forked(
-    x: torch.Tensor,
-    rows: AdapterRows,
-    target: int,
-    *,
-    scratch: torch.Tensor,
-    out: torch.Tensor,
-    base: Callable[[], object],
-) -> torch.Tensor | None:
-    """Prototype: all ways but the serial one. Return what the next kernel has to add."""
-    blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype)
-    if WAY.stages:
-        blocks = replace(blocks, num_stages=WAY.stages)
-    added = None
-    if WAY.order == "both" and len(x) <= 512:
-        added = added_buffer(512, 32768, out.dtype, out.device)[: out.numel()].view(out.shape)
-    is_side = WAY.order != "first" and x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-    def side() -> None:
-        shrink_triton(x, rows, target, blocks, out=scratch, cleared=added)
-        if added is not None:
-            expand_triton(scratch, rows, target, blocks, out=added)
-
-    if is_side:
-        main, branch = torch.cuda.current_stream(), side_stream(WAY.priority)
-        branch.wait_stream(main)
-        with torch.cuda.stream(branch):
-            side()
-        base()
-        main.wait_stream(branch)
-    else:
-        side()
-        base()
-    if added is None:
-        expand_triton(scratch, rows, target, blocks, out=out)
-    return added

@@ -13,11 +13,10 @@ from hearth.kernels.adapter_rows import (
     FIRST_RANK,
     FIRST_SIZE,
     AdapterRows,
+    load_second_size,
     load_share,
-    outputs_before,
 )
 from hearth.kernels.jit import launch, tl, triton
-from hearth.kernels.lora_variant import WAY
 from hearth.kernels.overlap import let_next_start, wait_for_earlier
 from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
 
@@ -50,8 +49,6 @@ def expand_triton(
         ROW_R=blocks.expand_ranks,
         ROW_N=blocks.expand_outputs,
         STAGES=blocks.num_stages,
-        EARLY=WAY.early,
-        **({} if WAY.overlaps_side else {"OVERLAPS": False}),
         num_warps=blocks.num_warps,
         num_stages=1,  # but where a loop says more
         maxnreg=blocks.max_registers,
@@ -78,21 +75,14 @@ def _expand_kernel(
     ROW_R: tl.constexpr,
     ROW_N: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     let_next_start(OVERLAPS)
-    if not EARLY:
-        wait_for_earlier(OVERLAPS)
     table, begin, num, part, parts = load_share(shares)
-    fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
-    total = 0
-    for one in tl.static_range(3):
-        own_rank = tl.load(fields + FIRST_RANK + one, table != 0, other=0).to(tl.int32)
-        total += own_rank * tl.load(fields + FIRST_SIZE + one, table != 0, other=0).to(tl.int32)
-    if EARLY:
-        wait_for_earlier(OVERLAPS)
+    total = load_second_size(table, target)
+    wait_for_earlier(OVERLAPS)
     if table != 0:
+        fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
         # So many numbers of all factors behind each other are this program's, from `first` on.
         own = tl.cdiv(total, parts)
         first = own * part
@@ -101,8 +91,8 @@ def _expand_kernel(
         for number in range(3):
             rank = tl.load(fields + FIRST_RANK + number).to(tl.int32)
             size = tl.load(fields + FIRST_SIZE + number).to(tl.int32)
-            own_first = outputs_before(first, rank, size)
-            own_last = outputs_before(first + own, rank, size)
+            own_first = _outputs_before(first, rank, size)
+            own_last = _outputs_before(first + own, rank, size)
             if own_first < own_last:
                 to = tl.load(fields + FIRST_BEGIN + number)
                 b = tl.load(fields + FIRST_B + number).to(tl.pointer_type(out.dtype.element_ty))
@@ -151,6 +141,17 @@ def _expand_kernel(
                     )
             first -= rank * size
             left += rank
+
+
+@triton.jit
+def _outputs_before(numbers, rank, size):
+    """How many outputs of a slice have their factors before so many numbers, in groups of 32.
+
+    So a program begins where memory is read anew. The last of a slice takes what its rows are filled with.
+    """
+    outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(rank, 1)) * 32
+    end = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
+    return tl.where(rank > 0, tl.minimum(outputs, end), 0)
 
 
 @triton.jit

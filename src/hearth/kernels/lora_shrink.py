@@ -5,21 +5,13 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.adapter_blocks import AdapterBlocks
-from hearth.kernels.adapter_rows import (
-    FACTOR_ALIGNMENT,
-    FIELDS,
-    FIRST_B,
-    FIRST_RANK,
-    FIRST_SIZE,
-    TOTAL_RANK,
-    AdapterRows,
-    load_share,
-    outputs_before,
-)
+from hearth.kernels.adapter_rows import AdapterRows, load_first_factor, load_share
 from hearth.kernels.jit import cdiv, launch, tl, triton
-from hearth.kernels.lora_variant import WAY
 from hearth.kernels.overlap import let_next_start, wait_for_earlier
 from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
+
+#: Numbers that a program clears at a time.
+_CLEARED = 1024
 
 
 def shrink_triton(
@@ -31,7 +23,10 @@ def shrink_triton(
     out: torch.Tensor,
     cleared: torch.Tensor | None = None,
 ) -> None:
-    """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK]."""
+    """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK].
+
+    `cleared` is set to zeros beside, which costs no launch of its own.
+    """
     num_rows, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
@@ -59,10 +54,7 @@ def shrink_triton(
         EVEN_K=k % blocks.inputs == 0,
         STAGES=blocks.num_stages,
         CLEARS=cleared is not None,
-        PREFETCH=0 if x.is_cpu else WAY.prefetch,
-        PREFETCHED=WAY.prefetched,
-        EARLY=WAY.early,
-        **({} if WAY.overlaps_side else {"OVERLAPS": False}),
+        CLEARED=_CLEARED,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         maxnreg=blocks.max_registers,
@@ -91,26 +83,17 @@ def _shrink_kernel(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     CLEARS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    EARLY: tl.constexpr,
+    CLEARED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     let_next_start(OVERLAPS)
-    if not EARLY:
-        wait_for_earlier(OVERLAPS)
     table, begin, num, part, parts = load_share(shares)
-    fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
-    at_a = tl.load(fields, table != 0, other=0)
-    rank = tl.load(fields + TOTAL_RANK, table != 0, other=0).to(tl.int32)
-    if PREFETCH == 1:
-        _prefetch_b(fields, table, part, parts, x.dtype.element_ty, PREFETCHED)
-    if EARLY:
-        wait_for_earlier(OVERLAPS)
+    at_a, rank = load_first_factor(table, target)
+    wait_for_earlier(OVERLAPS)
     if CLEARS:
-        for at in range(tl.program_id(0) * 1024, num_cleared, tl.num_programs(0) * 1024):
-            cell = at + tl.arange(0, 1024)
-            tl.store(cleared + cell, tl.zeros([1024], cleared.dtype.element_ty), cell < num_cleared)
+        for at in range(tl.program_id(0) * CLEARED, num_cleared, tl.num_programs(0) * CLEARED):
+            cell = at + tl.arange(0, CLEARED)
+            tl.store(cleared + cell, tl.zeros([CLEARED], cleared.dtype.element_ty), cell < num_cleared)
     if table != 0:
         a = tl.multiple_of(at_a.to(tl.pointer_type(x.dtype.element_ty)), 16)
         left = scratch + begin * STRIDE
@@ -142,40 +125,6 @@ def _shrink_kernel(
                     EVEN_K,
                     STAGES,
                 )
-    if PREFETCH == 2:
-        _prefetch_b(fields, table, part, parts, x.dtype.element_ty, PREFETCHED)
-
-
-@triton.jit
-def _prefetch_b(fields, table, part, parts, dtype: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Have the first factors that the second product's program reads come to the cache."""
-    if table != 0:
-        total = 0
-        for one in tl.static_range(3):
-            total += (tl.load(fields + FIRST_RANK + one) * tl.load(fields + FIRST_SIZE + one)).to(tl.int32)
-        own = tl.cdiv(total, parts)
-        first = own * part
-        ranks = tl.arange(0, 256)
-        for number in range(3):
-            rank = tl.load(fields + FIRST_RANK + number).to(tl.int32)
-            size = tl.load(fields + FIRST_SIZE + number).to(tl.int32)
-            own_first = outputs_before(first, rank, size)
-            own_last = outputs_before(first + own, rank, size)
-            if own_first < own_last:
-                b = tl.load(fields + FIRST_B + number).to(tl.pointer_type(dtype))
-                stride = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
-                num = tl.minimum(own_last - own_first, OUTPUTS) * (dtype.primitive_bitwidth // 8)
-                at = b + ranks * stride + own_first
-                tl.inline_asm_elementwise(
-                    "{ .reg .pred p; setp.ne.b32 p, $2, 0; "
-                    "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-                    "=r,l,r",
-                    [at, tl.where(ranks < rank, num, 0)],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )
-            first -= rank * size
 
 
 @triton.jit

@@ -20,7 +20,7 @@ def add_norm(
     out: torch.Tensor,
     added: torch.Tensor | None = None,
 ) -> None:
-    """Compute `residual += delta + added`, then `out = norm(residual)`; `out` may be `residual` itself (post-norm).
+    """Compute `residual += delta + added`, then `out = norm(residual)`, which may be `residual` (post-norm).
 
     The sum is rounded to the tensors' dtype before it is normalised, so a layer range that hands its
     hidden states on gives the same bits as one that runs through.
