@@ -33,6 +33,7 @@ class BoundAdapter:
 
     factors: Mapping[int, TargetFactors]  #: by `target_index`, for the torch reference; else none
     table: torch.Tensor  #: int64 [layers, projections, TARGET_FIELDS]: the same for kernels
+    address: int  #: of the table
     weights: tuple[int, ...]  #: how many numbers its factors have, by projection
 
 
@@ -63,7 +64,9 @@ class AdapterTable:
             addresses[layer] = piece.data_ptr()
         (table,) = self._uploads.ints(_absolute(layout.table, addresses).reshape(-1))
         factors = _factors(layout, layers) if self._uploads.device.type == "cpu" else {}
-        self._bound[adapter] = BoundAdapter(factors, table.view(self._shape), layout.table.weights)
+        self._bound[adapter] = BoundAdapter(
+            factors, table.view(self._shape), table.data_ptr(), layout.table.weights
+        )
 
     def unbind(self, adapter: AdapterId) -> None:
         """Forget an adapter, because no plan from now on has a row of it."""
