@@ -103,7 +103,7 @@ class FactorPlaces:
 
 @dataclass(frozen=True, slots=True)
 class RelativeTable:
-    """What kernels read of an adapter, but for where the bytes of its layers lie.
+    """The numbers by which kernels find an adapter, but for where the bytes of its layers lie.
 
     Made when an adapter is looked up: whoever has its bytes come, between two steps, adds addresses.
     """

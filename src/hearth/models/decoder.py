@@ -44,10 +44,10 @@ from hearth.sizes import ADAPTER_SPLITS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK, RUN
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """What a projection has left."""
+    """The output of a projection, and what adapters add to it."""
 
     out: torch.Tensor
-    #: What adapters add to it, which its reader has to add; None: nothing, or it is added.
+    #: Which its reader has to add; None: nothing, or it is added.
     added: torch.Tensor | None = None
 
     def summed(self) -> torch.Tensor:
