@@ -20,7 +20,7 @@ from tests.kernels.test_decode_attention import scratch_for
 FOLDER = Path(jit.__file__).parent
 TOUCHES_MEMORY = ("tl.load", "tl.store", "tl.atomic_")
 #: Functions that read nothing but what was written before the step began (`overlap.py`).
-READS_EARLY = {"load_share", "load_first_factor", "load_second_size"}
+READS_EARLY = {"load_share", "load_first_row", "load_first_factor", "load_second_size"}
 WAITS = ("wait_for_inputs(OVERLAPS)", "wait_for_earlier(OVERLAPS)")
 
 

@@ -172,6 +172,12 @@ def load_share(shares):
 
 
 @triton.jit
+def load_first_row(table, order, begin):
+    """The first row of a tile, or 0 without a table."""
+    return tl.load(order + begin, table != 0, other=0)
+
+
+@triton.jit
 def load_first_factor(table, target):
     """The address of `a` of a target as a number, and its ranks; zeros without a table."""
     fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS

@@ -13,6 +13,7 @@ from hearth.kernels.adapter_rows import (
     FIRST_RANK,
     FIRST_SIZE,
     AdapterRows,
+    load_first_row,
     load_second_size,
     load_share,
 )
@@ -79,6 +80,7 @@ def _expand_kernel(
 ):
     let_next_start(OVERLAPS)
     table, begin, num, part, parts = load_share(shares)
+    first_row = load_first_row(table, order, begin)
     total = load_second_size(table, target)
     wait_for_earlier(OVERLAPS)
     if table != 0:
@@ -98,7 +100,7 @@ def _expand_kernel(
                 b = tl.load(fields + FIRST_B + number).to(tl.pointer_type(out.dtype.element_ty))
                 b = tl.multiple_of(b, 16)
                 stride = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
-                row = out + tl.load(order + begin) * n + to
+                row = out + first_row * n + to
                 if (num == 1) & (rank <= LOW_RANK):
                     _expand_low_row(
                         row, b, stride, left, apart, rank, size, own_first, own_last, SPLITS, LOW_R, LOW_N

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.adapter_blocks import AdapterBlocks
-from hearth.kernels.adapter_rows import AdapterRows, load_first_factor, load_share
+from hearth.kernels.adapter_rows import AdapterRows, load_first_factor, load_first_row, load_share
 from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import let_next_start, wait_for_earlier
 from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
@@ -88,6 +88,7 @@ def _shrink_kernel(
 ):
     let_next_start(OVERLAPS)
     table, begin, num, part, parts = load_share(shares)
+    first_row = load_first_row(table, order, begin)
     at_a, rank = load_first_factor(table, target)
     wait_for_earlier(OVERLAPS)
     if CLEARS:
@@ -99,7 +100,7 @@ def _shrink_kernel(
         left = scratch + begin * STRIDE
         apart = num_rows.to(tl.int64) * STRIDE
         if num == 1:
-            row = x + tl.load(order + begin) * k
+            row = x + first_row * k
             first, last = _part_of(rank * SPLITS, part, parts)
             _shrink_row(left, row, a, rank, first, last, apart, k, split_size, ROW_R, ROW_K)
         else:
