@@ -159,7 +159,7 @@ def test_what_has_no_adapter_is_cleared_where_nothing_was_to_be_kept() -> None:
         TARGET,
         scratch=garbage((4 * len(x) * MAX_SHRUNK_RANK,), "cpu", torch.float32),
         out=around[1:-1],
-        is_cleared=True,
+        is_beside=True,
     )
 
     assert_close(around[1:-1], expected)

@@ -60,3 +60,11 @@ def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
         # So that four programs fit on a multiprocessor.
         max_registers=128 if is_small else None,
     )
+
+
+def beside_options(is_beside: bool) -> dict[str, bool]:
+    """Return how kernels are launched that run beside the product of the model.
+
+    Programs that have started and wait would keep multiprocessors from it, which it needs as a whole.
+    """
+    return {"OVERLAPS": False} if is_beside else {}

@@ -59,11 +59,11 @@ def add_adapters_triton(
     scratch: torch.Tensor,
     out: torch.Tensor,
     blocks: AdapterBlocks | None = None,
-    is_cleared: bool = False,
+    is_beside: bool = False,
 ) -> None:
-    """`is_cleared`: `out` becomes zeros first, also in rows that have no adapter."""
+    """`is_beside`: beside the product of the model, so `out` becomes what adapters add, and nothing else."""
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
     num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
-    shrink_triton(x, rows, target, blocks, out=scratch, cleared=out if is_cleared else None)
-    expand_triton(scratch, rows, target, blocks, out=out)
+    shrink_triton(x, rows, target, blocks, out=scratch, cleared=out if is_beside else None)
+    expand_triton(scratch, rows, target, blocks, out=out, is_beside=is_beside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.adapter_blocks import AdapterBlocks
+from hearth.kernels.adapter_blocks import AdapterBlocks, beside_options
 from hearth.kernels.adapter_rows import AdapterRows, load_first_factor, load_first_row, load_share
 from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import let_next_start, wait_for_earlier
@@ -25,7 +25,7 @@ def shrink_triton(
 ) -> None:
     """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK].
 
-    `cleared` is set to zeros beside, which costs no launch of its own.
+    `cleared` is for what `expand_triton` leaves beside the model's product, and becomes zeros.
     """
     num_rows, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
@@ -55,6 +55,7 @@ def shrink_triton(
         STAGES=blocks.num_stages,
         CLEARS=cleared is not None,
         CLEARED=_CLEARED,
+        **beside_options(cleared is not None),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         maxnreg=blocks.max_registers,

@@ -290,7 +290,7 @@ class Decoder:
         run_beside(
             x.device,
             partial(_linear, x, weights, out),
-            partial(add_adapters_triton, x, adapters, target, scratch=scratch, out=added, is_cleared=True),
+            partial(add_adapters_triton, x, adapters, target, scratch=scratch, out=added, is_beside=True),
         )
         return Projected(out, added)
 
