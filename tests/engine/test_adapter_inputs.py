@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -183,5 +184,12 @@ def test_a_table_without_tensors_says_the_same(chosen: list[AdapterTarget], dtyp
 def test_factors_have_no_tensors_where_kernels_read_the_table() -> None:
     table = AdapterTable(DIMENSIONS, torch.float32, Uploads(torch.device("meta")))
     layout = AdapterLayout.of([AdapterTarget(0, Projection.O, 8, (AdapterSlice(0, 8, 2),))], "float32")
-    table.bind(IDS[0], layout, [torch.zeros(layout.num_bytes, dtype=torch.uint8)])
+    piece = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    kept = weakref.ref(piece)
+    table.bind(IDS[0], layout, [piece])
+    del piece
+
     assert not table[IDS[0]].factors
+    assert kept() is not None, "whoever has added an adapter need not keep its bytes"
+    table.unbind(IDS[0])
+    assert kept() is None

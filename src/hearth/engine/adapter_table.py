@@ -35,6 +35,7 @@ class BoundAdapter:
     table: torch.Tensor  #: int64 [layers, projections, TARGET_FIELDS]: the same for kernels
     address: int  #: of the table
     weights: tuple[int, ...]  #: how many numbers its factors have, by projection
+    layers: Sequence[torch.Tensor]  #: its bytes, which stay where they are as long as somebody has them
 
 
 class AdapterTable:
@@ -65,7 +66,7 @@ class AdapterTable:
         (table,) = self._uploads.ints(_absolute(layout.table, addresses).reshape(-1))
         factors = _factors(layout, layers) if self._uploads.device.type == "cpu" else {}
         self._bound[adapter] = BoundAdapter(
-            factors, table.view(self._shape), table.data_ptr(), layout.table.weights
+            factors, table.view(self._shape), table.data_ptr(), layout.table.weights, layers
         )
 
     def unbind(self, adapter: AdapterId) -> None:
