@@ -54,29 +54,6 @@ def test_kernel_equals_reference(
     assert_close(found.kv[written], expected.kv[written])
 
 
-@pytest.mark.parametrize(("device", "dtype"), DTYPES)
-@pytest.mark.parametrize(("heads", "rotary_dim", "has_norms"), SHAPES)
-def test_what_adapters_add_counts_as_if_it_had_been_in_q_k_and_v(
-    device: str, dtype: torch.dtype, heads: Heads, rotary_dim: int, has_norms: bool
-) -> None:
-    lengths, num_q = [1, 5, 17], heads.num_q * heads.dim
-    positions = torch.tensor([length - 1 for length in lengths], dtype=torch.int32, device=device)
-    shape = (len(lengths), (heads.num_q + 2 * heads.num_kv) * heads.dim)
-    qkv, added = (random(*shape, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
-    cos_sin = random(64, 2, rotary_dim // 2, device=device, seed=5) if rotary_dim else None
-    weight = random(heads.dim, device=device, dtype=dtype, seed=6)
-    norms = HeadNorms(weight, weight, 1e-6) if has_norms else None
-    for rotate in (rotate_and_store_triton, rotate_and_store_reference):
-        expected, found = (Paged.build(lengths, heads, device, dtype) for _ in range(2))
-        summed, own = qkv + added, qkv.clone()
-        rotate(summed, heads, expected.rows(positions), expected.kv, cos_sin=cos_sin, norms=norms)
-
-        rotate(own, heads, found.rows(positions), found.kv, cos_sin=cos_sin, norms=norms, added=added)
-
-        assert torch.equal(own[:, :num_q], summed[:, :num_q])
-        assert torch.equal(found.kv.nan_to_num(7.0), expected.kv.nan_to_num(7.0))
-
-
 def test_one_row_of_a_one_layer_model_is_stored_where_activations_lie_between_blocks() -> None:
     """In an arena blocks of KV may lie anywhere, so a view of all of them covers the workspace too."""
     heads, block_tokens = Heads(2, 1, 8), 4

@@ -194,7 +194,7 @@ def test_the_parts_of_a_layer_put_together_by_hand_are_the_layer(name: str) -> N
         qkv = decoder.project(layer, normed)
         attended = decoder.attend(layer, weights, qkv, step, parts.kv[:, layer])
         delta = decoder.absorb(layer, hidden, normed, attended)
-        hidden = hidden if delta is None else hidden + delta.summed()
+        hidden = hidden if delta is None else hidden + delta
 
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 

@@ -19,19 +19,13 @@ _TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def activate(
-    x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor, added: torch.Tensor | None = None
-) -> None:
-    """Compute `out = f(x + added)`, or `out = f(gate) * up` where a row of that sum is gate, then up."""
+def activate(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor) -> None:
+    """Compute `out = f(x)`, or `out = f(gate) * up` where a row of `x` is gate, then up."""
     impl = activate_triton if runs_triton(x) else activate_reference
-    impl(x, kind, gated=gated, out=out, added=added)
+    impl(x, kind, gated=gated, out=out)
 
 
-def activate_reference(
-    x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor, added: torch.Tensor | None = None
-) -> None:
-    if added is not None:
-        x = x + added
+def activate_reference(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor) -> None:
     if not gated:
         out.copy_(_TORCH[kind](x))
         return
@@ -39,9 +33,7 @@ def activate_reference(
     torch.mul(_TORCH[kind](gate), up, out=out)
 
 
-def activate_triton(
-    x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor, added: torch.Tensor | None = None
-) -> None:
+def activate_triton(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor) -> None:
     rows, size = out.shape
     block = 1024
     launch(
@@ -49,11 +41,9 @@ def activate_triton(
         (rows, cdiv(size, block)),
         x,
         out,
-        added,
         size,
         KIND=kind,
         GATED=gated,
-        HAS_ADDED=added is not None,
         BLOCK=block,
         num_warps=4,
     )
@@ -63,11 +53,9 @@ def activate_triton(
 def _activate_kernel(
     x,
     out,
-    added,
     size,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -78,12 +66,6 @@ def _activate_kernel(
     stride = 2 * size if GATED else size
     raw = tl.load(x + row * stride + cols, inside, other=0.0)
     a = raw.to(tl.float32)
-    if HAS_ADDED:
-        a = (
-            (a + tl.load(added + row * stride + cols, inside, other=0.0).to(tl.float32))
-            .to(raw.dtype)
-            .to(tl.float32)
-        )
     if KIND == "silu":
         a = a * tl.sigmoid(a)
     elif KIND == "gelu":
@@ -94,9 +76,5 @@ def _activate_kernel(
     else:
         a = tl.maximum(a, 0.0)
     if GATED:
-        up = tl.load(x + row * stride + size + cols, inside, other=0.0).to(tl.float32)
-        if HAS_ADDED:
-            more = tl.load(added + row * stride + size + cols, inside, other=0.0)
-            up = (up + more.to(tl.float32)).to(raw.dtype).to(tl.float32)
-        a = a * up
+        a = a * tl.load(x + row * stride + size + cols, inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + cols, a.to(raw.dtype), inside)

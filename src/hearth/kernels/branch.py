@@ -15,18 +15,19 @@ import torch
 def run_beside(device: torch.device, main: Callable[[], object], branch: Callable[[], object]) -> None:
     """Queue two pieces of work, neither of which writes what the other reads or writes.
 
-    Outside of a capture one runs behind the other: events would cost the host more than they gain. What
-    `branch` queues on a library must not depend on the stream, as a workspace of cuBLAS does.
+    The device places `main` first, and `branch` where that leaves room. Outside of a capture one runs behind
+    the other: events would cost the host more than they gain. `branch` must not use cuBLAS, whose workspaces
+    belong to streams.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        branch()
         main()
+        branch()
         return
     stream, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(stream)
+    main()
     with torch.cuda.stream(side):
         branch()
-    main()
     stream.wait_stream(side)
 
 

@@ -10,9 +10,6 @@ from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import let_next_start, wait_for_earlier
 from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
 
-#: Numbers that a program clears at a time.
-_CLEARED = 1024
-
 
 def shrink_triton(
     x: torch.Tensor,
@@ -21,11 +18,11 @@ def shrink_triton(
     blocks: AdapterBlocks,
     *,
     out: torch.Tensor,
-    cleared: torch.Tensor | None = None,
+    is_beside: bool = False,
 ) -> None:
     """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK].
 
-    `cleared` is for what `expand_triton` leaves beside the model's product, and becomes zeros.
+    `is_beside`: see `beside_options`.
     """
     num_rows, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
@@ -37,8 +34,6 @@ def shrink_triton(
         x,
         rows.order,
         shares,
-        cleared,
-        0 if cleared is None else cleared.numel(),
         target,
         num_rows,
         k,
@@ -53,23 +48,19 @@ def shrink_triton(
         ROW_K=blocks.shrink_inputs,
         EVEN_K=k % blocks.inputs == 0,
         STAGES=blocks.num_stages,
-        CLEARS=cleared is not None,
-        CLEARED=_CLEARED,
-        **beside_options(cleared is not None),
+        **beside_options(is_beside),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         maxnreg=blocks.max_registers,
     )
 
 
-@triton.jit(do_not_specialize=["target", "num_rows", "num_cleared"])
+@triton.jit(do_not_specialize=["target", "num_rows"])
 def _shrink_kernel(
     scratch,
     x,
     order,
     shares,
-    cleared,
-    num_cleared,
     target,
     num_rows,
     k,
@@ -83,8 +74,6 @@ def _shrink_kernel(
     ROW_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
-    CLEARS: tl.constexpr,
-    CLEARED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     let_next_start(OVERLAPS)
@@ -92,10 +81,6 @@ def _shrink_kernel(
     first_row = load_first_row(table, order, begin)
     at_a, rank = load_first_factor(table, target)
     wait_for_earlier(OVERLAPS)
-    if CLEARS:
-        for at in range(tl.program_id(0) * CLEARED, num_cleared, tl.num_programs(0) * CLEARED):
-            cell = at + tl.arange(0, CLEARED)
-            tl.store(cleared + cell, tl.zeros([CLEARED], cleared.dtype.element_ty), cell < num_cleared)
     if table != 0:
         a = tl.multiple_of(at_a.to(tl.pointer_type(x.dtype.element_ty)), 16)
         left = scratch + begin * STRIDE

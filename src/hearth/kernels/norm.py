@@ -18,15 +18,14 @@ def add_norm(
     *,
     is_rms: bool,
     out: torch.Tensor,
-    added: torch.Tensor | None = None,
 ) -> None:
-    """Compute `residual += delta + added`, then `out = norm(residual)`, which may be `residual` (post-norm).
+    """Compute `residual += delta`, then `out = norm(residual)`; `out` may be `residual` itself (post-norm).
 
     The sum is rounded to the tensors' dtype before it is normalised, so a layer range that hands its
     hidden states on gives the same bits as one that runs through.
     """
     impl = add_norm_triton if runs_triton(residual) else add_norm_reference
-    impl(delta, residual, weight, bias, eps, is_rms=is_rms, out=out, added=added)
+    impl(delta, residual, weight, bias, eps, is_rms=is_rms, out=out)
 
 
 def add_norm_reference(
@@ -38,10 +37,9 @@ def add_norm_reference(
     *,
     is_rms: bool,
     out: torch.Tensor,
-    added: torch.Tensor | None = None,
 ) -> None:
     if delta is not None:
-        residual.add_(delta if added is None else delta + added)
+        residual.add_(delta)
     x = residual.float()
     if is_rms:
         normed = x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -61,7 +59,6 @@ def add_norm_triton(
     *,
     is_rms: bool,
     out: torch.Tensor,
-    added: torch.Tensor | None = None,
 ) -> None:
     rows, hidden = residual.shape
     block = next_power_of_2(hidden)
@@ -71,13 +68,11 @@ def add_norm_triton(
         out,
         residual,
         delta,
-        added,
         weight,
         bias,
         hidden,
         eps,
         HAS_DELTA=delta is not None,
-        HAS_ADDED=added is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         IS_RMS=is_rms,
@@ -92,13 +87,11 @@ def _add_norm_kernel(
     out,
     residual,
     delta,
-    added,
     weight,
     bias,
     hidden,
     eps,
     HAS_DELTA: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_RMS: tl.constexpr,
@@ -113,9 +106,6 @@ def _add_norm_kernel(
     x = tl.load(residual + row + cols, inside, other=0.0)
     if HAS_DELTA:
         d = tl.load(delta + row + cols, inside, other=0.0)
-        if HAS_ADDED:
-            more = tl.load(added + row + cols, inside, other=0.0)
-            d = (d.to(tl.float32) + more.to(tl.float32)).to(d.dtype)
         x = (x.to(tl.float32) + d.to(tl.float32)).to(x.dtype)
         if not IN_PLACE:
             tl.store(residual + row + cols, x, inside)

@@ -33,7 +33,6 @@ def rotate_and_store(
     *,
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
-    added: torch.Tensor | None = None,
 ) -> None:
     """Norm and rotate q in place and k on its way, with v, to `kv` [blocks, 2, block_tokens, kv_heads, dim].
 
@@ -41,7 +40,7 @@ def rotate_and_store(
     [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated.
     """
     impl = rotate_and_store_triton if runs_triton(qkv) else rotate_and_store_reference
-    impl(qkv, heads, rows, kv, cos_sin=cos_sin, norms=norms, added=added)
+    impl(qkv, heads, rows, kv, cos_sin=cos_sin, norms=norms)
 
 
 def rotate_and_store_reference(
@@ -52,10 +51,7 @@ def rotate_and_store_reference(
     *,
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
-    added: torch.Tensor | None = None,
 ) -> None:
-    if added is not None:
-        qkv.add_(added)
     x = qkv.view(qkv.shape[0], -1, heads.dim)
     num_qk = heads.num_q + heads.num_kv
     if norms is not None:
@@ -96,7 +92,6 @@ def rotate_and_store_triton(
     *,
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
-    added: torch.Tensor | None = None,
 ) -> None:
     num_tokens = qkv.shape[0]
     num_heads = heads.num_q + 2 * heads.num_kv
@@ -106,7 +101,6 @@ def rotate_and_store_triton(
         _rotate_and_store_kernel,
         (num_tokens, cdiv(num_heads, _HEADS_PER_PROGRAM)),
         qkv,
-        added,
         rows.positions,
         rows.slots,
         rows.block_table,
@@ -126,7 +120,6 @@ def rotate_and_store_triton(
         REST_PAD=next_power_of_2(max(rest, 1)),
         BLOCK_TOKENS=kv.shape[2],
         HAS_NORMS=norms is not None,
-        HAS_ADDED=added is not None,
         HEADS=_HEADS_PER_PROGRAM,
         num_warps=4,
     )
@@ -135,7 +128,6 @@ def rotate_and_store_triton(
 @triton.jit(do_not_specialize=["table_stride"])
 def _rotate_and_store_kernel(
     qkv,
-    added,
     positions,
     slots,
     table,
@@ -155,7 +147,6 @@ def _rotate_and_store_kernel(
     REST_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
     HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -168,8 +159,7 @@ def _rotate_and_store_kernel(
     position = tl.load(positions + token)
     slot = tl.load(slots + token).to(tl.int64)
     block = tl.load(table + slot * table_stride + position // BLOCK_TOKENS).to(tl.int64)
-    place = token.to(tl.int64) * ((NUM_Q + 2 * NUM_KV) * DIM) + head[:, None] * DIM
-    source = qkv + place
+    source = qkv + token.to(tl.int64) * ((NUM_Q + 2 * NUM_KV) * DIM) + head[:, None] * DIM
     # k and v heads are numbered 0 .. 2 * NUM_KV - 1 from the end of q: side k|v, then head.
     kv_head = tl.where(is_q, 0, head - NUM_Q)
     side, kv_head = kv_head // NUM_KV, kv_head % NUM_KV
@@ -184,16 +174,11 @@ def _rotate_and_store_kernel(
         in_half = is_head[:, None] & (half_dims < HALF)
         a = tl.load(source + half_dims, in_half, other=0.0)
         b = tl.load(source + HALF + half_dims, in_half, other=0.0)
-        if HAS_ADDED:
-            a = _plus(a, added + place + half_dims, in_half)
-            b = _plus(b, added + place + HALF + half_dims, in_half)
         x, y = a.to(tl.float32), b.to(tl.float32)
         squares += tl.sum(x * x + y * y, 1)
     if REST > 0:
         in_rest = is_head[:, None] & (rest_dims < REST)
         c = tl.load(source + 2 * HALF + rest_dims, in_rest, other=0.0)
-        if HAS_ADDED:
-            c = _plus(c, added + place + 2 * HALF + rest_dims, in_rest)
         z = c.to(tl.float32)
         squares += tl.sum(z * z, 1)
     if HAS_NORMS:
@@ -217,15 +202,8 @@ def _rotate_and_store_kernel(
         in_dim = rest_dims < REST
         if HAS_NORMS:
             z *= scale * _head_weight(q_weight + 2 * HALF, k_weight + 2 * HALF, rest_dims, in_dim, is_q, is_v)
-        if HAS_NORMS or HAS_ADDED:
             tl.store(source + 2 * HALF + rest_dims, z.to(c.dtype), is_q[:, None] & in_dim)
         tl.store(target + 2 * HALF + rest_dims, z.to(c.dtype), leaves[:, None] & in_dim)
-
-
-@triton.jit
-def _plus(x, added, inside):
-    """The sum of two numbers, in the first one's dtype."""
-    return (x.to(tl.float32) + tl.load(added, inside, other=0.0).to(tl.float32)).to(x.dtype)
 
 
 @triton.jit

@@ -10,25 +10,22 @@ A step is `body`, up to and with the last attention, and `tail`, which runs only
 wanted. Between the two everything lies in the workspace. No batching, no sampling.
 
 Rows may have adapters, which add to what four projections of a layer leave. Where no row has one, nothing of
-that is launched. In steps of few rows the products of adapters run beside those of the model, and whoever
-reads a projection next adds both up.
+that is launched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
 
 from hearth.kernels.activation import activate
 from hearth.kernels.adapter_rows import AdapterRows
-from hearth.kernels.branch import run_beside
 from hearth.kernels.decode_attention import decode_attention
-from hearth.kernels.jit import runs_triton
 from hearth.kernels.linear import linear
-from hearth.kernels.lora import add_adapters, add_adapters_triton
+from hearth.kernels.lora import project_with_adapters
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
@@ -39,20 +36,6 @@ from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import LayerWeights, Linear, NormWeights, WeightGate, Weights
 from hearth.models.workspace import Workspace
-from hearth.sizes import ADAPTER_SPLITS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK, RUN_ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Projected:
-    """The output of a projection, and what adapters add to it."""
-
-    out: torch.Tensor
-    #: Which its reader has to add; None: nothing, or it is added.
-    added: torch.Tensor | None = None
-
-    def summed(self) -> torch.Tensor:
-        """Return all of it as one tensor, for readers that cannot add."""
-        return self.out if self.added is None else self.out.add_(self.added)
 
 
 class Decoder:
@@ -117,7 +100,7 @@ class Decoder:
         self.body(hidden, step, kv, gate)
         ws = self._cut(hidden.shape[0])
         delta = self.absorb(self.layers[-1], ws.residual, ws.normed, ws.attended, step.adapters)
-        return ws.residual if delta is None else ws.residual.add_(delta.summed())
+        return ws.residual if delta is None else ws.residual.add_(delta)
 
     def body(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
@@ -128,8 +111,7 @@ class Decoder:
         Each layer waits at `gate` for its weights.
         """
         # Where `embed` left them there is nothing to copy.
-        residual = self._cut(hidden.shape[0]).residual.copy_(hidden)
-        delta: Projected | None = None
+        residual, delta = self._cut(hidden.shape[0]).residual.copy_(hidden), None
         for layer, weights, layer_kv in zip(self.layers, self.weights.layers, kv.unbind(1), strict=True):
             if gate is not None:
                 gate.layer(layer)
@@ -170,7 +152,7 @@ class Decoder:
         if weights.final_norm is not None:
             hidden = self._norm(weights.final_norm, delta, residual)
         else:
-            hidden = residual if delta is None else residual.add_(delta.summed())
+            hidden = residual if delta is None else residual.add_(delta)
         if weights.embed_out is None:
             return hidden
         num_rows, out = len(hidden), self._workspace.head_in
@@ -189,20 +171,19 @@ class Decoder:
         _linear(hidden, weights.head, out)
         return out if out is ws.logits else ws.logits.copy_(out)
 
-    def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> Projected:
+    def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
         """Return fused q, k and v, as the projections leave them."""
         qkv = self._cut(normed.shape[0]).qkv
         return self._adapted(Projection.QKV, layer, normed, self._weights_of(layer).qkv, qkv, adapters)
 
     def attend(
-        self, layer: int, weights: LayerWeights, projected: Projected, step: StepInputs, kv: torch.Tensor
+        self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
     ) -> torch.Tensor:
         """Rotate q and k, write k and v to this layer's `kv`, and return attention's output for each row."""
-        qkv, norms = projected.out, None
-        ws, heads, window = self._cut(qkv.shape[0]), self._heads, self.arch.windows[layer]
+        ws, heads, window, norms = self._cut(qkv.shape[0]), self._heads, self.arch.windows[layer], None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
-        rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms, added=projected.added)
+        rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms)
         out, rows = ws.attended, step.decode_rows
         if num_decode := rows.positions.shape[0]:
             are_all = num_decode == qkv.shape[0]
@@ -227,7 +208,7 @@ class Decoder:
         normed: torch.Tensor,
         attended: torch.Tensor,
         adapters: AdapterRows | None = None,
-    ) -> Projected | None:
+    ) -> torch.Tensor | None:
         """Run output projection and MLP; return the next delta, or None where it is in the residual."""
         arch, ws, weights = self.arch, self._cut(attended.shape[0]), self._weights_of(layer)
         delta = self._adapted(Projection.O, layer, attended, weights.o, ws.delta, adapters)
@@ -237,15 +218,16 @@ class Decoder:
                 return self._mlp(layer, mlp_in, ws.delta, adapters)
             case Residual.PARALLEL:
                 mlp_in = normed if arch.shares_norm else self._norm(weights.mlp_norm, None, residual)
-                attention = delta.summed()  # before the MLP's adapters use the same memory
-                return Projected(attention.add_(self._mlp(layer, mlp_in, ws.mlp_out, adapters).summed()))
+                return delta.add_(self._mlp(layer, mlp_in, ws.mlp_out, adapters))
             case Residual.POST:
                 self._norm(weights.attn_norm, delta, residual, out=residual)
                 delta = self._mlp(layer, residual, ws.delta, adapters)
                 self._norm(weights.mlp_norm, delta, residual, out=residual)
                 return None
 
-    def _enter(self, weights: LayerWeights, residual: torch.Tensor, delta: Projected | None) -> torch.Tensor:
+    def _enter(
+        self, weights: LayerWeights, residual: torch.Tensor, delta: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.arch.residual is Residual.POST:
             return residual
         return self._norm(weights.attn_norm, delta, residual)
@@ -264,10 +246,12 @@ class Decoder:
             torch.index_select(source.normed, 0, rows, out=kept.kept_normed)
         return kept.kept_residual, kept.kept_normed, kept.kept_attended
 
-    def _mlp(self, layer: int, x: torch.Tensor, out: torch.Tensor, adapters: AdapterRows | None) -> Projected:
+    def _mlp(
+        self, layer: int, x: torch.Tensor, out: torch.Tensor, adapters: AdapterRows | None
+    ) -> torch.Tensor:
         ws, weights = self._cut(x.shape[0]), self._weights_of(layer)
         up = self._adapted(Projection.UP, layer, x, weights.up, ws.up, adapters)
-        activate(up.out, self.arch.activation, gated=self.arch.gated, out=ws.activated, added=up.added)
+        activate(up, self.arch.activation, gated=self.arch.gated, out=ws.activated)
         return self._adapted(Projection.DOWN, layer, ws.activated, weights.down, out, adapters)
 
     def _adapted(
@@ -278,34 +262,14 @@ class Decoder:
         weights: Linear,
         out: torch.Tensor,
         adapters: AdapterRows | None,
-    ) -> Projected:
-        """Run a projection, and what the adapters of the rows say to it."""
+    ) -> torch.Tensor:
+        """Run a projection, and add what the adapters of the rows say."""
+        product = partial(_linear, x, weights, out)
         if adapters is None:
-            return Projected(_linear(x, weights, out))
+            return product()
         target, scratch = target_index(layer, projection), self._scratch(projection)
-        added = self._room_for_added(adapters, out)
-        if added is None:
-            add_adapters(x, adapters, target, scratch=scratch, out=_linear(x, weights, out))
-            return Projected(out)
-        run_beside(
-            x.device,
-            partial(_linear, x, weights, out),
-            partial(add_adapters_triton, x, adapters, target, scratch=scratch, out=added, is_beside=True),
-        )
-        return Projected(out, added)
-
-    def _room_for_added(self, adapters: AdapterRows, out: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for what adapters add to `out`; None: they add it themselves, behind the product.
-
-        The end of the MLP's larger buffer is idle in steps of few rows. Others would gain nothing beside.
-        """
-        up, num_rows = self._workspace.up, len(out)
-        if adapters.tile_rows > ADAPTER_TILE_ROWS or not runs_triton(out):
-            return None
-        # Rows at its beginning are used by the step, or lent to adapters as scratch.
-        num_used = max(num_rows * up.shape[1], ADAPTER_SPLITS * num_rows * MAX_SHRUNK_RANK * 4 // up.itemsize)
-        begin = (up.numel() - out.numel()) // RUN_ALIGNMENT_BYTES * RUN_ALIGNMENT_BYTES
-        return up.view(-1)[begin : begin + out.numel()].view(out.shape) if begin >= num_used else None
+        project_with_adapters(product, x, adapters, target, scratch=scratch, out=out)
+        return out
 
     def _scratch(self, projection: Projection) -> torch.Tensor:
         """Return memory for adapters of a projection: their own, or what is idle just then around the MLP."""
@@ -321,23 +285,14 @@ class Decoder:
     def _norm(
         self,
         weights: NormWeights | None,
-        delta: Projected | None,
+        delta: torch.Tensor | None,
         residual: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert weights is not None, "this architecture has no such norm"
         out = self._cut(residual.shape[0]).normed if out is None else out
         is_rms = self.arch.norm is Norm.RMS
-        add_norm(
-            None if delta is None else delta.out,
-            residual,
-            weights.weight,
-            weights.bias,
-            self.arch.norm_eps,
-            is_rms=is_rms,
-            out=out,
-            added=None if delta is None else delta.added,
-        )
+        add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out)
         return out
 
 
