@@ -54,16 +54,6 @@ def test_what_is_captured_takes_no_memory_but_at_fixed_addresses(report: Report,
     assert report[model]["allocating"] == []
 
 
-@pytest.mark.parametrize("model", ["plain", "odd"])
-def test_a_kernel_that_overlaps_with_none_is_between_lists_of_adapters_and_their_readers(
-    report: Report, model: str
-) -> None:
-    """Else they could not be read before waiting (`kernels/overlap.py`)."""
-    assert report[model]["before_adapters"]
-    for names in report[model]["before_adapters"]:
-        assert "aten.index_select.out" in names
-
-
 def test_a_variant_is_compiled_once_and_found_by_other_processes(report: Report) -> None:
     cache = report["cache"]
     assert cache["compiled"] == 1

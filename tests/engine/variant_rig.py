@@ -91,7 +91,6 @@ def main(directory: Path) -> None:
             "ambiguous": sum(len(variants) > 1 for variants in variants_by_key.values()),
             "unforeseen": sorted(f"{one.kernel} {one.specialization}" for one in asked - foreseen),
             "allocating": allocating(needs),
-            "before_adapters": before_adapters(needs),
         }
     report["cache"] = keep(directory, needs, found["plain"])
     report["launches"] = launches()
@@ -161,40 +160,6 @@ def allocating(needs: KernelNeeds) -> list[str]:
             for shape in runner.sizes.all_shapes(has_adapters=has_adapters):
                 runner.run_padding(shape)
     return sorted(noted.names)
-
-
-class NotedOperations(TorchDispatchMode):
-    """Notes what torch is asked for, beside what others note."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-        self._names.append(str(operation))
-        return operation(*args, **(kwargs or {}))
-
-
-def before_adapters(needs: KernelNeeds) -> list[list[str]]:
-    """Return what steps queue between the lists of adapters and the first kernel that reads them."""
-    found, runner, key_of = [], dry_runner(needs), jit.launch_key
-    for shape in runner.sizes.all_shapes(has_adapters=True):
-        names: list[str] = []
-
-        def noted_key(kernel: Any, *rest: Any, names: list[str] = names) -> tuple[object, ...]:
-            names.append(kernel.__name__)
-            return key_of(kernel, *rest)
-
-        jit.launch_key = noted_key
-        try:
-            with recording(), NotedOperations(names):
-                runner.run_padding(shape)
-        finally:
-            jit.launch_key = key_of
-        end = names.index("_shrink_kernel")
-        begin = max(at for at, name in enumerate(names[:end]) if name == "_read_host_kernel")
-        found.append(names[begin + 1 : end])
-    return found
 
 
 class NotingDriver(TargetDriver):

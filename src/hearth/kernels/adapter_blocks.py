@@ -63,8 +63,8 @@ def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
 
 
 def beside_options(is_beside: bool) -> dict[str, bool]:
-    """Return how kernels are launched that run beside the product of the model.
+    """Return how adapters are launched where the first of their products is beside the model's own.
 
-    Programs that have started and wait would keep multiprocessors from it, which it needs as a whole.
+    Programs that have started and wait would keep multiprocessors from that one, which needs whole ones.
     """
     return {"OVERLAPS": False} if is_beside else {}

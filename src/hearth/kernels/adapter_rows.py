@@ -169,28 +169,3 @@ def load_share(shares):
     part = (word >> _PART & 0xFFFF).to(tl.int32)
     parts = (word & 0xFFFF).to(tl.int32)
     return table, word >> _BEGIN, num, part, parts
-
-
-@triton.jit
-def load_first_row(table, order, begin):
-    """The first row of a tile, or 0 without a table."""
-    return tl.load(order + begin, table != 0, other=0)
-
-
-@triton.jit
-def load_first_factor(table, target):
-    """The address of `a` of a target as a number, and its ranks; zeros without a table."""
-    fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
-    rank = tl.load(fields + TOTAL_RANK, table != 0, other=0)
-    return tl.load(fields, table != 0, other=0), rank.to(tl.int32)
-
-
-@triton.jit
-def load_second_size(table, target):
-    """How many numbers all `b` of a target have; 0 without a table."""
-    fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
-    total = 0
-    for number in tl.static_range(3):
-        rank = tl.load(fields + FIRST_RANK + number, table != 0, other=0).to(tl.int32)
-        total += rank * tl.load(fields + FIRST_SIZE + number, table != 0, other=0).to(tl.int32)
-    return total

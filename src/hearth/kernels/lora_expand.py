@@ -13,12 +13,10 @@ from hearth.kernels.adapter_rows import (
     FIRST_RANK,
     FIRST_SIZE,
     AdapterRows,
-    load_first_row,
-    load_second_size,
     load_share,
 )
 from hearth.kernels.jit import launch, tl, triton
-from hearth.kernels.overlap import let_next_start, wait_for_earlier
+from hearth.kernels.overlap import wait_for_inputs
 from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
 
 
@@ -85,13 +83,14 @@ def _expand_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    let_next_start(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     table, begin, num, part, parts = load_share(shares)
-    first_row = load_first_row(table, order, begin)
-    total = load_second_size(table, target)
-    wait_for_earlier(OVERLAPS)
     if table != 0:
         fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
+        total = 0
+        for number in tl.static_range(3):
+            rank = tl.load(fields + FIRST_RANK + number).to(tl.int32)
+            total += rank * tl.load(fields + FIRST_SIZE + number).to(tl.int32)
         # So many numbers of all factors behind each other are this program's, from `first` on.
         own = tl.cdiv(total, parts)
         first = own * part
@@ -107,7 +106,7 @@ def _expand_kernel(
                 b = tl.load(fields + FIRST_B + number).to(tl.pointer_type(out.dtype.element_ty))
                 b = tl.multiple_of(b, 16)
                 stride = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
-                row = out + first_row * n + to
+                row = out + tl.load(order + begin) * n + to
                 if (num == 1) & (rank <= LOW_RANK):
                     _expand_low_row(
                         row, b, stride, left, apart, rank, size, own_first, own_last, SPLITS, LOW_R, LOW_N

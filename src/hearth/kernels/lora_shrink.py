@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.adapter_blocks import AdapterBlocks, beside_options
-from hearth.kernels.adapter_rows import AdapterRows, load_first_factor, load_first_row, load_share
+from hearth.kernels.adapter_rows import FIELDS, TOTAL_RANK, AdapterRows, load_share
 from hearth.kernels.jit import cdiv, launch, tl, triton
-from hearth.kernels.overlap import let_next_start, wait_for_earlier
+from hearth.kernels.overlap import wait_for_inputs
 from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
 
 
@@ -76,17 +76,17 @@ def _shrink_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    let_next_start(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     table, begin, num, part, parts = load_share(shares)
-    first_row = load_first_row(table, order, begin)
-    at_a, rank = load_first_factor(table, target)
-    wait_for_earlier(OVERLAPS)
     if table != 0:
-        a = tl.multiple_of(at_a.to(tl.pointer_type(x.dtype.element_ty)), 16)
+        fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
+        a = tl.load(fields).to(tl.pointer_type(x.dtype.element_ty))
+        a = tl.multiple_of(a, 16)
+        rank = tl.load(fields + TOTAL_RANK).to(tl.int32)
         left = scratch + begin * STRIDE
         apart = num_rows.to(tl.int64) * STRIDE
         if num == 1:
-            row = x + first_row * k
+            row = x + tl.load(order + begin) * k
             first, last = _part_of(rank * SPLITS, part, parts)
             _shrink_row(left, row, a, rank, first, last, apart, k, split_size, ROW_R, ROW_K)
         else:
