@@ -60,12 +60,17 @@ class Source:
     num_failed: int = 0
     is_marked: bool = False
     is_stopped: bool = False
+    later: set[str] = field(default_factory=set)  #: coming once adapters are wanted
 
     def find(self, key: str) -> StepGraph | None:
         return self.restored.get(key)
 
     def is_coming(self, key: str) -> bool:
         return key in self.coming
+
+    def want_adapters(self) -> None:
+        self.coming |= self.later
+        self.later = set()
 
     def begin_trial(self) -> None:
         self.is_marked = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from hearth.messages import MakeSnapshot, ModelLoaded, SnapshotLooked, SnapshotM
 from hearth.sim.profile import Profile
 from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.trial_mark import TrialMark
@@ -66,6 +67,9 @@ class FakeParts:
 
     def save(self) -> dict[str, bytes]:
         return {"graphs": b"captured"}
+
+    def lacks_adapters(self, sections: Collection[str]) -> bool:
+        return False
 
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
@@ -194,6 +198,9 @@ class GraphParts:
 
     def save(self) -> dict[str, bytes]:
         return {f"graph/{key.name}": b"captured" for key in self._graphs.captured}
+
+    def lacks_adapters(self, sections: Collection[str]) -> bool:
+        return not any(map(is_for_adapters, graph_names(sections)))
 
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]

@@ -180,6 +180,8 @@ class Deployments:
 
     def _post_changes(self, known: dict[ModelId, ModelProfile], adapters: set[AdapterId]) -> None:
         """Tell the brain which models differ from the known ones, and workers which adapters are gone."""
+        if self._catalog.adapter_ids() - adapters:
+            self._driver.adapters_deployed()
         for adapter in adapters - self._catalog.adapter_ids():
             self._driver.forget_adapter(adapter)
         profiles = self._profiles()

@@ -7,8 +7,10 @@ for a first token. What it finds of kernels serves every model of the worker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -20,6 +22,7 @@ from hearth.engine.graphs import CapturedGraph, StepGraphs
 from hearth.engine.runner import Runner
 from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES
+from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
@@ -51,25 +54,33 @@ class SnapshotGraphs:
         return None if runner.graphs is None else EngineGraphs(self, runner, runner.graphs)
 
     def pack(self, graphs: StepGraphs) -> dict[str, bytes]:
-        """Return sections of all captured graphs but those of adapters. Raises GraphUnreadable.
-
-        The lists of which rows have adapters lie at addresses that differ from process to process.
-        """
-        # At once, and kept: the steps' thread may add some, or drop all.
-        captured = {key: graph for key, graph in dict(graphs.captured).items() if not key.has_adapters}
+        """Return sections of all captured graphs. Raises GraphUnreadable."""
+        captured = dict(graphs.captured)  # at once, and kept: the steps' thread may add some, or drop all
         handles = {key.name: graph.raw_cuda_graph() for key, graph in captured.items()}
         binaries = {function: binary for binary, function in loaded_functions().items()}
         return pack_graphs(self._driver, handles, binaries, FIXED_ADDRESSES)
 
     def restored(
-        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+        self,
+        sections: Mapping[str, memoryview],
+        mark: TrialMark,
+        discard: Callable[[str], None],
+        runner: Runner,
     ) -> RestoredGraphs:
-        """Return the graphs of a snapshot, none of them restored yet. Raises GraphUnreadable."""
-        return RestoredGraphs(self._driver, self._handles, sections, mark, discard)
+        """Return the graphs of a snapshot for a runner, none of them restored yet. Raises GraphUnreadable.
+
+        Those of steps with adapters come once the runner has one: they take as much memory as the others.
+        """
+        go_on = partial(self._go_on, weakref.ref(runner))  # the runner has the graphs, not they the runner
+        return RestoredGraphs(self._driver, self._handles, sections, mark, discard, is_for_adapters, go_on)
 
     def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
         """Have the thread restore graphs."""
         self._thread.submit(self._restore, graphs, runner)
+
+    def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
+        if (found := runner()) is not None:
+            self.start(graphs, found)
 
     def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
         def rehearse(name: str) -> None:
@@ -94,9 +105,12 @@ class EngineGraphs:
     def save(self) -> Mapping[str, bytes]:
         return self._shared.pack(self._graphs)
 
+    def lacks_adapters(self, sections: Collection[str]) -> bool:
+        return not self._runner.sizes.all_names(has_adapters=True) <= set(graph_names(sections))
+
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
     ) -> None:
-        restored = self._shared.restored(sections, mark, discard)
+        restored = self._shared.restored(sections, mark, discard, self._runner)
         self._graphs.restore_from(restored)
         self._shared.start(restored, self._runner)
