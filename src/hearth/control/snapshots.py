@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field
 
 from hearth.control.metrics import Metrics
@@ -41,13 +41,13 @@ class Snapshots:
         self,
         metrics: Metrics,
         obstacle: str | None = None,
-        has_adapters: Callable[[ModelId], bool] = lambda model: False,
+        bases: Callable[[], Collection[ModelId]] = tuple,
     ) -> None:
         """`obstacle`: why this service keeps none, although it should; None: it does, or should not.
 
-        `has_adapters` tells whether a model has some.
+        `bases` returns the models that have adapters.
         """
-        self._has_adapters, self._obstacle = has_adapters, obstacle
+        self._bases, self._obstacle = bases, obstacle
         self._count = metrics.snapshots
         self._links: dict[WorkerId, WorkerLink] = {}
         self._makings: dict[tuple[WorkerId, ModelId], _Making] = {}
@@ -143,10 +143,10 @@ class Snapshots:
         making = self._makings.pop((worker, fact.model), None)
         for follower in () if making is None else making.followers:
             follower.put_nowait(fact)
-        if fact.failure is None:
+        if fact.failure is None and making is not None:
             # An adapter may have come meanwhile. But one that was to have its graphs is not made once more.
-            is_asked = making is not None and making.has_adapters
-            self._note_lack(worker, fact.model, lacks_adapters=fact.lacks_adapters and not is_asked)
+            lacks_adapters = fact.lacks_adapters and not making.has_adapters
+            self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
     # By hand.
 
@@ -184,7 +184,7 @@ class Snapshots:
 
     def _want_adapters(self, worker: WorkerId, model: ModelId) -> None:
         """Have a snapshot that lacks graphs of steps with adapters made anew, if its model has adapters."""
-        if not self._has_adapters(model) or (worker, model) in self._wanted:
+        if model not in self._bases() or (worker, model) in self._wanted:
             return
         self._count.labels(SnapshotOutcome.PARTIAL).inc()
         log.info("snapshot_partial model=%s worker=%s reason=`made before it had adapters`", model, worker)
@@ -200,7 +200,7 @@ class Snapshots:
         self._wanted = {key for key in self._wanted if key[1] != model}
 
     def _order(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
-        has_adapters = self._has_adapters(model)
+        has_adapters = model in self._bases()
         self._makings[worker, model] = _Making(has_adapters)
         self._links[worker].send(MakeSnapshot(model, hosting, has_adapters))
 
