@@ -27,7 +27,7 @@ _UNUSED = (SnapshotOutcome.OUTDATED, SnapshotOutcome.REFUSED, SnapshotOutcome.DI
 
 
 @dataclass(slots=True)
-class _Making:
+class _OrderedSnapshot:
     """A snapshot that was ordered and is not made yet. Mutable; written by `Snapshots`."""
 
     has_adapters: bool  #: also of steps with adapters
@@ -50,7 +50,7 @@ class Snapshots:
         self._bases, self._obstacle = bases, obstacle
         self._count = metrics.snapshots
         self._links: dict[WorkerId, WorkerLink] = {}
-        self._makings: dict[tuple[WorkerId, ModelId], _Making] = {}
+        self._makings: dict[tuple[WorkerId, ModelId], _OrderedSnapshot] = {}
         #: Models on workers that have none, and have not failed to get one.
         self._wanted: set[tuple[WorkerId, ModelId]] = set()
         #: Models on workers that have one without the graphs of steps with adapters.
@@ -201,7 +201,7 @@ class Snapshots:
 
     def _order(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
         has_adapters = model in self._bases()
-        self._makings[worker, model] = _Making(has_adapters)
+        self._makings[worker, model] = _OrderedSnapshot(has_adapters)
         self._links[worker].send(MakeSnapshot(model, hosting, has_adapters))
 
     def _end(self, key: tuple[WorkerId, ModelId], why: str) -> None:
