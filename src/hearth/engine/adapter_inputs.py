@@ -51,9 +51,9 @@ class AdapterInputs:
         """Send the next step whatever it is, for an adapter has another place, or the lists are gone."""
         self._sent = None
 
-    def park(self) -> None:
-        """Send a step in which no row has an adapter."""
-        self._send((), (), shape=None)
+    def park(self, shape: StepShape) -> None:
+        """Send a step in which no row has an adapter: those of the step before may be gone."""
+        self._send((), (), shape if shape.has_prompts else None)
 
     def fill(self, plan: StepPlan, shape: StepShape, table: AdapterTable) -> None:
         """Send the adapters of a plan. The step before the last must be done, as for the other inputs."""

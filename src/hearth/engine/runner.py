@@ -204,12 +204,12 @@ class Runner:
         self._drop_open_gate()
         self._inputs.park(shape)
         if shape.has_adapters:
-            self.park_adapters()
+            self.park_adapters(shape)
         self._run(shape, None)
 
-    def park_adapters(self) -> None:
-        """Have no row of the next steps have an adapter, until one is launched that has."""
-        self._inputs.adapters.park()
+    def park_adapters(self, shape: StepShape) -> None:
+        """Have no row of steps of this shape have an adapter, until one is launched that has."""
+        self._inputs.adapters.park(shape)
 
     @torch.inference_mode()
     def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
