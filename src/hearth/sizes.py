@@ -187,6 +187,8 @@ def workspace_buffers(
 
 def _shrunk_rows(dimensions: Dimensions, dtype: str, size: StepSize) -> int:
     """Rows for what adapters leave between two products; none where the MLP has enough of them idle."""
+    if size.num_programs == 1:  # a CPU, which keeps nothing between them
+        return 0
     num_rows = max(size.max_tokens, ADAPTER_SPLITS * min(size.max_samples, size.max_tokens))
     # One of the MLP's two buffers is always free, of which this is the smaller.
     lent_bytes = size.max_tokens * dimensions.intermediate_size * ITEM_BYTES[dtype]
