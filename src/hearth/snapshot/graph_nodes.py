@@ -199,6 +199,28 @@ class GraphNodes:
         _demand(own["blob_bytes"] >= wanted[own["kernel"]], "fewer parameters than the kernel has")
 
 
+KernelTable = tuple[bytes, bytes, bytes]
+
+
+def kernel_table(packed: memoryview) -> KernelTable:
+    """Return the part of a packed graph that says which kernels it has: that of many graphs is the same.
+
+    Raises:
+        GraphUnreadable: the bytes are not those of a graph.
+    """
+    kernels, parameters, names, *_ = _sections(packed)
+    return kernels.tobytes(), parameters.tobytes(), names.tobytes()
+
+
+def kernels_of(table: KernelTable) -> tuple[KernelId, ...]:
+    """Return the kernels of a graph. Raises GraphUnreadable: they are damaged."""
+    kernels, parameters, names = table
+    return _kernels(
+        *(np.frombuffer(kernels, _KERNEL), np.frombuffer(parameters, PARAMETER)),
+        np.frombuffer(names, np.uint8),
+    )
+
+
 def read_graph(driver: CudaGraphs, graph: int, binary_by_function: Mapping[int, str]) -> GraphNodes:
     """Read a graph that stays as it is meanwhile. `binary_by_function`: as in `KernelId.binary`.
 
