@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hearth.cuda_graphs import CudaGraphs
 from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
-from hearth.snapshot.graph_nodes import KernelTable, kernel_table, kernels_of, read_graph
+from hearth.snapshot.graph_nodes import KernelId, packed_kernels, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import Rebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
@@ -67,8 +67,7 @@ class RestoredGraphs:
         self._handles, self._on_discard = handles, on_discard
         self._sections, self._mark = sections, mark
         self._restored: dict[str, RestoredGraph] = {}
-        #: By the part of a graph that names its kernels: most graphs share it with others.
-        self._functions_by_table: dict[KernelTable, npt.NDArray[np.uint64]] = {}
+        self._function_by_kernel: dict[bytes, int] = {}  #: as packed; graphs have most of theirs in common
         self.num_failed = 0  #: graphs that could not be restored
         self.num_interpreted = 0  #: graphs that were restored node by node, in Python
         names = [name.removeprefix(_PREFIX) for name in sections if name.startswith(_PREFIX)]
@@ -116,7 +115,7 @@ class RestoredGraphs:
             name = next(iter(coming))
             try:
                 packed = self._sections[_PREFIX + name]
-                functions = self._functions(name, kernel_table(packed), kinds, shown)
+                functions = self._functions(name, packed_kernels(packed), kinds, shown)
                 if functions is None:
                     break
                 self._restored[name] = rebuild(packed, functions)
@@ -135,7 +134,7 @@ class RestoredGraphs:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
 
     def _functions(
-        self, name: str, table: KernelTable, kinds: set[str], rehearse: Callable[[str], bool]
+        self, name: str, kernels: Sequence[bytes], kinds: set[str], rehearse: Callable[[str], bool]
     ) -> npt.NDArray[np.uint64] | None:
         """Return the functions of a graph's kernels; None: nobody wants the graph any more.
 
@@ -143,16 +142,18 @@ class RestoredGraphs:
             KernelsMissing: this process does not have all of them, even after a rehearsal.
         """
         kind, _, _ = name.rpartition("-")
-        if kind in kinds and (known := self._functions_by_table.get(table)) is not None:
-            return known
-        kernels = kernels_of(table)
-        # First our own: one that is not loaded would be compiled by a rehearsal, in this process.
-        self._handles.resolve([kernel for kernel in kernels if kernel.binary is not None])
-        if kind not in kinds or not self._handles.has(kernels):
-            if not rehearse(name):
-                return None
-            kinds.add(kind)
-        return self._functions_by_table.setdefault(table, self._handles.resolve(kernels))
+        known = self._function_by_kernel
+        unknown = [kernel for kernel in kernels if kind not in kinds or kernel not in known]
+        if unknown:
+            ids = [KernelId.unpack(kernel) for kernel in unknown]
+            # First our own: one that is not loaded would be compiled by a rehearsal, in this process.
+            self._handles.resolve([kernel for kernel in ids if kernel.binary is not None])
+            if kind not in kinds or not self._handles.has(ids):
+                if not rehearse(name):
+                    return None
+                kinds.add(kind)
+            known.update(zip(unknown, self._handles.resolve(ids).tolist(), strict=True))
+        return np.array([known[kernel] for kernel in kernels], np.uint64)
 
     def _rehearse(self, rehearse: Callable[[str], None], name: str, *, give_up_s: float) -> bool:
         """Rehearse a graph, once there is memory where weights arrive; False: nobody wants it any more."""
