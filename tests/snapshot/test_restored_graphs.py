@@ -11,10 +11,12 @@ from hearth.cuda_graphs import KERNEL_NODE
 from hearth.errors import GraphUnreadable
 from hearth.snapshot import restored_graphs
 from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.rebuild import InterpretedRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from tests.snapshot.fake_driver import FakeDriver
+from tests.snapshot.fake_library import FakeLibrary, graphs_over
 
 FIXED = range(0x18000000000, 0x20000000000)
 
@@ -94,6 +96,35 @@ def test_kernels_that_are_known_need_no_rehearsal() -> None:
 
     assert machine.rehearsed == ["decode-8"]
     assert graphs.find("decode-64") is not None
+
+
+def test_graphs_are_restored_by_native_code_or_counted_as_not() -> None:
+    for is_native, num_interpreted in ((True, 0), (False, 2)):
+        machine = Machine([8, 64])
+        driver = graphs_over(FakeLibrary(machine.driver))
+        native = NativeRebuild.load(driver, None)
+        assert native is not None
+        graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
+        graphs.restore(native if is_native else InterpretedRebuild(driver), machine.rehearse, lambda: None)
+
+        assert all(graphs.find(name) for name in ("decode-8", "decode-64"))
+        assert (graphs.num_failed, graphs.num_interpreted) == (0, num_interpreted)
+
+
+def test_a_graph_that_the_driver_refuses_is_left_out_and_the_others_come(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine([8, 64])
+    library = FakeLibrary(machine.driver)
+    library.refusals["cuGraphInstantiateWithFlags"] = (1, 719)
+    native = NativeRebuild.load(graphs_over(library), None)
+    assert native is not None
+    graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
+    graphs.restore(native, machine.rehearse, lambda: None)
+
+    assert graphs.find("decode-8") is not None
+    assert (graphs.find("decode-64"), graphs.num_failed) == (None, 1)
+    assert "decode-64: CUDA's driver refused cuGraphInstantiateWithFlags" in caplog.text
 
 
 def test_each_graph_gives_way_and_none_is_restored_that_nobody_wants_any_more() -> None:

@@ -32,6 +32,19 @@ _BUILT, _DAMAGED, _REFUSED = 0, 1, 2
 log = logging.getLogger(__name__)
 
 
+def native_obstacle() -> str | None:
+    """Say why graphs cannot be made by native code on this machine; None: they can."""
+    try:
+        native_library(_SOURCE)
+    except OSError as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: OSError) -> str:
+    return str(error).partition("\n")[0].replace("`", "")
+
+
 class _Rebuilt(ctypes.Structure):
     """The result that the C file fills in."""
 
@@ -77,8 +90,8 @@ class NativeRebuild:
         try:
             return NativeRebuild(driver, native_library(_SOURCE, cache))
         except OSError as error:
-            reason = str(error).partition("\n")[0].replace("`", "")
-            log.warning("fallback restore=interpreted reason=`%s` remedy=`install a C compiler (cc)`", reason)
+            remedy = "install a C compiler (cc)"
+            log.warning("fallback restore=interpreted reason=`%s` remedy=`%s`", _reason(error), remedy)
             return None
 
     def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
