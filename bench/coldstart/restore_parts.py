@@ -13,6 +13,7 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 
 import ctypes
 import json
+import logging
 import os
 import statistics
 import sys
@@ -253,6 +254,7 @@ def whole(
 
 def main(name: str) -> None:
     sys.setswitchinterval(SWITCH_S)
+    logging.basicConfig(level="INFO", format="%(message)s")
     shape, device = SHAPES[name], torch.device("cuda", 0)
     limits = own_limits(EngineConfig(), shape.arch, DTYPES[shape.dtype], device)
     place = Path(tempfile.mkdtemp(prefix="hearth-parts-"))
@@ -339,6 +341,10 @@ def main(name: str) -> None:
                 restore()
                 seconds.append(round(time.perf_counter() - began_s, 4))
             say(whole_restore=way, seconds=seconds)
+    with guarded("whole restore, nothing known"):
+        began_s = time.perf_counter()
+        whole("fresh", native, KernelHandles(driver, loaded_functions), sections, rig)()
+        say(whole_restore="native, no kernels known", seconds=round(time.perf_counter() - began_s, 4))
     beside(rig, None, "nothing")
     for way, restore in restores.items():
         beside(rig, restore, way)

@@ -68,6 +68,7 @@ class RestoredGraphs:
         self._sections, self._mark = sections, mark
         self._restored: dict[str, RestoredGraph] = {}
         self._function_by_kernel: dict[bytes, int] = {}  #: as packed; graphs have most of theirs in common
+        self._num_rehearsed, self._rehearsal_s = 0, 0.0
         self.num_failed = 0  #: graphs that could not be restored
         self.num_interpreted = 0  #: graphs that were restored node by node, in Python
         names = [name.removeprefix(_PREFIX) for name in sections if name.startswith(_PREFIX)]
@@ -127,8 +128,9 @@ class RestoredGraphs:
                 self.discard(str(error))
             del coming[name]  # behind the other: it is either coming or there
         log.info(
-            "graphs_restored graphs=%d of=%d seconds=%.3f",
+            "graphs_restored graphs=%d of=%d seconds=%.3f rehearsed=%d rehearsal_s=%.3f",
             *(len(self._restored), num_graphs, time.perf_counter() - began_s),
+            *(self._num_rehearsed, self._rehearsal_s),
         )
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
@@ -158,8 +160,11 @@ class RestoredGraphs:
     def _rehearse(self, rehearse: Callable[[str], None], name: str, *, give_up_s: float) -> bool:
         """Rehearse a graph, once there is memory where weights arrive; False: nobody wants it any more."""
         while self.is_coming(name):
+            began_s = time.perf_counter()
             try:
                 rehearse(name)
+                self._num_rehearsed += 1
+                self._rehearsal_s += time.perf_counter() - began_s
                 return True
             except ValueError:  # Triton's, of an address where nothing is mapped yet
                 if self.is_coming(name) and time.perf_counter() >= give_up_s:
