@@ -18,9 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,7 @@ def part_seconds(graphs: Sequence[PackedGraph], native: NativeRebuild) -> dict[s
 
 
 @torch.inference_mode()
-def steps_beside(rig: Rig, restore: Callable[[], list[RestoredGraph]] | None) -> dict[str, float]:
+def steps_beside(rig: Rig, restore: Callable[[], Iterable[RestoredGraph]] | None) -> dict[str, float]:
     """Make steps of one row without graphs while a thread restores all graphs, again and again."""
     runner, shape, is_over = rig.engine.runner, StepShape.decode(1), threading.Event()
     num_restores = 0
@@ -109,7 +110,7 @@ def steps_beside(rig: Rig, restore: Callable[[], list[RestoredGraph]] | None) ->
         nonlocal num_restores
         torch.cuda.set_device(0)
         while restore is not None and not is_over.is_set():
-            restore()
+            list(restore())
             num_restores += 1
 
     thread, steps_s = threading.Thread(target=work), list[float]()
@@ -153,12 +154,13 @@ def measure(name: str, place: Path) -> dict[str, object]:
         threads_s = {str(count): restore_s(graphs, native, count) for count in NUM_THREADS}
         parts = part_seconds(graphs, native)
     rig.engine.runner.graphs = None  # whose steps run kernel by kernel from here on
-    with step("beside"):
+    with step("beside"), ThreadPoolExecutor(2, initializer=lambda: torch.cuda.set_device(0)) as threads:
         beside = {"nothing": steps_beside(rig, None)}
         for way, rebuild in ways.items():
-            beside[way] = steps_beside(
-                rig, lambda make=rebuild: [make(one.data, one.functions) for one in graphs]
-            )
+            one_by_one = partial(map, lambda one, make=rebuild: make(one.data, one.functions), graphs)
+            beside[way] = steps_beside(rig, one_by_one)
+        by_two = partial(threads.map, lambda one: native(one.data, one.functions), graphs)
+        beside["native, two threads"] = steps_beside(rig, by_two)
     return {
         "shape": name,
         "num_graphs": len(graphs),

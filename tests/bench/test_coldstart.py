@@ -42,7 +42,7 @@ Traceback of somebody
 2026-11-16 11:43:39,656 INFO hearth.control.worker_template worker_forked worker=w0 pid=3
 2026-11-16 11:43:40,084 INFO hearth.control.supervisor worker_ready worker=w0 pid=3 device=GPU
 2026-11-16 11:43:40,086 INFO w0 hearth.worker worker_started total_s=0.418 context_s=0.300 pages_s=0.100
-2026-11-16 11:43:41,500 INFO w0 hearth.snapshot.restored_graphs graphs_restored graphs=50 of=51 seconds=0.420 rehearsed=3 rehearsal_s=0.021
+2026-11-16 11:43:41,500 INFO w0 hearth.snapshot.restored_graphs graphs_restored graphs=50 of=51 seconds=0.420
 2026-11-16 11:43:50,000 INFO w0.1 hearth.worker worker_started total_s=9.000
 """
 BEGAN_S = datetime(2026, 11, 16, 11, 43, 35).timestamp()
