@@ -42,12 +42,16 @@ class GraphSource(Protocol):
     """The graphs of a snapshot. Another thread restores them one by one, the steps' thread asks."""
 
     num_failed: int  #: graphs that could not be restored
+    num_interpreted: int  #: graphs that were restored node by node, in Python
 
     def find(self, key: str) -> StepGraph | None:
         """Return a graph that is restored."""
 
     def is_coming(self, key: str) -> bool:
         """True if a graph will be restored. Becomes false in any case, restored or not."""
+
+    def want_adapters(self) -> None:
+        """Have the graphs of steps with adapters restored as well, behind the others."""
 
     def begin_trial(self) -> None:
         """Note for whoever starts next that graphs are tried: should this process die now, it was of them."""
@@ -105,9 +109,19 @@ class StepGraphs:
         """How many graphs of the snapshot could not be restored, and are captured instead."""
         return 0 if self._source is None else self._source.num_failed
 
+    @property
+    def num_interpreted(self) -> int:
+        """How many graphs of the snapshot were restored node by node, for want of native code."""
+        return 0 if self._source is None else self._source.num_interpreted
+
     def restore_from(self, source: GraphSource) -> None:
         """Use the graphs of a snapshot where nothing is captured yet."""
         self._source = source
+
+    def want_adapters(self) -> None:
+        """Note that steps with adapters will come. Any number of times."""
+        if self._source is not None:
+            self._source.want_adapters()
 
     def needs_capture(self, key: GraphKey) -> bool:
         """True if there is no graph, and none will come of a snapshot."""
