@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "cgroups": set(),
     "cpus": {"cgroups"},
     "host_memory": {"cgroups"},
+    "native_code": set(),
     "cuda_driver": {"errors"},
     "cuda_graphs": {"cuda_driver"},
     "beacon": BASE,
@@ -42,8 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "models": BASE | {"kernels", "model_files"},
     "engine": EXECUTION | {"host_memory", "text"},
     "memory": EXECUTION | {"cuda_driver"},
-    "store": EXECUTION | {"cpus", "cuda_driver", "messages", "model_files"},
-    "snapshot": BASE | {"cuda_driver", "cuda_graphs", "kernels"},
+    "store": EXECUTION | {"cpus", "cuda_driver", "messages", "model_files", "native_code"},
+    "snapshot": BASE | {"cuda_driver", "cuda_graphs", "kernels", "native_code"},
     "transfer": EXECUTION | {"messages"},
     "worker": EXECUTION
     | {"beacon", "cpus", "host_memory", "engine", "memory", "store", "snapshot", "transfer"}
@@ -54,7 +55,7 @@ ARROWS: dict[str, set[str]] = {
     | {"snapshot"},
     "api": BASE | {"config", "control", "messages", "policy", "text"},
     "sim": BASE | {"config", "policy", "snapshot"},
-    "doctor": BASE | {"config", "cpus", "kernels", "store"},
+    "doctor": BASE | {"config", "cpus", "kernels", "snapshot", "store"},
     "offline": COMPOSITION,
     "llm": COMPOSITION | {"offline"},
     "cli": COMPOSITION | {"doctor", "llm", "offline"},

@@ -170,7 +170,7 @@ class Rig:
         self.engine: Engine = assemble(spec, weights, config, device, memory)
         self.assemble_s = time.perf_counter() - began_s
         self.engine.runner.fill_tables()
-        self.parts_of = _parts_of(self.runtime)
+        self.parts_of = _parts_of(self.runtime, Path(task.kernels))
         self.snapshots = ModelSnapshots(
             SnapshotDirectory.open(Path(task.snapshots), QUOTA_BYTES),
             *(config, device, self.runtime.name, self.runtime.device_bytes, self.parts_of),
@@ -239,12 +239,7 @@ class Rig:
 
 def capture(rig: Rig) -> Captured:
     """Capture all graphs, twice, decode, and make a snapshot."""
-    runner = rig.engine.runner
-    first_s = _capture_s(rig)
-    replay_s = _replay_s(rig)
-    if runner.graphs is not None:
-        runner.graphs.forget()
-    again_s = _capture_s(rig)
+    seconds = capture_seconds(rig)
     rig.add_all_kv()
     decoded = rig.decode()
     look = rig.look()
@@ -260,9 +255,9 @@ def capture(rig: Rig) -> Captured:
         start_s=rig.start_s,
         kernels_s=rig.kernels_s,
         assemble_s=rig.assemble_s,
-        first_capture_s=max(0.0, first_s - replay_s),
-        capture_s=max(0.0, again_s - replay_s),
-        replay_s=replay_s,
+        first_capture_s=seconds.first_s,
+        capture_s=seconds.again_s,
+        replay_s=seconds.replay_s,
         pack_s=packed_s - began_s,
         write_s=time.perf_counter() - packed_s,
         file_bytes=path.stat().st_size,
@@ -270,6 +265,25 @@ def capture(rig: Rig) -> Captured:
         num_nodes=num_nodes,
         decoded=decoded,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSeconds:
+    """Times of capturing the graphs of all sizes, without that of running each once."""
+
+    first_s: float  #: while libraries load their kernels
+    again_s: float  #: all kernels loaded
+    replay_s: float  #: of all sizes once; taken off the two above
+
+
+def capture_seconds(rig: Rig) -> CaptureSeconds:
+    """Capture all graphs, twice; the second ones stay."""
+    first_s = _capture_s(rig)
+    replay_s = _replay_s(rig)
+    if (graphs := rig.engine.runner.graphs) is not None:
+        graphs.forget()
+    again_s = _capture_s(rig)
+    return CaptureSeconds(max(0.0, first_s - replay_s), max(0.0, again_s - replay_s), replay_s)
 
 
 def _capture_s(rig: Rig) -> float:
@@ -402,13 +416,13 @@ def _placed(pool: Pool, hosting: HostingSpec) -> Space:
     return space
 
 
-def _parts_of(runtime: Runtime) -> Callable[[Engine], SnapshotParts | None]:
+def _parts_of(runtime: Runtime, kernels: Path) -> Callable[[Engine], SnapshotParts | None]:
     """Return what keeps graphs, as in a worker; raises RuntimeError where they could not be kept."""
     if runtime.device.type == "cpu":
         return no_parts
     if not runtime.has_fixed_addresses:
         raise RuntimeError("memory of libraries is not at its fixed address, so no snapshot can hold graphs")
-    return SnapshotGraphs(runtime.device, FirstTokens()).parts_of  # nobody else waits for a token
+    return SnapshotGraphs(runtime.device, FirstTokens(), kernels).parts_of  # nobody else waits for a token
 
 
 def run(task: GraphTask) -> Captured | Restored:

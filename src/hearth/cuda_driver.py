@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from hearth.errors import DeviceError, OutOfDeviceMemory
 
@@ -221,6 +222,21 @@ class CudaDriver:
         for arguments in calls:
             if code := function(*arguments):
                 self._check(code, name, arguments)
+
+    def address(self, name: str) -> int:
+        """Return where the driver has a call, for native code to make it, in this driver's context."""
+        return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
+
+    def enter_context(self) -> int:
+        """Have native code of this thread call the driver in this context, which is returned."""
+        self._enter_context()
+        return self.context
+
+    def refused(self, name: str, num_arguments: int, code: int) -> NoReturn:
+        """Raise what `call` would have raised for a call that native code has made."""
+        assert code != 0, f"{name} has not failed"
+        self._check(code, name, (None,) * num_arguments)
+        raise AssertionError("unreachable")
 
     def succeeds(self, name: str, *arguments: object) -> bool:
         """Make a call whose failure is an answer."""

@@ -19,6 +19,7 @@ from hearth.kernels.jit import HAS_TRITON, triton
 from hearth.kernels.kernel_cache import CacheUsage, KernelCache, usage_of
 from hearth.kernels.launch_cache import launch_obstacle
 from hearth.kernels.prefill_hopper import gluon_obstacle, is_hopper
+from hearth.snapshot.native_rebuild import native_obstacle
 from hearth.store.read_hashed import is_native
 
 #: Open files that a service should be allowed; with fewer, one that has many streams would run out of them.
@@ -101,6 +102,11 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
         notes.append(
             "no C compiler (cc): chunks are read by the interpreter, which is slower from memory when many "
             "are read at once; install one, as Triton needs it too"
+        )
+    if has_cuda and (obstacle := native_obstacle()) is not None:
+        notes.append(
+            "graphs of snapshots are restored node by node in Python, beside which models answer later: "
+            f"{obstacle}; install a C compiler (cc)"
         )
     if (spin_reason := wait_policy().spin_reason) is not None:
         notes.append(

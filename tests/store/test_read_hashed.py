@@ -8,12 +8,13 @@ from functools import cache
 
 import pytest
 
+from hearth.native_code import native_library
 from hearth.store import read_hashed
 
 
 def test_the_compiler_runs_once_however_many_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, calls = read_hashed._compiled(), []
-    monkeypatch.setattr(read_hashed, "_compiled", lambda: calls.append(1) or compiled)
+    compiled, calls = native_library(read_hashed._SOURCE), []
+    monkeypatch.setattr(read_hashed, "native_library", lambda _: calls.append(1) or compiled)
     monkeypatch.setattr(read_hashed, "_compiled_reader", cache(read_hashed._compiled_reader.__wrapped__))
     with ThreadPoolExecutor(14) as threads:
         assert all(threads.map(lambda _: read_hashed.is_native(), range(14)))

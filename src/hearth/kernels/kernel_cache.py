@@ -3,6 +3,7 @@
     ENTRY/...           Triton's: a compiled variant, or the C code that launches it
     lists/KEY.json      the variants of one model under one configuration, once all of them are compiled
     lists/KEY.lock      held by whoever compiles them
+    NAME-KEY.so         a C file of Hearth, compiled (`native_code.py`)
 
 Entries are code that this process will run, so nobody else may write here.
 """

@@ -10,8 +10,6 @@ import ctypes
 import importlib
 import logging
 import os
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +20,12 @@ from pathlib import Path
 
 import xxhash
 
+from hearth.native_code import native_library
+
 #: Bytes that are read and hashed at a time, in C: what fits into a core's own cache beside its copy.
 CACHED_PIECE_BYTES = 256 << 10
-#: Longest time for the compiler, which takes a tenth of a second; on a busy machine much longer.
-COMPILER_S = 60.0
 
+_SOURCE = Path(__file__).with_suffix(".c")
 #: Readers start at the same moment, and the compiler once.
 _COMPILING = threading.Lock()
 
@@ -79,7 +78,7 @@ def _native() -> Read | None:
 def _compiled_reader() -> Read | None:
     """Return the reader in C; None, logged once, where it cannot be had."""
     try:
-        call = _compiled().hearth_read_hashed
+        call = native_library(_SOURCE).hearth_read_hashed
         call.restype = ctypes.c_int64
         call.argtypes = (
             *(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
@@ -90,7 +89,7 @@ def _compiled_reader() -> Read | None:
             if _is_right(reader):
                 return reader
         raise OSError("no library of this machine computes xxh3 as Python's xxhash does")
-    except (OSError, subprocess.SubprocessError, AttributeError, ImportError) as error:
+    except (OSError, AttributeError, ImportError) as error:
         log.warning(
             "fallback reader=interpreted reason=%s remedy=`install a C compiler (cc)`",
             str(error).partition("\n")[0],
@@ -128,18 +127,6 @@ def _is_right(reader: Read) -> bool:
     finally:
         os.close(fd)
     return (found.xxh3, bytes(buffer)) == (xxhash.xxh3_128_hexdigest(data), data)
-
-
-def _compiled() -> ctypes.CDLL:
-    """Return the library made from `read_hashed.c`. Its file does not stay, so nobody can replace it."""
-    source = Path(__file__).with_suffix(".c")
-    with tempfile.TemporaryDirectory(prefix="hearth-") as folder:
-        library = Path(folder) / "read_hashed.so"
-        command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILER_S, check=False)
-        if done.returncode:
-            raise OSError(f"{command[0]} failed: {done.stderr.strip()[:200]}")
-        return ctypes.CDLL(str(library))
 
 
 def _hash_functions() -> Iterator[_HashFunctions]:

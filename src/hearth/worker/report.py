@@ -45,6 +45,7 @@ class Reports:
         #: whoever counts them never counts back.
         self._slow_models: set[ModelId] = set()
         self._uncaptured_models: set[ModelId] = set()  #: whose steps are not replayed; likewise
+        self._interpreted_models: set[ModelId] = set()  #: whose graphs were restored in Python; likewise
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
@@ -69,6 +70,7 @@ class Reports:
     def pong(self, number: int) -> Pong:
         usage = self._reclaimer.pool.usage()
         self._slow_models |= {model for model, one in self._hosted.items() if _attends_slowly(one)}
+        self._interpreted_models |= {model for model, one in self._hosted.items() if _is_interpreted(one)}
         self._uncaptured_models |= {model for model, one in self._hosted.items() if _is_uncaptured(one)}
         return Pong(
             number=number,
@@ -85,6 +87,7 @@ class Reports:
                 "prompt_attention": len(self._slow_models),
                 "graphs": len(self._uncaptured_models),
                 "graphs_not_restored": sum(map(_num_unrestored, self._hosted.values())),
+                "graphs_restored_in_python": len(self._interpreted_models),
             },
             models=tuple(self._uses(usage.holdings)),
             torch_limit_bytes=None if self._torch_limit is None else self._torch_limit.num_bytes,
@@ -130,6 +133,12 @@ class Reports:
 def _num_unrestored(hosted: HostedModel) -> int:
     graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
     return 0 if graphs is None else graphs.num_unrestored
+
+
+def _is_interpreted(hosted: HostedModel) -> bool:
+    """Return True if graphs of the model were restored node by node, in Python."""
+    graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
+    return graphs is not None and graphs.num_interpreted > 0
 
 
 def _attends_slowly(hosted: HostedModel) -> bool:

@@ -1,0 +1,73 @@
+"""C files of the package as libraries, made by the machine's C compiler. Knows none of them, logs nothing.
+
+Each lies beside the module that calls it, which does the same in Python where there is no compiler. That is
+the one that Triton needs as well; a file takes it a tenth of a second. No header of CUDA is needed: the few
+functions of a driver or library that such a file calls are passed to it as addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import stat
+import subprocess
+import sysconfig
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+#: Longest time for the compiler, which takes a tenth of a second; on a busy machine much longer.
+COMPILER_S = 60.0
+_FLAGS = ("-O2", "-shared", "-fPIC")
+
+
+def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
+    """Return the library made of a C file. Its calls let go of the interpreter's lock.
+
+    With `cache`, a directory of this user alone, the library is kept there and found again, by the source's
+    contents, the compiler and the machine. Without one no file stays.
+
+    Raises:
+        OSError: there is no compiler, or it refuses the file or takes too long; or the library cannot be
+            loaded, or the cache is open to others.
+    """
+    compiler = os.environ.get("CC") or "cc"
+    if cache is None:
+        with tempfile.TemporaryDirectory(prefix="hearth-") as folder:
+            return ctypes.CDLL(str(_compiled(compiler, source, Path(folder))))
+    _check_private(cache)
+    kept = cache / f"{source.stem}-{_key(compiler, source)}.so"
+    with suppress(OSError):  # none yet, or one that was not whole on disk when the machine stopped
+        library = ctypes.CDLL(str(kept))
+        os.utime(kept)  # what nobody uses is removed some day
+        return library
+    with tempfile.TemporaryDirectory(prefix=".native-", dir=cache) as folder:
+        # Under its name it is always whole, whoever else is making it now.
+        return ctypes.CDLL(str(_compiled(compiler, source, Path(folder)).replace(kept)))
+
+
+def _compiled(compiler: str, source: Path, folder: Path) -> Path:
+    """Return a library that lies in a folder."""
+    library = folder / f"{source.stem}.so"
+    command = [compiler, *_FLAGS, "-o", str(library), str(source)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILER_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{compiler} took more than {COMPILER_S:g} s for {source.name}") from error
+    if done.returncode:
+        raise OSError(f"{compiler} failed: {done.stderr.strip()[:200]}")
+    return library
+
+
+def _key(compiler: str, source: Path) -> str:
+    """Return a name for all that decides what a library is."""
+    told = "\0".join((compiler, *_FLAGS, sysconfig.get_platform())).encode()
+    return hashlib.sha256(told + b"\0" + source.read_bytes()).hexdigest()[:32]
+
+
+def _check_private(cache: Path) -> None:
+    """Raise OSError where another user could put a library in place of ours."""
+    found = cache.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise OSError(f"others than user {os.geteuid()} may write to `{cache}`, and a library is code")

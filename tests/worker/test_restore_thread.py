@@ -1,0 +1,76 @@
+"""The thread that restores graphs: it has native code before the first of them, or does without visibly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hearth.snapshot.restored_graphs import RestoredGraphs
+from hearth.snapshot.trial_mark import TrialMark
+from hearth.worker import snapshot_graphs
+from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.snapshot_graphs import SnapshotGraphs
+from tests.snapshot.fake_library import FakeLibrary, LibraryDriver
+from tests.snapshot.test_restored_graphs import Machine, sections_of
+
+NAMES = ["decode-8", "decode-64"]
+
+
+class Rehearsals:
+    """A runner whose library has the kernels of a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def rehearse(self, name: str, capturer: object) -> SimpleNamespace:
+        graph = self._machine.capture(int(name.rpartition("-")[2]))
+        return SimpleNamespace(raw_cuda_graph=lambda: graph)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine whose driver native code can call as well, in place of that of a device."""
+    machine = Machine([8, 64])
+    machine.driver._driver = LibraryDriver(FakeLibrary(machine.driver))
+    monkeypatch.setattr(snapshot_graphs, "CudaDriver", lambda _: None)
+    monkeypatch.setattr(snapshot_graphs, "CudaGraphs", lambda _: machine.driver)
+    monkeypatch.setattr(snapshot_graphs, "GraphCapture", lambda: None)
+    monkeypatch.setattr(snapshot_graphs, "loaded_functions", dict)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    return machine
+
+
+def restored(machine: Machine, cache: Path) -> RestoredGraphs:
+    """All graphs of a snapshot, restored by the thread of a new worker."""
+    worker = SnapshotGraphs(torch.device("cpu"), FirstTokens(), cache)
+    sections = {name: memoryview(packed) for name, packed in sections_of(NAMES).items()}
+    graphs = worker.restored(sections, TrialMark(Path("nowhere.snapshot")), machine.reasons.append)
+    worker.start(graphs, Rehearsals(machine))
+    worker._thread.shutdown(wait=True)
+    assert not machine.reasons
+    assert all(graphs.find(name) for name in NAMES)
+    return graphs
+
+
+def test_native_code_is_compiled_once_for_all_workers_and_restores_all_graphs(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    assert restored(machine, tmp_path).num_interpreted == 0
+    (kept,) = tmp_path.iterdir()
+    assert kept.name.startswith("native_rebuild-")
+
+    monkeypatch.setattr("subprocess.run", None)  # no compiler is asked a second time
+    assert restored(machine, tmp_path).num_interpreted == 0
+
+
+def test_without_a_compiler_the_interpreter_restores_all_graphs_and_says_so(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert restored(machine, tmp_path).num_interpreted == len(NAMES)
+    assert [text for text in caplog.messages if text.startswith("fallback restore=interpreted reason=")]
