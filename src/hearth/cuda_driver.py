@@ -4,6 +4,7 @@ Through ctypes, because torch has no such calls and no other package should be n
 
 A call that takes long lets other threads run Python meanwhile. One of a few microseconds does not: beside a
 thread that computes, getting the interpreter back takes up to a hundred times longer than the call itself.
+Many calls at once are for `cuda_batches.py`.
 """
 
 from __future__ import annotations
@@ -59,11 +60,15 @@ class _Access(ctypes.Structure):
 class CudaDriver:
     """The driver of one device, whose primary context it keeps alive. Any thread may call it."""
 
-    def __init__(self, device_index: int) -> None:
-        """Open the driver. Raises DeviceError where there is none, or no such device."""
+    def __init__(self, device_index: int, library: ctypes.CDLL | None = None) -> None:
+        """Open the driver: that of the system, or a library with the same calls.
+
+        Raises DeviceError where there is none, or no such device.
+        """
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-            self._brief = ctypes.PyDLL("libcuda.so.1")  #: its calls keep the interpreter
+            self._library = library or ctypes.CDLL("libcuda.so.1")
+            #: The same, but its calls keep the interpreter.
+            self._brief = ctypes.PyDLL(self._library._name, handle=self._library._handle)
         except OSError as error:
             raise DeviceError(f"CUDA's driver cannot be loaded: {error}; use `--device cpu`") from error
         self._thread = threading.local()  #: `is_current`: the context is, on this thread
@@ -130,36 +135,39 @@ class CudaDriver:
         try:
             for handle in handles:
                 where = ctypes.c_ulonglong(address + mapped_bytes)
-                self._call_briefly(
+                self.call_briefly(
                     "cuMemMap", where, size, ctypes.c_size_t(0), ctypes.c_ulonglong(handle), zero
                 )
                 mapped_bytes += num_bytes
-            access = _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
             where, size = ctypes.c_ulonglong(address), ctypes.c_size_t(mapped_bytes)
-            self.call("cuMemSetAccess", where, size, ctypes.byref(access), ctypes.c_size_t(1))
+            self.call("cuMemSetAccess", where, size, ctypes.byref(self.access()), ctypes.c_size_t(1))
         except DeviceError:
             if mapped_bytes:
                 self.unmap(address, mapped_bytes)  # all or none of them
             raise
+
+    def access(self) -> ctypes.Structure:
+        """Return what cuMemSetAccess takes: this device reads and writes."""
+        return _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self.call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
 
     def copy_from_host(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         """Queue a copy between addresses. From memory that is not pinned it is partly done by this call."""
-        call = self._call_briefly if self._is_pinned(source) else self.call
+        call = self.call_briefly if self._is_pinned(source) else self.call
         where, what = ctypes.c_ulonglong(destination), ctypes.c_void_p(source)
         call("cuMemcpyHtoDAsync_v2", where, what, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
 
     def register_host(self, address: int, num_bytes: int) -> int:
         """Pin host memory for every device; returns the driver's code, 0 if it is pinned."""
-        self._enter_context()
+        self.enter_context()
         where, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
         flags = ctypes.c_uint(MEMHOSTREGISTER_PORTABLE)
         return int(self._library.cuMemHostRegister_v2(where, size, flags))
 
     def unregister_host(self, address: int) -> int:
-        self._enter_context()
+        self.enter_context()
         return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _is_pinned(self, address: int) -> bool:
@@ -207,8 +215,8 @@ class CudaDriver:
         Raises:
             DeviceError: the driver says that it failed.
         """
-        self._enter_context()
-        self._check(getattr(self._library, name)(*arguments), name, arguments)
+        self.enter_context()
+        self.check(getattr(self._library, name)(*arguments), name, arguments)
 
     def call_each(self, name: str, calls: Iterable[tuple[object, ...]]) -> None:
         """Make a call for each row of arguments: a few microseconds less for each than by `call`.
@@ -216,28 +224,38 @@ class CudaDriver:
         Raises:
             DeviceError: as `call`; the rest is not called.
         """
-        self._enter_context()
+        self.enter_context()
         function = getattr(self._library, name)
         for arguments in calls:
             if code := function(*arguments):
-                self._check(code, name, arguments)
+                self.check(code, name, arguments)
+
+    def call_briefly(self, name: str, *arguments: object) -> None:
+        """Make a call of a few microseconds, as `call`, and keep the interpreter."""
+        self.check(self.code_of(name, *arguments), name, arguments)
+
+    def code_of(self, name: str, *arguments: object) -> int:
+        """Make a call of a few microseconds and return the driver's code."""
+        self.enter_context()
+        return int(getattr(self._brief, name)(*arguments))
+
+    def address_of(self, name: str) -> int:
+        """Return where the driver's function lies, for callers in C, who `enter_context` and `check`."""
+        return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
 
     def succeeds(self, name: str, *arguments: object) -> bool:
         """Make a call whose failure is an answer."""
-        self._enter_context()
+        self.enter_context()
         return bool(getattr(self._library, name)(*arguments) == 0)
 
-    def _call_briefly(self, name: str, *arguments: object) -> None:
-        self._enter_context()
-        self._check(getattr(self._brief, name)(*arguments), name, arguments)
-
-    def _enter_context(self) -> None:
+    def enter_context(self) -> None:
         """Set the context: a thread that torch has not been used on has none, and calls would fail there."""
         if not getattr(self._thread, "is_current", False):
-            self._check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
+            self.check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
             self._thread.is_current = True
 
-    def _check(self, code: int, name: str, arguments: tuple[object, ...]) -> None:
+    def check(self, code: int, name: str, arguments: tuple[object, ...]) -> None:
+        """Raise DeviceError for any code of the driver but 0."""
         if code != 0:
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(text))
