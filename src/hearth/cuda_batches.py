@@ -29,6 +29,7 @@ _CALLS = (
     "cuEventSynchronize",
     "cuStreamSynchronize",
 )
+_NUM_ARGUMENTS = (5, 4, 2, 4, 2, 2, 1, 1)
 _ERROR_NOT_READY = 600  # as `cuda.h` has it
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class CudaBatches:
         """`library`: as `native_calls` returns it."""
         self.driver = driver
         self._library = library
-        self._calls = (ctypes.c_void_p * len(_CALLS))(*map(driver.address_of, _CALLS))
+        self._calls = (ctypes.c_void_p * len(_CALLS))(*map(driver.address, _CALLS))
 
     def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
         """Map handles one behind the other, as `CudaDriver.map` does: all or none of them."""
@@ -67,7 +68,7 @@ class CudaBatches:
             *((ctypes.c_uint64 * len(handles))(*handles), ctypes.c_int64(len(handles))),
             *(ctypes.byref(self.driver.access()), ctypes.byref(outcome)),
         )
-        self.check(outcome, address, num_bytes, len(handles))
+        self.check(outcome)
 
     def copy_chunks(
         self,
@@ -99,10 +100,10 @@ class CudaBatches:
         )
         return outcome
 
-    def check(self, outcome: _Outcome, *values: int) -> None:
-        """Raise DeviceError if a call of the driver failed; `values` say for what it was made."""
+    def check(self, outcome: _Outcome) -> None:
+        """Raise DeviceError if a call of the driver failed."""
         if outcome.code:
-            self.driver.check(outcome.code, _CALLS[outcome.call], tuple(map(ctypes.c_ulonglong, values)))
+            self.driver.refused(_CALLS[outcome.call], _NUM_ARGUMENTS[outcome.call], outcome.code)
 
 
 class BatchedCopies:
@@ -138,7 +139,7 @@ class BatchedCopies:
             *(chunks, self._stream, self._events, self.num_queued, self._max_queued, self._is_stopped)
         )
         self.num_queued += outcome.num_done
-        self._batches.check(outcome, self.num_queued)
+        self._batches.check(outcome)
 
     def stop(self) -> None:
         """Have no more copies be queued."""
@@ -151,8 +152,8 @@ class BatchedCopies:
     def has_passed(self, position: int) -> bool:
         event = ctypes.c_void_p(self._events[position])
         code = self._driver.code_of("cuEventQuery", event)
-        if code != _ERROR_NOT_READY:
-            self._driver.check(code, "cuEventQuery", (event,))
+        if code not in (0, _ERROR_NOT_READY):
+            self._driver.refused("cuEventQuery", 1, code)
         return code == 0
 
     def have_stream_wait(self, position: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from hearth.errors import DeviceError, OutOfDeviceMemory
 
@@ -161,13 +162,13 @@ class CudaDriver:
 
     def register_host(self, address: int, num_bytes: int) -> int:
         """Pin host memory for every device; returns the driver's code, 0 if it is pinned."""
-        self.enter_context()
+        self._enter_context()
         where, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
         flags = ctypes.c_uint(MEMHOSTREGISTER_PORTABLE)
         return int(self._library.cuMemHostRegister_v2(where, size, flags))
 
     def unregister_host(self, address: int) -> int:
-        self.enter_context()
+        self._enter_context()
         return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _is_pinned(self, address: int) -> bool:
@@ -215,8 +216,8 @@ class CudaDriver:
         Raises:
             DeviceError: the driver says that it failed.
         """
-        self.enter_context()
-        self.check(getattr(self._library, name)(*arguments), name, arguments)
+        self._enter_context()
+        self._check(getattr(self._library, name)(*arguments), name, arguments)
 
     def call_each(self, name: str, calls: Iterable[tuple[object, ...]]) -> None:
         """Make a call for each row of arguments: a few microseconds less for each than by `call`.
@@ -224,38 +225,48 @@ class CudaDriver:
         Raises:
             DeviceError: as `call`; the rest is not called.
         """
-        self.enter_context()
+        self._enter_context()
         function = getattr(self._library, name)
         for arguments in calls:
             if code := function(*arguments):
-                self.check(code, name, arguments)
+                self._check(code, name, arguments)
 
-    def call_briefly(self, name: str, *arguments: object) -> None:
-        """Make a call of a few microseconds, as `call`, and keep the interpreter."""
-        self.check(self.code_of(name, *arguments), name, arguments)
-
-    def code_of(self, name: str, *arguments: object) -> int:
-        """Make a call of a few microseconds and return the driver's code."""
-        self.enter_context()
-        return int(getattr(self._brief, name)(*arguments))
-
-    def address_of(self, name: str) -> int:
-        """Return where the driver's function lies, for callers in C, who `enter_context` and `check`."""
+    def address(self, name: str) -> int:
+        """Return where the driver has a call, for native code to make it, in this driver's context."""
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
+
+    def enter_context(self) -> int:
+        """Have native code of this thread call the driver in this context, which is returned."""
+        self._enter_context()
+        return self.context
+
+    def refused(self, name: str, num_arguments: int, code: int) -> NoReturn:
+        """Raise what `call` would have raised for a call that native code has made."""
+        assert code != 0, f"{name} has not failed"
+        self._check(code, name, (None,) * num_arguments)
+        raise AssertionError("unreachable")
 
     def succeeds(self, name: str, *arguments: object) -> bool:
         """Make a call whose failure is an answer."""
-        self.enter_context()
+        self._enter_context()
         return bool(getattr(self._library, name)(*arguments) == 0)
 
-    def enter_context(self) -> None:
+    def call_briefly(self, name: str, *arguments: object) -> None:
+        """Make a call of a few microseconds, as `call`, and keep the interpreter."""
+        self._check(self.code_of(name, *arguments), name, arguments)
+
+    def code_of(self, name: str, *arguments: object) -> int:
+        """Make a call of a few microseconds and return the driver's code, which is an answer."""
+        self._enter_context()
+        return int(getattr(self._brief, name)(*arguments))
+
+    def _enter_context(self) -> None:
         """Set the context: a thread that torch has not been used on has none, and calls would fail there."""
         if not getattr(self._thread, "is_current", False):
-            self.check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
+            self._check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
             self._thread.is_current = True
 
-    def check(self, code: int, name: str, arguments: tuple[object, ...]) -> None:
-        """Raise DeviceError for any code of the driver but 0."""
+    def _check(self, code: int, name: str, arguments: tuple[object, ...]) -> None:
         if code != 0:
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(text))

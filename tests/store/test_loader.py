@@ -353,10 +353,10 @@ def test_loads_on_a_busy_device_do_not_wait_for_each_others_cells() -> None:
     long = [random.Random(9).randbytes(CHUNK_BYTES) for _ in range(40)]
     model = model_of("long", long)
     loader = Loader(device)
-    assert loader._copies is not None
+    assert loader._stream is not None
     with fetching(Shelf(long), num_cells=4, num_readers=2) as fetcher:
         bases = [torch.zeros(model.manifest.num_bytes, dtype=torch.uint8, device=device) for _ in range(3)]
-        with torch.cuda.stream(loader._copies._stream):
+        with torch.cuda.stream(loader._stream._stream):
             torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # torch leaves it so
         loads = [
             loader.load(

@@ -29,7 +29,7 @@ from hearth.store.lending import (
     OpenModel,
     PrefetchModel,
     Refused,
-    ReleaseChunk,
+    ReleaseChunks,
     error_of,
     parse,
     received,
@@ -418,7 +418,7 @@ class Loan:
     def release(self, *chunks: HostChunk) -> None:
         with self._lock:
             with suppress(OSError):  # a lender that is gone wants nothing back
-                self._line.send(*(ReleaseChunk(chunk.index) for chunk in chunks))
+                self._line.send(ReleaseChunks(tuple(chunk.index for chunk in chunks)))
             self._num_released += len(chunks)
             self._hang_up_if_done()
 
@@ -437,10 +437,10 @@ class Loan:
         """Return the chunks that the lender's next messages name; raise if the load is over."""
         lent: list[ChunkLent] = []
         message = self._next_message()
-        while isinstance(message, ChunkLent) and (not lent or self.segment.is_ready(message.cell)):
+        while isinstance(message, ChunkLent) and (not lent or self.segment.can_copy(message.cell)):
             lent.append(message)
             message = None
-            if len(lent) == most or not self._line.has_more:
+            if len(lent) == most or not self._line.has_next():
                 break
             message = self._next_message()
         self._unread = message

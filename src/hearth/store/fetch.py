@@ -397,7 +397,7 @@ class Fetch:
 
     def _wait_for(self, at: int, end: int) -> list[HostChunk]:
         """Return the chunk in this place, and what is ready before `end`; nothing if the load is over."""
-        is_pinned = self._fetcher.segment.is_ready
+        can_copy = self._fetcher.segment.can_copy
         batch: list[HostChunk] = []
         with self.arrived:
             self.awaited = self._order[at]
@@ -405,7 +405,7 @@ class Fetch:
                 self.arrived.wait()
             self.awaited = None
             for index in self._order[at:end]:
-                if index not in self.ready or (batch and not is_pinned(self.ready[index].cell)):
+                if index not in self.ready or (batch and not can_copy(self.ready[index].cell)):
                     break
                 batch.append(self.ready.pop(index))
         return batch

@@ -6,14 +6,14 @@ One thread reads; those that send take turns by a lock of their own.
 from __future__ import annotations
 
 import socket
-from collections import deque
+import threading
 from contextlib import suppress
 
 from hearth.store.lending import Message, parse, send
 from hearth.store.segment import Segment
 
-#: Most that is received at once: hundreds of messages.
-READ_BYTES = 64 << 10
+#: Bytes that are received at once: some hundred messages of one chunk each.
+RECEIVED_BYTES = 1 << 16
 
 
 class LenderLine:
@@ -23,8 +23,8 @@ class LenderLine:
         """`segment` is the lender's, mapped, and outlives the line."""
         self.segment = segment
         self._connection = connection
-        self._lines: deque[bytes] = deque()  #: whole ones that were not read yet
-        self._rest = b""  #: the beginning of the next
+        self._unread = bytearray()  #: bytes that have come, and were not returned yet
+        self._receiving = threading.Lock()  #: held while the descriptor must stay, for others may close it
 
     def send(self, *messages: Message) -> None:
         """Send messages. Raises OSError if the lender is gone."""
@@ -32,21 +32,22 @@ class LenderLine:
 
     def read(self) -> Message | None:
         """Return the next message; None: the lender is gone, or the line closed. Raises as `parse`."""
-        while not self._lines:
-            try:
-                received = self._connection.recv(READ_BYTES)
-            except OSError:  # also if another thread has closed it
+        while (end := self._unread.find(b"\n") + 1) == 0:
+            if not self._receive(0):
                 return None
-            if not received:
-                return None
-            *lines, self._rest = (self._rest + received).split(b"\n")
-            self._lines.extend(lines)
-        return parse(self._lines.popleft())
+        line = bytes(self._unread[:end])
+        del self._unread[:end]
+        return parse(line)
 
-    @property
-    def has_more(self) -> bool:
-        """True if another message has come, and `read` will not wait."""
-        return bool(self._lines)
+    def has_next(self) -> bool:
+        """True if `read` would return without waiting for the lender."""
+        try:
+            while b"\n" not in self._unread:
+                if not self._receive(socket.MSG_DONTWAIT):
+                    break
+        except BlockingIOError:
+            return False
+        return True
 
     def stop_reading(self) -> None:
         """Wake the thread that reads: nothing comes any more."""
@@ -56,4 +57,17 @@ class LenderLine:
     def close(self) -> None:
         with suppress(OSError):  # the lender may be gone, or this said before
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        with self._receiving:
+            self._connection.close()
+
+    def _receive(self, flags: int) -> bool:
+        """Add to what has come; False: nothing more will. Raises BlockingIOError as `flags` have it."""
+        try:
+            with self._receiving:
+                more = self._connection.recv(RECEIVED_BYTES, flags)
+        except BlockingIOError:
+            raise
+        except OSError:  # the lender is gone, or the line closed by another thread
+            return False
+        self._unread += more
+        return bool(more)

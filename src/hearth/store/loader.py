@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
@@ -36,9 +36,9 @@ from hearth.store.manifest import Manifest, StoredManifest
 from hearth.store.record import LoadRecord, Tally
 from hearth.store.standing_threads import StandingThreads
 
-#: Most chunks that are given back together, and at most half of those that are queued: each time costs
-#: the interpreter, but the next chunk may come only into a cell that one of them holds.
-MAX_GIVEN_BACK = 8
+#: Chunks that are given back together, for each time costs the interpreter, at both ends. The next chunk may
+#: come only into a cell that one of them holds: so they wait for others for no longer than this.
+NUM_GIVEN_BACK, GIVE_BACK_S = 8, 0.005
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +162,7 @@ class Load:
         self._is_over = False  #: nobody waits for a copy any more
         #: Chunks whose copies are queued, in their order; None: there are no more.
         self._copied: SimpleQueue[Sequence[HostChunk] | None] = SimpleQueue()
+        self._is_complete = False  #: that was said; of the thread that gives back alone
         #: Guards the fields above: the copying thread writes, whoever computes reads.
         self._progress = threading.Condition()
         self._source = fetch(self._chunks)
@@ -273,16 +274,9 @@ class Load:
         chunk, or another load's, can come only into one of them.
         """
         queued: deque[HostChunk] = deque()
-        num_passed, is_complete = 0, False
-        while True:
-            while not is_complete and (not queued or not self._copied.empty()):
-                if (chunks := self._copied.get()) is None:
-                    is_complete = True
-                else:
-                    queued.extend(chunks)
-            if not queued:
-                return
-            num_due = max(1, min(len(queued) // 2, MAX_GIVEN_BACK))
+        num_passed = 0
+        while self._collect(queued):
+            num_due = min(len(queued), NUM_GIVEN_BACK)
             try:
                 self._copies.wait(num_passed + num_due - 1)
                 # With them go those behind them that have passed as well.
@@ -294,6 +288,21 @@ class Load:
             finally:
                 num_passed += num_due
                 self._source.release(*(queued.popleft() for _ in range(num_due)))
+
+    def _collect(self, queued: deque[HostChunk]) -> bool:
+        """Add chunks whose copies are queued until there are enough, or it takes too long.
+
+        Returns False if there are none, and no more come.
+        """
+        try:
+            while len(queued) < NUM_GIVEN_BACK and not self._is_complete:
+                if (chunks := self._copied.get(timeout=GIVE_BACK_S if queued else None)) is None:
+                    self._is_complete = True
+                else:
+                    queued.extend(chunks)
+        except Empty:
+            pass
+        return bool(queued)
 
     def _fail(self, error: Exception) -> None:
         self._copies.stop()

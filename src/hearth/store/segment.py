@@ -105,7 +105,7 @@ class Segment:
         if (pinning := self._pinning) is not None:
             pinning.pin(cell // self._region_cells)
 
-    def is_ready(self, cell: int) -> bool:
+    def can_copy(self, cell: int) -> bool:
         """True if `pin` would return at once."""
         return (pinning := self._pinning) is None or pinning.is_settled(cell // self._region_cells)
 

@@ -20,6 +20,7 @@ import torch
 
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
+from hearth.cuda_batches import native_calls
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
@@ -100,6 +101,8 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         # that ends makes its end take longer.
         borrower.segment.touch_in_background()
     times.note("keeper")
+    if is_cuda and HAS_TRITON:
+        native_calls(KernelCache.open(Path(setup.kernels_path)).path)  # before the first driver, to be kept there
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
     graphs = _snapshot_graphs(setup, runtime, first_tokens)
