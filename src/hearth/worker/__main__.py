@@ -102,7 +102,9 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         borrower.segment.touch_in_background()
     times.note("keeper")
     if is_cuda and HAS_TRITON:
-        native_calls(KernelCache.open(Path(setup.kernels_path)).path)  # before the first driver, to be kept there
+        native_calls(
+            KernelCache.open(Path(setup.kernels_path)).path
+        )  # before the first driver, to be kept there
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
     cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
