@@ -62,8 +62,8 @@ class CudaPages:
         self._handles: list[int] = []
         self._driver = CudaDriver(self._device.index)
         self._batches = batches_of(self._driver)
-        if self._batches is None:
-            self._go_without("batches", "no C compiler: pages are mapped one by one, with the interpreter")
+        if self._batches is None:  # as was logged
+            self._fallbacks["driver_batches"] += 1
         if not self._driver.has(DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
             raise DeviceError(f"{self._device} cannot map memory by pages")
         self._is_exportable = self._can(
