@@ -171,9 +171,13 @@ class Pinning:
         with self._changed:
             return sum(len(self._regions[at]) for at, code in self._codes.items() if code == 0)
 
+    def is_settled(self, region: int) -> bool:
+        """True if a region is pinned, or cannot be."""
+        return region in self._codes  # single operations of a dict are atomic
+
     def pin(self, region: int) -> None:
         """Return when a region whose pages are there is pinned, or cannot be: copies are slow then."""
-        if region in self._codes:  # as almost always; single operations of a dict are atomic
+        if self.is_settled(region):  # as almost always
             return
         self._touching.needed(region)
         with self._changed:

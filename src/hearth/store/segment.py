@@ -105,6 +105,10 @@ class Segment:
         if (pinning := self._pinning) is not None:
             pinning.pin(cell // self._region_cells)
 
+    def can_copy(self, cell: int) -> bool:
+        """True if `pin` would return at once."""
+        return (pinning := self._pinning) is None or pinning.is_settled(cell // self._region_cells)
+
     def load_began(self) -> None:
         """Make ready no cells but those that the load needs, until as many have ended."""
         with self._lock:

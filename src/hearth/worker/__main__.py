@@ -20,6 +20,7 @@ import torch
 
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
+from hearth.cuda_batches import native_calls
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
@@ -100,9 +101,11 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         # that ends makes its end take longer.
         borrower.segment.touch_in_background()
     times.note("keeper")
+    cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
+    if cache is not None:
+        native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
-    cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
     graphs = _snapshot_graphs(setup, runtime, first_tokens, cache)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
