@@ -26,7 +26,6 @@ from hearth.sizes import (
     Dimensions,
     StepLimits,
     StepSize,
-    adapter_buffers,
     adapter_table_buffer,
     block_buffer,
     bytes_of,
@@ -407,7 +406,6 @@ def test_graphs_of_steps_with_adapters_are_a_second_set_of_which_some_fit_beside
     limits = StepLimits(4096, 256, 16)
     each_bytes = graph_bytes(LLAMA_2_7B, limits) + bytes_of(table_buffers(LLAMA_2_7B, limits, 4096))
     more_bytes = graph_bytes(LLAMA_2_7B, limits, has_adapters=True)
-    more_bytes += bytes_of(adapter_buffers(LLAMA_2_7B, "bfloat16", limits))
 
     assert 94e6 < more_bytes < 95e6
     assert (MAX_RETIRED + 1) * each_bytes + 4 * more_bytes < 0.7 * UNBOOKED_BYTES
@@ -420,7 +418,9 @@ def test_adapters_take_little_of_a_large_model_beside_their_own_bytes(
     limits: StepLimits, kilobytes: int
 ) -> None:
     """What they leave between two products lies in workspace that is idle just then."""
-    assert round(bytes_of(adapter_buffers(LLAMA_2_7B, "bfloat16", limits)) / 1e3) == kilobytes
+    assert round(input_buffers(limits, 4096)["adapters"].num_bytes / 1e3) == kilobytes
+    size = StepSize.of(limits, "cuda")
+    assert workspace_buffers(LLAMA_2_7B, LLAMA_2_7B.layers, "bfloat16", size)["shrunk"].num_bytes == 0
     assert adapter_table_buffer(LLAMA_2_7B.num_layers).num_bytes == 16 << 10
 
 
@@ -429,9 +429,9 @@ def test_what_adapters_leave_between_two_products_has_room(
     dimensions: Dimensions, limits: StepLimits, dtype: str
 ) -> None:
     """In the smaller of the two buffers that may be idle, or in memory of its own."""
-    own = adapter_buffers(dimensions, dtype, limits)["shrunk"].num_bytes
     size = StepSize.of(limits, "cuda")
-    idle = workspace_buffers(dimensions, dimensions.layers, dtype, size)["activated"].num_bytes
+    buffers = workspace_buffers(dimensions, dimensions.layers, dtype, size)
+    own, idle = buffers["shrunk"].num_bytes, buffers["activated"].num_bytes
     num_decode = min(limits.max_seqs, limits.max_batch_tokens)
     needed = 4 * MAX_SHRUNK_RANK * max(limits.max_batch_tokens, ADAPTER_SPLITS * num_decode)
     assert (own or idle) >= needed

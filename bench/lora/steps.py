@@ -75,7 +75,7 @@ def device_ms(engine: Engine, given: tuple[StepPlan, StepPlan], *, is_parked: bo
     with torch.inference_mode():
         if is_parked:
             shape = replace(shape, has_adapters=True)
-            runner.allow_adapters().park()
+            runner.park_adapters(shape)
         runner._run(shape, plan)
         torch.cuda.synchronize()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]

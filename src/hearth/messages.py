@@ -39,7 +39,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 11
+VERSION = 12
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -265,6 +265,8 @@ class MakeSnapshot(Struct, frozen=True, tag=True):
 
     model: ModelId
     hosting: int
+    #: Also of steps with adapters, which have graphs of their own: those who have none spare time and memory.
+    has_adapters: bool = False
 
 
 class AdapterOrder(Struct, frozen=True):
@@ -425,6 +427,7 @@ class SnapshotLooked(Struct, frozen=True, tag=True):
     hosting: int
     outcome: SnapshotOutcome
     reason: str | None = None  #: why none is used; None: one is, or there is none
+    lacks_adapters: bool = False  #: the one that is used was made without steps that have adapters
 
 
 class SnapshotProgress(Struct, frozen=True, tag=True):
@@ -445,6 +448,7 @@ class SnapshotMade(Struct, frozen=True, tag=True):
     unbooked_bytes: int = 0  #: of device memory that the worker took besides its pool
     seconds: float = 0.0  #: from its first step to the end
     failure: str | None = None  #: why there is none; None: there is
+    lacks_adapters: bool = False  #: as in `SnapshotLooked`
 
 
 class ModelTurn(Struct, frozen=True, tag=True):

@@ -3,10 +3,10 @@
 Whoever allocates a buffer takes its shape from here, and whoever promises memory adds up the same buffers:
 
     workspace    `models/workspace.py` cuts it from bytes that all models of a worker have in common
-    tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
+    tables       the inputs of a step, also which rows have adapters, sampler state, rotary table: each engine
+                 has its own, always
     graphs       captured steps, by the sizes that steps are padded to: on CUDA devices, beside the pool
     optional     the tables of penalties and of biases: in the pool, while a request needs one
-    adapters     lists of rows that have one: of engines that were ever given an adapter, beside the pool
     blocks       of KV, as many as a pool gives
 
 Workspace and blocks are those of a range of layers, for an engine need not run all of a model.
@@ -181,7 +181,18 @@ def workspace_buffers(
         "logits": Buffer((samples, dimensions.vocab_size), "float32"),
         "partial": Buffer((partials * dimensions.head_dim,), "float32"),
         "stats": Buffer((partials * 2,), "float32"),
+        "shrunk": Buffer((_shrunk_rows(dimensions, dtype, size), MAX_SHRUNK_RANK), "float32"),
     }
+
+
+def _shrunk_rows(dimensions: Dimensions, dtype: str, size: StepSize) -> int:
+    """Rows for what adapters leave between two products; none where the MLP has enough of them idle."""
+    if size.num_programs == 1:  # a CPU, which keeps nothing between them
+        return 0
+    num_rows = max(size.max_tokens, ADAPTER_SPLITS * min(size.max_samples, size.max_tokens))
+    # One of the MLP's two buffers is always free, of which this is the smaller.
+    lent_bytes = size.max_tokens * dimensions.intermediate_size * ITEM_BYTES[dtype]
+    return 0 if lent_bytes >= num_rows * MAX_SHRUNK_RANK * ITEM_BYTES["float32"] else num_rows
 
 
 def workspace_bytes(dimensions: Dimensions, layers: range, dtype: str, size: StepSize) -> int:
@@ -258,10 +269,11 @@ def _aligned(num_words: int) -> int:
 
 
 def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
-    """The inputs of a step (`engine/inputs.py`)."""
+    """The inputs of a step (`engine/inputs.py`), and which of its rows have adapters."""
     max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
     return {
         "packed": Buffer((PackedInputs.of(max_tokens, max_seqs).tiles.stop,), "int32"),
+        "adapters": Buffer((PackedAdapters.of(max_tokens, max_seqs).shares.stop,), "int64"),
         "tokens": Buffer((max_tokens,), "int32"),
         "block_table": Buffer((max_seqs + 1, limits.num_blocks(context)), "int32"),
     }
@@ -403,23 +415,6 @@ def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
 def adapter_shares(num_tiles: int, least: int = ADAPTER_SHARES) -> int:
     """The most shares that the work of so many tiles is cut into, for each projection."""
     return max(least, _TILE_SHARES * num_tiles)
-
-
-def adapter_buffers(dimensions: Dimensions, dtype: str, limits: StepLimits) -> Mapping[str, Buffer]:
-    """All that an engine has besides the adapters themselves, once it was given one.
-
-    What adapters make of rows lies in workspace that is not used just then, wherever that is large enough.
-    """
-    max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
-    shrunk = max(max_tokens, ADAPTER_SPLITS * min(max_seqs, max_tokens))
-    # One of the MLP's two buffers is always free, of which this is the smaller.
-    lent_bytes = max_tokens * dimensions.intermediate_size * ITEM_BYTES[dtype]
-    if lent_bytes >= shrunk * MAX_SHRUNK_RANK * ITEM_BYTES["float32"]:
-        shrunk = 0
-    return {
-        "packed": Buffer((PackedAdapters.of(max_tokens, max_seqs).shares.stop,), "int64"),
-        "shrunk": Buffer((shrunk, MAX_SHRUNK_RANK), "float32"),
-    }
 
 
 def adapter_table_buffer(num_layers: int) -> Buffer:

@@ -92,6 +92,7 @@ class SnapshotOutcome(StrEnum):
     MADE = "made"
     FAILED = "failed"  #: none could be made
     USED = "used"
+    PARTIAL = "partial"  #: it was used, and made before its model had adapters
     MISSING = "missing"  #: the model had none
     OUTDATED = "outdated"  #: it had one of another machine, software or configuration
     REFUSED = "refused"  #: the file is damaged, or not of this installation

@@ -30,6 +30,7 @@ def snapshot(data_dir: Path, tiny: Path) -> Path:
     fingerprint = replace(FINGERPRINT, manifest=local_models.find(data_dir, "tiny").digest)
     sections = {
         memory_profile.SECTION: MemoryProfile(0, 0, 310 << 20).pack(),
+        **{f"graph/{name}": b"" for name in ("decode-8", "tail-1", "tail-adapters-1")},
         cost_profile.SECTION: msgspec.json.encode(MACHINE.measured),
     }
     return directory.save(fingerprint, sections)
@@ -65,14 +66,16 @@ def test_without_a_service_none_is_made(hearth: Hearth, data_dir: Path) -> None:
 
 def test_snapshots_are_listed(hearth: Hearth, snapshot: Path) -> None:
     header, line = hearth("snapshot", "ls").out.splitlines()
-    assert header.split() == ["MODEL", "SIZE", "USED", "BESIDES", "DEVICE", "STATE"]
+    assert header.split() == ["MODEL", "SIZE", "USED", "BESIDES", "GRAPHS", "DEVICE", "STATE"]
     assert line.startswith("tiny ")
     assert "310 MiB" in line
+    assert " 2+1 " in line, "two graphs, and one for steps with adapters"
     assert "NVIDIA H200" in line
     assert line.endswith(" ok")
     (found,) = json.loads(hearth("snapshot", "ls", "--json").out)
     assert (found["model"], found["path"], found["problem"]) == ("tiny", str(snapshot), None)
-    assert found["sections"] == ["cost", "fingerprint", "memory"]
+    assert set(found["sections"]) >= {"cost", "fingerprint", "memory", "graph/decode-8"}
+    assert (found["num_graphs"], found["num_adapter_graphs"]) == (2, 1)
 
 
 def test_a_damaged_snapshot_is_named(hearth: Hearth, snapshot: Path) -> None:

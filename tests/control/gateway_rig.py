@@ -74,7 +74,7 @@ class GatewayRig:
         metrics, pools = Metrics(device_hour_price=1.0), PoolReports()
         self.metrics = metrics
         observer = self.observer = Observer(metrics, takes_turns=takes_turns)
-        snapshots = self.snapshots = Snapshots(metrics)
+        snapshots = self.snapshots = Snapshots(metrics, bases=catalog.bases)
         self.driver = Driver(
             *(Fleet(brain), self.journal, observer, pools, snapshots),
             *(catalog.host_order, catalog.prepare_orders),

@@ -9,8 +9,9 @@ import pytest
 
 from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import Deployed
+from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
 from hearth.control.metrics import Metrics
+from hearth.control.registry import Registry
 from hearth.control.snapshots import Snapshots
 from hearth.errors import SnapshotError
 from hearth.messages import (
@@ -180,3 +181,72 @@ def test_a_snapshot_by_hand_ends_with_the_stay_of_its_model(
 def test_a_service_that_can_keep_none_says_why() -> None:
     assert Snapshots(Metrics(), "the key is broken").notes == ("no snapshots are kept: the key is broken",)
     assert Snapshots(Metrics()).notes == ()
+
+
+def deploy_adapter(data_dir: DataDir, deployed: Deployed, name: str = "shop") -> None:
+    facts = AdapterFacts(4096, 64, "float32", 8, ("qkv",), deployed.facts.dimensions)
+    with Registry.open(data_dir) as registry:
+        registry.add(DeployedAdapter(name, "tiny", "/lora", "/there", "/there", "ab" * 32, facts, 1.0))
+
+
+def test_a_snapshot_made_before_the_first_adapter_is_made_anew_with_it(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        hosting = hosting_of(link)
+        rig.receive(link, SnapshotLooked(TINY, hosting, SnapshotOutcome.USED, lacks_adapters=True))
+        load(rig, link)
+        assert made_orders(link) == [], "it has no adapters"
+        deploy_adapter(data_dir, deployed)
+        assert len(rig.gateway.models(ANYBODY)) == 2  # which looks what is deployed
+        assert made_orders(link) == [MakeSnapshot(TINY, hosting, has_adapters=True)]
+        (note,) = rig.snapshots.notes
+        assert "made before it had adapters" in note
+        assert counted(rig, SnapshotOutcome.PARTIAL) == 1
+        deploy_adapter(data_dir, deployed, "another")
+        assert len(rig.gateway.models(ANYBODY)) == 3
+        rig.receive(link, SnapshotMade(TINY, hosting))
+        load(rig, link)
+        assert len(made_orders(link)) == 1
+        assert rig.snapshots.notes == ()
+
+    with_rig(data_dir, scene)
+
+
+@pytest.mark.parametrize("lacks_adapters", [True, False])
+def test_a_start_with_adapters_tells_whether_its_snapshot_knows_them(
+    data_dir: DataDir, deployed: Deployed, lacks_adapters: bool
+) -> None:
+    deploy_adapter(data_dir, deployed)
+
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        hosting = hosting_of(link)
+        looked = SnapshotLooked(TINY, hosting, SnapshotOutcome.USED, lacks_adapters=lacks_adapters)
+        rig.receive(link, looked)
+        assert made_orders(link) == [], "it is not loaded"
+        load(rig, link)
+        assert len(made_orders(link)) == len(rig.snapshots.notes) == lacks_adapters
+
+    with_rig(data_dir, scene)
+
+
+def test_an_adapter_that_comes_while_a_snapshot_is_made_is_in_the_next(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    """One that was asked for with adapters, and has not got them, is not asked for again and again."""
+
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        hosting = hosting_of(link)
+        rig.receive(link, SnapshotLooked(TINY, hosting, SnapshotOutcome.MISSING))
+        load(rig, link)
+        deploy_adapter(data_dir, deployed)
+        assert len(rig.gateway.models(ANYBODY)) == 2
+        for _ in range(3):
+            rig.receive(link, SnapshotMade(TINY, hosting, lacks_adapters=True))
+        wishes = [order.has_adapters for order in made_orders(link)]
+        assert wishes == [False, True]
+
+    with_rig(data_dir, scene)

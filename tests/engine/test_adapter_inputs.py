@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -118,6 +119,22 @@ def test_rows_have_the_adapters_of_their_requests_step_after_step(steps: Sequenc
             assert told(rows, len(tokens), table) == tokens
             assert len(logit_rows.order) == shape.num_logits
             assert len(rows.order) == shape.num_rows
+
+
+@given(STEPS, STEPS)
+@settings(deadline=None, max_examples=40)
+def test_a_parked_step_names_no_adapter_of_the_steps_before(before: Step, step: Step) -> None:
+    """They may be gone by then, and their memory unmapped."""
+    table, packed = bound(), torch.zeros(PackedAdapters.of(MAX_TOKENS, MAX_SEQS).shares.stop).long()
+    inputs = AdapterInputs(packed, MAX_SEQS)
+    shape = SIZES.shape_of(plan(before))
+    if shape.has_adapters:
+        inputs.fill(plan(before), shape, table)
+    parked = replace(SIZES.shape_of(plan(step)), has_adapters=True)
+    inputs.park(parked)
+
+    assert told(inputs.rows(parked), parked.num_rows, table) == [None] * parked.num_rows
+    assert told(inputs.logit_rows(parked), parked.num_logits, table) == [None] * parked.num_logits
 
 
 def test_nothing_is_sent_while_the_same_requests_decode() -> None:

@@ -8,9 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.engine import Engine
-from hearth.policy.batch.plan import EngineRequest
-from hearth.types import AdapterId, Pooling
+from hearth.engine.step_shape import PaddedSizes
+from hearth.models.adapter import Projection
+from hearth.models.families import read_arch
+from hearth.policy.batch.plan import Admission, DecodeRows, EngineRequest, StepPlan, TableWrite
+from hearth.sizes import StepLimits
+from hearth.types import AdapterId, Pooling, RequestId
 from tests.engine.harness import (
     ROOMY,
     Answer,
@@ -136,6 +141,47 @@ def test_adapters_come_and_go_while_others_decode() -> None:
     turns = [stays, goes, random_adapter(name, "attention")]
     check(name, asked, turns, [Answer(tokens[one.request_id]) for one in requests])
     assert [len(tokens[one.request_id]) for one in requests] == [20, 4, 5]
+
+
+def test_all_that_steps_with_adapters_share_lies_in_the_memory_of_their_model() -> None:
+    """So that it has the same addresses in every process; also scratch of an MLP that has too few rows."""
+    arch, limits = read_arch(build("llama-gqa").directory), StepLimits(64, 8, 16)
+    taken: list[torch.Tensor] = []
+
+    def take(num_bytes: int) -> torch.Tensor:
+        taken.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return taken[-1]
+
+    runner = dry_runner(KernelNeeds.of(arch, "bfloat16", "none", limits, 132, 90), DryMemory(take, take))
+    sizes = PaddedSizes.of(limits)
+    for shape in sizes.all_shapes(has_adapters=True):
+        step = runner._inputs.view(None, shape)
+        found = [runner.decoder._scratch(projection) for projection in Projection]
+        for rows in (step.adapters, step.logit_adapters):
+            assert rows is not None
+            found += [rows.order, rows.shares]
+        for tensor in found:
+            owners = {one.untyped_storage().data_ptr() for one in taken}
+            assert tensor.untyped_storage().data_ptr() in owners
+            assert tensor.numel() > 0
+
+
+def test_which_rows_have_adapters_is_sent_again_when_tables_were_somebody_elses() -> None:
+    engine, (adapter, *_) = engine_for("llama-gqa"), turns_of("llama-gqa")
+    assert adapter is not None
+    add(engine, adapter)
+    runner, sent = engine.runner, engine.runner._tables.inputs["adapters"]
+    ids = [RequestId("one")]
+    admission = Admission(ids[0], 0, (1,), 1, 0, greedy())
+    decode = DecodeRows(ids, [0], [0], adapters=[adapter.adapter])
+    plan = StepPlan(0, (admission,), (TableWrite(0, 0, (1,)),), decode, ())
+    runner.launch(plan).wait()
+    first = sent.clone()
+    assert first.any()
+    runner.fill_tables()
+    assert not sent.any()
+    runner.launch(plan).wait()
+    assert torch.equal(sent, first)
 
 
 def test_a_request_whose_adapter_is_not_there_and_an_adapter_in_use_are_faults_of_the_caller() -> None:

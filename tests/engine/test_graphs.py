@@ -16,6 +16,8 @@ from hearth.errors import DeviceError
 from hearth.models.decoder import Decoder
 from hearth.policy.batch.plan import StepPlan
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
+from tests.engine.test_adapters import add
+from tests.models.adapters import random_adapter
 from tests.models.zoo import build
 
 DECODE, MIXED, TAIL = (GraphKey(part, 8) for part in (StepPart.DECODE, StepPart.MIXED, StepPart.TAIL))
@@ -61,12 +63,17 @@ class Source:
     num_interpreted: int = 0
     is_marked: bool = False
     is_stopped: bool = False
+    later: set[str] = field(default_factory=set)  #: coming once adapters are wanted
 
     def find(self, key: str) -> StepGraph | None:
         return self.restored.get(key)
 
     def is_coming(self, key: str) -> bool:
         return key in self.coming
+
+    def want_adapters(self) -> None:
+        self.coming |= self.later
+        self.later = set()
 
     def begin_trial(self) -> None:
         self.is_marked = True
@@ -193,6 +200,18 @@ class TestBooks:
         getattr(graphs, end)(*(["3 numbers differ"] if end == "reject" else []))
 
         assert not source.is_marked
+
+
+def test_an_engine_that_is_given_an_adapter_wants_the_graphs_of_steps_with_adapters() -> None:
+    engine = engine_for("llama-gqa")
+    source = Source(later={"decode-adapters-1"})
+    engine.runner.graphs = StepGraphs(Captures())
+    engine.runner.graphs.restore_from(source)
+    assert engine.runner.graphs.needs_capture(key := GraphKey(StepPart.DECODE, 1, has_adapters=True))
+    add(engine, random_adapter("llama-gqa", "all"))
+
+    assert not engine.runner.graphs.needs_capture(key), "it is coming"
+    assert source.coming == {"decode-adapters-1"}
 
 
 class Rig:

@@ -95,7 +95,7 @@ def main(action: str, directory: Path) -> None:
     library = LibraryMemory(CudaPages(DEVICE, 64 << 20))
     use_library_memory(library.torch_pool())
     pages, driver = CudaPages(DEVICE, 32 << 20), CudaDriver(0)
-    address = pages.reserve(FIXED_ADDRESSES.start)
+    address = pages.reserve(pages.base_address)  # behind that of libraries
     assert address in FIXED_ADDRESSES, hex(address)
     pages.map(address, *range(pages.num_pages))
     driver.declare(

@@ -11,6 +11,7 @@ from hearth.cuda_driver import MEMORYTYPE_DEVICE, MEMORYTYPE_HOST
 from hearth.cuda_graphs import KERNEL_NODE
 from hearth.errors import GraphUnreadable
 from hearth.snapshot import restored_graphs
+from hearth.snapshot.graph_names import is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.rebuild import InterpretedRebuild
@@ -249,3 +250,61 @@ def test_a_rehearsal_waits_for_no_memory_once_nobody_wants_the_graphs() -> None:
 
     graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
     assert graphs.find("decode-8") is None
+
+
+def later(machine: Machine, names: list[str]) -> RestoredGraphs:
+    """Graphs of a snapshot, those for adapters only once they are wanted."""
+    views = {name: memoryview(packed) for name, packed in sections_of(names).items()}
+    mark = TrialMark(Path("nowhere.snapshot"))
+    return RestoredGraphs(
+        *(machine.handles, views, mark, machine.reasons.append, is_for_adapters),
+        go_on=lambda graphs: graphs.restore(
+            InterpretedRebuild(machine.driver), machine.rehearse, lambda: None
+        ),
+    )
+
+
+def test_graphs_for_adapters_come_once_somebody_wants_them_the_smallest_first() -> None:
+    names = ["decode-adapters-64", "decode-8", "mixed-adapters-512", "decode-64", "tail-adapters-1"]
+    machine = Machine([1, 8, 64, 512])
+    graphs = later(machine, names)
+    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    assert machine.rehearsed == ["decode-8", "decode-64"]
+    assert not graphs.is_coming("decode-adapters-64")
+    graphs.want_adapters()
+    graphs.want_adapters()
+
+    # The kernel of 64 rows was known, but its kind was not.
+    assert machine.rehearsed[2:] == ["tail-adapters-1", "decode-adapters-64", "mixed-adapters-512"]
+    assert all(graphs.find(name) for name in names)
+    assert graphs.num_failed == 0
+
+
+def test_graphs_that_are_wanted_while_others_come_are_restored_behind_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine([1, 8, 64])
+    graphs = later(machine, ["decode-8", "decode-64", "decode-adapters-1"])
+    graphs._go_on = lambda _: None  # which the thread does when it is done
+    caplog.set_level("INFO")
+
+    def rehearse(name: str) -> None:
+        graphs.want_adapters()
+        assert graphs.is_coming("decode-adapters-1")
+        machine.rehearse(name)
+
+    graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
+    graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
+    assert machine.rehearsed == ["decode-8", "decode-64", "decode-adapters-1"]
+    assert [text.partition(" seconds")[0] for text in caplog.messages] == ["graphs_restored graphs=3 of=3"]
+
+
+@pytest.mark.parametrize("end", ["stop", "discard"])
+def test_nothing_comes_of_a_snapshot_that_nobody_wants_any_more(end: str) -> None:
+    machine = Machine([8])
+    graphs = later(machine, ["decode-adapters-8"])
+    getattr(graphs, end)(*(["3 numbers differ"] if end == "discard" else []))
+    graphs.want_adapters()
+
+    assert graphs.find("decode-adapters-8") is None
+    assert graphs.num_failed == 0, "it was not wanted"

@@ -21,6 +21,7 @@ from hearth import wire
 from hearth.config import EngineConfig
 from hearth.messages import (
     VERSION,
+    AdapterOrder,
     Challenge,
     DropModel,
     Fact,
@@ -97,6 +98,7 @@ class Gateway:
         salt: bytes = b"",
         pace: Pace | None = None,
         pooling: Pooling | None = None,
+        adapter: AdapterOrder | None = None,
     ) -> int:
         run = next(self._numbers)
         self.runs[run] = Run()
@@ -105,6 +107,7 @@ class Gateway:
                 *(run, ModelId(model), tuple(prompt), tuple(output), sampling, salt, guide),
                 pace or Pace(),
                 pooling=pooling,
+                adapter=adapter,
             )
         )
         return run

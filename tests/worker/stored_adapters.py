@@ -50,13 +50,13 @@ def write_random_peft(adapter: RandomAdapter, directory: Path) -> Path:
 
 
 @cache
-def stored_adapter(model: str, seed: int = 0, kind: str = "all") -> StoredAdapter:
+def stored_adapter(model: str, seed: int = 0, kind: str = "all", dtype: str = "float32") -> StoredAdapter:
     """An adapter in Hearth's format, made once per process. Do not change it."""
     reference = random_adapter(model, kind, seed)
     directory = Path(tempfile.mkdtemp(prefix="hearth-adapter-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     adapter = open_peft(write_random_peft(reference, directory / "peft"))
-    base = AdapterBase(reference.arch, "float32")
+    base = AdapterBase(reference.arch, dtype)
     manifest = convert_adapter(adapter, directory / "stored", base, chunk_bytes=64 << 10)
     order = AdapterOrder(AdapterId(manifest.digest), f"{model}-{kind}-{seed}", str(directory / "stored"))
     return StoredAdapter(order, manifest.layout, reference)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +15,13 @@ import torch
 
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import StepGraphs
+from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.memory.arena import ArenaPool
 from hearth.messages import MakeSnapshot, ModelLoaded, SnapshotLooked, SnapshotMade, SnapshotProgress
 from hearth.sim.profile import Profile
 from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.trial_mark import TrialMark
@@ -49,11 +51,11 @@ class SnapshotWorker:
     gateway: LoopGateway
     looked: SnapshotLooked
 
-    def order(self) -> None:
-        self.gateway.inbox.put(MakeSnapshot(ModelId("a"), self.looked.hosting))
+    def order(self, *, has_adapters: bool = False) -> None:
+        self.gateway.inbox.put(MakeSnapshot(ModelId("a"), self.looked.hosting, has_adapters))
 
-    def make(self) -> SnapshotMade:
-        self.order()
+    def make(self, *, has_adapters: bool = False) -> SnapshotMade:
+        self.order(has_adapters=has_adapters)
         return self.gateway.until(SnapshotMade)
 
 
@@ -66,6 +68,9 @@ class FakeParts:
 
     def save(self) -> dict[str, bytes]:
         return {"graphs": b"captured"}
+
+    def lacks_adapters(self, sections: Collection[str]) -> bool:
+        return False
 
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
@@ -195,6 +200,9 @@ class GraphParts:
     def save(self) -> dict[str, bytes]:
         return {f"graph/{key.name}": b"captured" for key in self._graphs.captured}
 
+    def lacks_adapters(self, sections: Collection[str]) -> bool:
+        return not any(map(is_for_adapters, graph_names(sections)))
+
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
     ) -> None:
@@ -216,6 +224,44 @@ def test_a_snapshot_made_of_restored_graphs_has_them_all(
             names.append({name for name in opened if name.startswith("graph/")})
     assert len(names[0]) > 3
     assert names[1] == names[0]
+
+
+class FewSizes(PaddedSizes):
+    """Sizes of steps with adapters alone, for a CPU pads no steps."""
+
+    def all_shapes(self, *, has_adapters: bool = False) -> list[StepShape]:
+        sizes = (2, 1) if has_adapters else ()
+        return [StepShape.decode(size, has_adapters=has_adapters) for size in sizes]
+
+
+class AdapterParts(GraphParts):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        engine.runner.sizes = FewSizes()
+
+
+def test_a_snapshot_has_graphs_of_steps_with_adapters_if_they_are_asked_for(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    for_adapters = {"graph/decode-adapters-1", "graph/decode-adapters-2"}
+    with worker(directory, tmp_path / "one", parts_of=AdapterParts) as one:
+        assert one.make().lacks_adapters  # before it, steps have no graphs
+        assert one.make().lacks_adapters
+        (entry,) = directory.entries()
+        with directory.open_file(entry.path) as opened:
+            bare, shapes = set(opened), cost_profile_of(opened).shapes
+        assert not bare & for_adapters
+    with worker(directory, tmp_path / "two", parts_of=AdapterParts) as two:
+        assert (two.looked.outcome, two.looked.lacks_adapters) == (SnapshotOutcome.USED, True)
+        made = two.make(has_adapters=True)
+        assert (made.failure, made.lacks_adapters) == (None, False)
+        (entry,) = directory.entries()
+        with directory.open_file(entry.path) as opened:
+            assert set(opened) == bare | for_adapters, "all that it had, and more"
+            found = cost_profile_of(opened).shapes
+        assert [len(one.steps) for one in found] == [len(one.steps) for one in shapes]
+    with worker(directory, tmp_path / "three", parts_of=AdapterParts) as three:
+        assert (three.looked.outcome, three.looked.lacks_adapters) == (SnapshotOutcome.USED, False)
 
 
 def test_a_load_that_is_called_off_has_no_more_graphs_restored(

@@ -31,6 +31,7 @@ from hearth.control.views import SnapshotView
 from hearth.errors import ConfigError, DataDirError, SnapshotError
 from hearth.snapshot.cost_profile import MeasuredProfile, cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory, SnapshotEntry
+from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
 
 
@@ -81,6 +82,8 @@ class _Found:
     device: str
     unbooked_bytes: int
     sections: list[str]
+    num_graphs: int  #: of steps without adapters
+    num_adapter_graphs: int  #: of steps with adapters
     problem: str | None  #: why it cannot be used; None: it can, where its fingerprint is that of the start
 
 
@@ -134,9 +137,10 @@ def make(
 def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson = False) -> None:
     """List the snapshots of this machine.
 
-    BESIDES is the memory that a worker was seen to take besides its pool. A snapshot of a model that was
-    removed goes with it; those that were used longest ago go when all of them take more than
-    store.snapshot_bytes.
+    BESIDES is the memory that a worker was seen to take besides its pool. GRAPHS counts captured steps, and
+    behind a plus those of steps with adapters, which a model has once adapters are deployed on it. A snapshot
+    of a model that was removed goes with it; those that were used longest ago go when all of them take more
+    than store.snapshot_bytes.
 
     [bold]Example[/bold]
 
@@ -152,12 +156,13 @@ def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson =
             size(one.num_bytes),
             f"{duration(max(0.0, time.time() - one.used_at_s))} ago",
             size(one.unbooked_bytes) if one.unbooked_bytes else "-",
+            _graphs(one),
             one.device or "-",
             "ok" if one.problem is None else one.problem,
         ]
         for one in found
     ]
-    print_columns(["MODEL", "SIZE", "USED", "BESIDES", "DEVICE", "STATE"], rows)
+    print_columns(["MODEL", "SIZE", "USED", "BESIDES", "GRAPHS", "DEVICE", "STATE"], rows)
 
 
 @snapshot_app.command("rm")
@@ -241,9 +246,20 @@ class _LocalSnapshots:
         try:
             with directory.open_file(entry.path) as opened:
                 device, memory = opened.fingerprint.device, MemoryProfile.of(opened)
-                return _Found(*known, device, memory.unbooked_bytes, sorted(opened), problem=None)
+                names = graph_names(opened)
+                num_adapters = sum(map(is_for_adapters, names))
+                graphs = (len(names) - num_adapters, num_adapters)
+                return _Found(*known, device, memory.unbooked_bytes, sorted(opened), *graphs, problem=None)
         except SnapshotError as error:
-            return _Found(*known, device="", unbooked_bytes=0, sections=[], problem=str(error))
+            return _Found(*known, "", 0, [], 0, 0, problem=str(error))
+
+
+def _graphs(found: _Found) -> str:
+    """Say how many graphs a snapshot has, and how many more for steps with adapters."""
+    if not found.num_graphs:
+        return "-"
+    more = f"+{found.num_adapter_graphs}" if found.num_adapter_graphs else ""
+    return f"{found.num_graphs}{more}"
 
 
 def _digest_of(data_dir: Path, name: str) -> str:

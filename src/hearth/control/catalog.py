@@ -181,6 +181,10 @@ class Catalog:
             if (names is None or adapter.name in names) and self._misfit(adapter) is None
         ]
 
+    def bases(self) -> set[ModelId]:
+        """Return the models that adapters are deployed on."""
+        return {ModelId(adapter.base) for adapter in self._adapters.values()}
+
     def adapter_ids(self) -> set[AdapterId]:
         """Return what workers know the deployed adapters by; the same one may have several names."""
         return {adapter.adapter_id for adapter in self._adapters.values()}

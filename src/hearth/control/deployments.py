@@ -150,7 +150,7 @@ class Deployments:
         """
         if not Path(deployed.directory).is_dir():
             raise StoreError(f"the files of `{deployed.name}` were removed meanwhile; deploy it again")
-        known, adapters = self._profiles(), self._catalog.adapter_ids()
+        known, adapters, bases = self._profiles(), self._catalog.adapter_ids(), self._catalog.bases()
         try:
             with self._registry.transaction():
                 before = switch(deployed, overwrite, self._registry)
@@ -159,7 +159,7 @@ class Deployments:
             self._catalog.refresh()  # to what it was
             raise
         known.pop(ModelId(deployed.name), None)  # the same once more is news, too
-        self._post_changes(known, adapters)
+        self._post_changes(known, adapters, bases)
         return before
 
     def _follow(self) -> None:
@@ -171,15 +171,19 @@ class Deployments:
             log.warning("registry_not_followed reason=%s", error)
 
     def _refresh(self) -> None:
-        known, adapters = self._profiles(), self._catalog.adapter_ids()
+        known, adapters, bases = self._profiles(), self._catalog.adapter_ids(), self._catalog.bases()
         self._catalog.refresh()
-        self._post_changes(known, adapters)
+        self._post_changes(known, adapters, bases)
 
     def _profiles(self) -> dict[ModelId, ModelProfile]:
         return {entry.profile.model: entry.profile for entry in self._catalog.entries()}
 
-    def _post_changes(self, known: dict[ModelId, ModelProfile], adapters: set[AdapterId]) -> None:
+    def _post_changes(
+        self, known: dict[ModelId, ModelProfile], adapters: set[AdapterId], bases: set[ModelId]
+    ) -> None:
         """Tell the brain which models differ from the known ones, and workers which adapters are gone."""
+        if self._catalog.bases() - bases:
+            self._driver.adapters_deployed()
         for adapter in adapters - self._catalog.adapter_ids():
             self._driver.forget_adapter(adapter)
         profiles = self._profiles()

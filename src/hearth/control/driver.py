@@ -246,6 +246,10 @@ class Driver:
         for worker in self._links:
             self._send(worker, messages.ForgetAdapter(adapter))
 
+    def adapters_deployed(self) -> None:
+        """Note that models have adapters which they had not before."""
+        self._snapshots.adapters_deployed()
+
     def _send_prepare(self, worker: WorkerId, order: messages.PrepareModel) -> None:
         if self.fleet.workers[worker].kind == "cuda":  # a CPU runs no kernels that are compiled
             self._send(worker, order)

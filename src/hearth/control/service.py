@@ -98,7 +98,7 @@ async def running(
         if obstacle is not None:
             log.warning("fallback snapshots=off reason=`%s`", obstacle)
             metrics.fallbacks.labels("snapshots").inc()
-        snapshots = Snapshots(metrics, obstacle)
+        snapshots = Snapshots(metrics, obstacle, catalog.bases)
         driver = Driver(
             *(Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders)
         )

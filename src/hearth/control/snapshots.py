@@ -2,14 +2,16 @@
 
 A worker says, when it has put an engine together, whether it has used a snapshot. If not, one is ordered as
 soon as the model is loaded, and made when that worker has nothing else to do. A model that leaves before has
-it ordered again when it comes back. Reads no snapshot itself.
+it ordered again when it comes back. One that was made before its model had adapters is used for what it has,
+and made anew with the graphs of steps with adapters, as soon as there are some. Reads no snapshot itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Collection
+from dataclasses import dataclass, field
 
 from hearth.control.metrics import Metrics
 from hearth.control.worker_link import WorkerLink
@@ -24,18 +26,37 @@ _Follower = asyncio.Queue[SnapshotProgress | SnapshotMade]
 _UNUSED = (SnapshotOutcome.OUTDATED, SnapshotOutcome.REFUSED, SnapshotOutcome.DISCARDED)
 
 
+@dataclass(slots=True)
+class _OrderedSnapshot:
+    """A snapshot that was ordered and is not made yet. Mutable; written by `Snapshots`."""
+
+    has_adapters: bool  #: also of steps with adapters
+    followers: list[_Follower] = field(default_factory=list)  #: of most, nobody
+
+
 class Snapshots:
     """Mutable; used on the event loop alone."""
 
-    def __init__(self, metrics: Metrics, obstacle: str | None = None) -> None:
-        """`obstacle`: why this service keeps none, although it should; None: it does, or should not."""
-        self._obstacle = obstacle
+    def __init__(
+        self,
+        metrics: Metrics,
+        obstacle: str | None = None,
+        bases: Callable[[], Collection[ModelId]] = tuple,
+    ) -> None:
+        """`obstacle`: why this service keeps none, although it should; None: it does, or should not.
+
+        `bases` returns the models that have adapters.
+        """
+        self._bases, self._obstacle = bases, obstacle
         self._count = metrics.snapshots
         self._links: dict[WorkerId, WorkerLink] = {}
-        #: Who follows each snapshot that was ordered and is not made yet; of most, nobody.
-        self._makings: dict[tuple[WorkerId, ModelId], list[_Follower]] = {}
+        self._makings: dict[tuple[WorkerId, ModelId], _OrderedSnapshot] = {}
         #: Models on workers that have none, and have not failed to get one.
         self._wanted: set[tuple[WorkerId, ModelId]] = set()
+        #: Models on workers that have one without the graphs of steps with adapters.
+        self._lacking: set[tuple[WorkerId, ModelId]] = set()
+        #: The stays of models that are all on their workers.
+        self._stays: dict[tuple[WorkerId, ModelId], int] = {}
         self._notes: dict[ModelId, str] = {}
 
     @property
@@ -54,20 +75,30 @@ class Snapshots:
         for key in [key for key in self._makings if key[0] == worker]:
             self._end(key, "its worker is gone")
         self._wanted = {key for key in self._wanted if key[0] != worker}
+        self._lacking = {key for key in self._lacking if key[0] != worker}
+        self._stays = {key: hosting for key, hosting in self._stays.items() if key[0] != worker}
 
     def left(self, worker: WorkerId, model: ModelId) -> None:
         """Note that the stay of a model on a worker has ended."""
+        self._stays.pop((worker, model), None)
         self._end((worker, model), "the model left device memory")
 
     def loaded(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
         """Order a snapshot of a model that is all on a worker, if it is to have one and none is made yet."""
+        self._stays[worker, model] = hosting
         if (worker, model) in self._wanted and not any(other == model for _, other in self._makings):
             self._order(worker, model, hosting)
+
+    def adapters_deployed(self) -> None:
+        """Have snapshots that lack graphs of steps with adapters made anew, where models have some by now."""
+        for worker, model in self._lacking:
+            self._want_adapters(worker, model)
 
     def removed(self, model: ModelId) -> None:
         """Forget a model that is not deployed any more."""
         self._notes.pop(model, None)
         self._forget_wish(model)
+        self._lacking = {key for key in self._lacking if key[1] != model}
 
     # Facts of workers, each of a stay that goes on.
 
@@ -76,6 +107,7 @@ class Snapshots:
         self._count.labels(fact.outcome).inc()
         self._notes.pop(fact.model, None)
         self._wanted.discard((worker, fact.model))
+        self._note_lack(worker, fact.model, lacks_adapters=fact.lacks_adapters)
         if fact.outcome is SnapshotOutcome.USED:
             return
         self._wanted.add((worker, fact.model))
@@ -92,8 +124,9 @@ class Snapshots:
             self.loaded(worker, fact.model, fact.hosting)
 
     def progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
-        for follower in self._makings.get((worker, fact.model), ()):
-            follower.put_nowait(fact)
+        if (making := self._makings.get((worker, fact.model))) is not None:
+            for follower in making.followers:
+                follower.put_nowait(fact)
 
     def made(self, worker: WorkerId, fact: SnapshotMade) -> None:
         self._count.labels(SnapshotOutcome.MADE if fact.failure is None else SnapshotOutcome.FAILED).inc()
@@ -107,8 +140,13 @@ class Snapshots:
             log.warning("snapshot_not_made model=%s worker=%s reason=%s", fact.model, worker, fact.failure)
             self._notes[fact.model] = f"no snapshot of `{fact.model}` could be made: {fact.failure}"
         self._forget_wish(fact.model)
-        for follower in self._makings.pop((worker, fact.model), ()):
+        making = self._makings.pop((worker, fact.model), None)
+        for follower in () if making is None else making.followers:
             follower.put_nowait(fact)
+        if fact.failure is None and making is not None:
+            # An adapter may have come meanwhile. But one that was to have its graphs is not made once more.
+            lacks_adapters = fact.lacks_adapters and not making.has_adapters
+            self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
     # By hand.
 
@@ -124,7 +162,7 @@ class Snapshots:
         key = (worker, model)
         if key not in self._makings:
             self._order(worker, model, hosting)
-        self._makings[key].append(follower)
+        self._makings[key].followers.append(follower)
         try:
             while True:
                 fact = await follower.get()
@@ -134,16 +172,39 @@ class Snapshots:
                 if isinstance(fact, SnapshotMade):
                     return
         finally:
-            if follower in (followers := self._makings.get(key, [])):
-                followers.remove(follower)
+            if (making := self._makings.get(key)) is not None and follower in making.followers:
+                making.followers.remove(follower)
+
+    def _note_lack(self, worker: WorkerId, model: ModelId, *, lacks_adapters: bool) -> None:
+        if lacks_adapters:
+            self._lacking.add((worker, model))
+            self._want_adapters(worker, model)
+        else:
+            self._lacking.discard((worker, model))
+
+    def _want_adapters(self, worker: WorkerId, model: ModelId) -> None:
+        """Have a snapshot that lacks graphs of steps with adapters made anew, if its model has adapters."""
+        if model not in self._bases() or (worker, model) in self._wanted:
+            return
+        self._count.labels(SnapshotOutcome.PARTIAL).inc()
+        log.info("snapshot_partial model=%s worker=%s reason=`made before it had adapters`", model, worker)
+        self._notes[model] = (
+            f"the snapshot of `{model}` was made before it had adapters: steps with adapters are captured "
+            "when they are first needed; a new one is made when nobody asks for anything"
+        )
+        self._wanted.add((worker, model))
+        if (hosting := self._stays.get((worker, model))) is not None:
+            self.loaded(worker, model, hosting)
 
     def _forget_wish(self, model: ModelId) -> None:
         self._wanted = {key for key in self._wanted if key[1] != model}
 
     def _order(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
-        self._makings[worker, model] = []
-        self._links[worker].send(MakeSnapshot(model, hosting))
+        has_adapters = model in self._bases()
+        self._makings[worker, model] = _OrderedSnapshot(has_adapters)
+        self._links[worker].send(MakeSnapshot(model, hosting, has_adapters))
 
     def _end(self, key: tuple[WorkerId, ModelId], why: str) -> None:
-        for follower in self._makings.pop(key, ()):
-            follower.put_nowait(SnapshotMade(key[1], 0, failure=why))
+        if (making := self._makings.pop(key, None)) is not None:
+            for follower in making.followers:
+                follower.put_nowait(SnapshotMade(key[1], 0, failure=why))

@@ -32,23 +32,28 @@ class AdapterInputs:
     """The device buffers of a step's adapters. Mutable; written only by the runner, in step order."""
 
     def __init__(self, packed: torch.Tensor, max_seqs: int) -> None:
+        """Take `packed` as `input_buffers` has it, filled as by `EngineTables`."""
         self._packed, self._max_seqs = packed, max_seqs
-        is_cuda = packed.is_cuda
-        hosts = [torch.zeros_like(packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
-        self._hosts = [(host, host.numpy()) for host in hosts]
+        #: Where steps are written in turn. None of them: no step had an adapter yet, and most never have.
+        self._hosts: list[tuple[torch.Tensor, npt.NDArray[np.int64]]] = []
         #: Of the step that was sent last: by row of logits, and by row.
         self._logit_groups: tuple[AdapterGroup, ...] = ()
         self._groups: tuple[AdapterGroup, ...] = ()
         #: The adapters of decode rows alone that were sent last; None: something else was.
         self._sent: Sequence[AdapterId | None] | None = None
 
+    @property
+    def is_used(self) -> bool:
+        """True if a step was ever sent."""
+        return bool(self._hosts)
+
     def forget(self) -> None:
-        """Send the next step whatever it is, for an adapter has another place."""
+        """Send the next step whatever it is, for an adapter has another place, or the lists are gone."""
         self._sent = None
 
-    def park(self) -> None:
-        """Send a step in which no row has an adapter."""
-        self._send((), (), shape=None)
+    def park(self, shape: StepShape) -> None:
+        """Send a step in which no row has an adapter: those of the step before may be gone."""
+        self._send((), (), shape if shape.has_prompts else None)
 
     def fill(self, plan: StepPlan, shape: StepShape, table: AdapterTable) -> None:
         """Send the adapters of a plan. The step before the last must be done, as for the other inputs."""
@@ -93,13 +98,19 @@ class AdapterInputs:
     ) -> None:
         """Send the lists; None: without prompts, so that rows of logits are all rows."""
         self._logit_groups, self._groups, self._sent = tuple(logit_groups), tuple(groups), None
-        self._hosts.reverse()
+        self._hosts = self._hosts[::-1] or _hosts_for(self._packed)
         host, packed = self._hosts[0]
         parts = PackedAdapters.of(1 if shape is None else shape.num_rows, self._max_seqs)
         _write(packed[parts.logit_order], packed[parts.logit_shares], logit_groups, ADAPTER_TILE_ROWS)
         if shape is not None:
             _write(packed[parts.order], packed[parts.shares], groups, ADAPTER_PROMPT_TILE_ROWS)
         read_host(self._packed, host, parts.order.start if shape is None else parts.shares.stop)
+
+
+def _hosts_for(packed: torch.Tensor) -> list[tuple[torch.Tensor, npt.NDArray[np.int64]]]:
+    """Return memory of the host for two steps, each with the array that writes it."""
+    hosts = [torch.zeros_like(packed, device="cpu", pin_memory=packed.is_cuda) for _ in range(2)]
+    return [(host, host.numpy()) for host in hosts]
 
 
 def _by_adapter(rows: Iterable[tuple[int, AdapterId | None]]) -> dict[AdapterId, list[int]]:

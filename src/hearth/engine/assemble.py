@@ -175,7 +175,7 @@ def assemble_runner(
         log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
         is_captured = False
     graphs = StepGraphs(GraphCapture()) if is_captured else None
-    return Runner(decoder, kv, inputs, sampler, uploads, limits, sizes, graphs, tables)
+    return Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs, tables)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:

@@ -50,6 +50,9 @@ class GraphSource(Protocol):
     def is_coming(self, key: str) -> bool:
         """True if a graph will be restored. Becomes false in any case, restored or not."""
 
+    def want_adapters(self) -> None:
+        """Have the graphs of steps with adapters restored as well, behind the others."""
+
     def begin_trial(self) -> None:
         """Note for whoever starts next that graphs are tried: should this process die now, it was of them."""
 
@@ -114,6 +117,11 @@ class StepGraphs:
     def restore_from(self, source: GraphSource) -> None:
         """Use the graphs of a snapshot where nothing is captured yet."""
         self._source = source
+
+    def want_adapters(self) -> None:
+        """Note that steps with adapters will come. Any number of times."""
+        if self._source is not None:
+            self._source.want_adapters()
 
     def needs_capture(self, key: GraphKey) -> bool:
         """True if there is no graph, and none will come of a snapshot."""

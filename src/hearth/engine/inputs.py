@@ -60,8 +60,7 @@ class InputBuffers:
         self.block_table = buffers["block_table"]
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
-        #: Which rows have adapters; None: there never were any.
-        self.adapters: AdapterInputs | None = None
+        self.adapters = AdapterInputs(buffers["adapters"], max_seqs)  #: which rows have some
 
     def fill(self, plan: StepPlan, shape: StepShape) -> SampleRows:
         """Send a plan to the device, with padding behind its rows and behind its rows of logits.

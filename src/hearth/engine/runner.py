@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_trial import GraphTrial
@@ -19,14 +18,11 @@ from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
 from hearth.engine.sampler import Sampler, Samples
 from hearth.engine.step_shape import PaddedSizes, StepPart, StepShape
 from hearth.engine.upload import Uploads
-from hearth.kernels.jit import runs_triton
 from hearth.models.adapter import AdapterLayout
-from hearth.models.buffers import name_of, zeros
 from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
-from hearth.sizes import StepLimits, adapter_buffers
 from hearth.types import AdapterId, RequestId, SamplingTable, TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
@@ -136,7 +132,6 @@ class Runner:
         inputs: InputBuffers,
         sampler: Sampler,
         uploads: Uploads,
-        limits: StepLimits,
         sizes: PaddedSizes,
         graphs: StepGraphs | None,
         tables: EngineTables,
@@ -153,7 +148,6 @@ class Runner:
         self._inputs = inputs
         self._sampler = sampler
         self._uploads = uploads
-        self._limits = limits
         self.sizes = sizes
         self.graphs = graphs
         self._trial: GraphTrial | None = None  #: of restored graphs, that the device may still be computing
@@ -195,7 +189,7 @@ class Runner:
         if self.graphs is None or self._gate is not None:
             return
         shapes = self.sizes.all_shapes()
-        if self._inputs.adapters is not None:
+        if self._inputs.adapters.is_used:
             shapes += self.sizes.all_shapes(has_adapters=True)
         for shape in shapes:
             if any(self.graphs.needs_capture(key) for key in shape.keys):
@@ -210,8 +204,12 @@ class Runner:
         self._drop_open_gate()
         self._inputs.park(shape)
         if shape.has_adapters:
-            self.allow_adapters().park()
+            self.park_adapters(shape)
         self._run(shape, None)
+
+    def park_adapters(self, shape: StepShape) -> None:
+        """Have no row of steps of this shape have an adapter, until one is launched that has."""
+        self._inputs.adapters.park(shape)
 
     @torch.inference_mode()
     def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
@@ -220,7 +218,8 @@ class Runner:
         Nothing is run, and any thread may call it: libraries load the kernels that they have for the size,
         and the launches of a step without a graph are quicker from then on.
         """
-        found = [(key, shape) for shape in self.sizes.all_shapes() for key in shape.keys if key.name == name]
+        shapes = [*self.sizes.all_shapes(), *self.sizes.all_shapes(has_adapters=True)]
+        found = [(key, shape) for shape in shapes for key in shape.keys if key.name == name]
         if not found:
             return None
         (key, shape), decoder = found[0], self.decoder.first_layers(_REHEARSED_LAYERS)
@@ -271,6 +270,7 @@ class Runner:
     def fill_tables(self) -> None:
         """Fill all tables, before the first step and whenever their memory was somebody else's meanwhile."""
         self._tables.fill()
+        self._inputs.adapters.forget()
 
     def synchronize(self) -> None:
         """Wait for all steps that were launched."""
@@ -316,22 +316,14 @@ class Runner:
     def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
         """Have steps from now on find an adapter in its place (`AdapterTable.bind`)."""
         self._adapters.bind(adapter, layout, layers)
-        self.allow_adapters().forget()
+        self._inputs.adapters.forget()
+        if self.graphs is not None:
+            self.graphs.want_adapters()
 
     def remove_adapter(self, adapter: AdapterId) -> None:
         """Forget an adapter, because no plan from now on has a row of it."""
         self._adapters.unbind(adapter)
-        self.allow_adapters().forget()
-
-    def allow_adapters(self) -> AdapterInputs:
-        """Return what tells steps of adapters, which is there from the first call on."""
-        if self._inputs.adapters is None:
-            arch, device = self.decoder.arch, self.kv.device
-            buffers = adapter_buffers(arch.dimensions, name_of(self.kv.dtype), self._limits)
-            self._inputs.adapters = AdapterInputs(zeros(buffers["packed"], device), self._limits.max_seqs)
-            if runs_triton(self.kv):
-                self.decoder.take_scratch(zeros(buffers["shrunk"], device))
-        return self._inputs.adapters
+        self._inputs.adapters.forget()
 
     @torch.inference_mode()
     def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
@@ -359,7 +351,7 @@ class Runner:
             self._drop_open_gate()
         rows = self._inputs.fill(plan, shape)
         if shape.has_adapters:
-            self.allow_adapters().fill(plan, shape, self._adapters)
+            self._inputs.adapters.fill(plan, shape, self._adapters)
         trial = self._begin_trial(shape, plan)
         self._run(shape, plan)
         reads = self._read(shape, plan) if plan.has_readings else None

@@ -71,6 +71,10 @@ class PaddedSizes:
     def of(limits: StepLimits) -> PaddedSizes:
         return PaddedSizes(decode_sizes(limits), mixed_sizes(limits), sample_sizes(limits))
 
+    def all_names(self, *, has_adapters: bool = False) -> set[str]:
+        """Return the names, in snapshots, of the graphs that `all_shapes` has between them."""
+        return {key.name for shape in self.all_shapes(has_adapters=has_adapters) for key in shape.keys}
+
     def all_shapes(self, *, has_adapters: bool = False) -> list[StepShape]:
         """Return shapes that have every key between them, the largest first."""
         decode, mixed, samples = (sizes[::-1] for sizes in (self.decode, self.mixed, self.samples))

@@ -61,12 +61,7 @@ class Decoder:
         self._cos_sin = cos_sin
         self._on_layer = on_layer
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-        self._shrunk: torch.Tensor | None = None
         self.rebind(weights)
-
-    def take_scratch(self, shrunk: torch.Tensor) -> None:
-        """Have memory for adapters, float32 [tokens, MAX_SHRUNK_RANK]; no rows: the workspace lends it."""
-        self._shrunk = shrunk.view(-1) if len(shrunk) else None
 
     def rebind(self, weights: Weights) -> None:
         """Follow weights that were moved. Graphs captured before still read the old place."""
@@ -272,9 +267,9 @@ class Decoder:
 
     def _scratch(self, projection: Projection) -> torch.Tensor:
         """Return memory for adapters of a projection: their own, or what is idle just then around the MLP."""
-        if self._shrunk is not None:
-            return self._shrunk
         ws = self._workspace
+        if len(ws.shrunk):
+            return ws.shrunk.view(-1)
         idle = (ws.activated if projection is Projection.UP else ws.up).view(-1)
         return idle if idle.dtype == torch.float32 else idle[: len(idle) // 2 * 2].view(torch.float32)
 

@@ -36,11 +36,12 @@ class Workspace:
     head_in: torch.Tensor  #: [samples, embed]
     head_out: torch.Tensor  #: [samples, vocab] in the model's dtype
     logits: torch.Tensor  #: the same in float32
+    shrunk: torch.Tensor  #: [rows of `add_adapters`, MAX_SHRUNK_RANK]: without rows the MLP's lie idle for it
     scratch: SplitScratch
 
     def cut(self, rows: int) -> Workspace:
         """Return the same buffers, each cut to so many rows, or all that it has."""
-        names = [f.name for f in fields(self) if f.name != "scratch"]
+        names = [f.name for f in fields(self) if f.name not in ("scratch", "shrunk")]
         return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 
     @staticmethod

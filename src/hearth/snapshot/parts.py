@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from hearth.snapshot.trial_mark import TrialMark
@@ -13,6 +13,9 @@ class SnapshotParts(Protocol):
 
     def save(self) -> Mapping[str, bytes]:
         """Return the state by the names of sections, on a thread beside the steps; every size was run."""
+
+    def lacks_adapters(self, sections: Collection[str]) -> bool:
+        """True if these sections have not all that steps with adapters could have of a snapshot."""
 
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hearth.cuda_driver import MEMORYTYPE_HOST
 from hearth.cuda_graphs import CudaGraphs
 from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
+from hearth.snapshot.graph_names import GRAPH_PREFIX, graph_names, kind_of, num_rows_of
 from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import Rebuild, RestoredGraph
@@ -20,8 +21,6 @@ from hearth.snapshot.trial_mark import TrialMark
 
 #: For memory to be mapped that rehearsals of a snapshot refer to, and how often one is tried meanwhile.
 MEMORY_PATIENCE_S, MEMORY_LOOK_S = 5.0, 0.02
-#: Sections of a snapshot that hold graphs begin with this; the rest is a graph's name, as in `decode-8`.
-_PREFIX = "graph/"
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def pack_graphs(
                     f"{fixed.start:#x} to {fixed.stop:#x}: no snapshot can hold it "
                     f"(byte {address.offset} of the parameters of {address.kernel or 'a copy or fill'})"
                 )
-        sections[_PREFIX + name] = graph.pack()
+        sections[GRAPH_PREFIX + name] = graph.pack()
     return sections
 
 
@@ -70,8 +69,13 @@ class RestoredGraphs:
         sections: Mapping[str, memoryview],
         mark: TrialMark,
         on_discard: Callable[[str], None],
+        is_later: Callable[[str], bool] = lambda name: False,
+        go_on: Callable[[RestoredGraphs], None] = lambda graphs: None,
     ) -> None:
         """Look which graphs a snapshot has. `on_discard` is told once why nobody may use it again.
+
+        Those that `is_later` says of come only once they are wanted: then `go_on` is to have `restore` called
+        again, beside the thread that asks.
 
         Raises:
             GraphUnreadable: one has no name that graphs have.
@@ -83,9 +87,11 @@ class RestoredGraphs:
         self._num_rehearsed, self._rehearsal_s = 0, 0.0
         self.num_failed = 0  #: graphs that could not be restored
         self.num_interpreted = 0  #: graphs that were restored node by node, in Python
-        names = [name.removeprefix(_PREFIX) for name in sections if name.startswith(_PREFIX)]
+        self._go_on = go_on
         #: The smallest first: one request at a time is what a model begins with.
-        self._coming = dict.fromkeys(sorted(names, key=_size))
+        names = sorted(graph_names(sections), key=num_rows_of)
+        self._coming = dict.fromkeys(name for name in names if not is_later(name))
+        self._later = dict.fromkeys(name for name in names if is_later(name))  #: that nobody wants so far
 
     def find(self, key: str) -> RestoredGraph | None:
         return self._restored.get(key)
@@ -93,10 +99,16 @@ class RestoredGraphs:
     def is_coming(self, key: str) -> bool:
         return key in self._coming
 
+    def want_adapters(self) -> None:
+        if self._later:
+            later, self._later = self._later, {}
+            self._coming.update(later)  # behind those that are coming, if some still are
+            self._go_on(self)
+
     def stop(self) -> None:
         """Restore no more graphs; those that are missing are captured when they are needed."""
         self.num_failed += len(self._coming)
-        self._coming = {}
+        self._coming, self._later = {}, {}
 
     def begin_trial(self) -> None:
         self._mark.set()
@@ -105,29 +117,29 @@ class RestoredGraphs:
         self._mark.clear()
 
     def discard(self, reason: str) -> None:
-        self._coming, self._restored = {}, {}
+        self._coming, self._later, self._restored = {}, {}, {}
         self._on_discard(reason)
 
     def restore(
         self, rebuild: Rebuild, rehearse: Callable[[str], None], give_way: Callable[[], None]
     ) -> None:
-        """Restore all graphs. One that cannot be restored is left out, and so captured when it is needed.
+        """Restore all graphs that are wanted so far.
 
-        `give_way` is called before each, and waits while others need the interpreter more. `rehearse` shows
-        to `handles` the kernels of libraries that a graph of that name needs. It is asked where some are not
-        known, and for the first graph of each kind.
+        One that cannot be restored is left out, and so captured when it is needed. `give_way` is called
+        before each, and waits while others need the interpreter more. `rehearse` shows to `handles` the
+        kernels of libraries that a graph of that name needs. It is asked where some are not known, and for
+        the first graph of each kind.
         """
-        began_s, num_graphs, reasons = time.perf_counter(), len(self._coming), list[str]()
-        coming = self._coming  # which is another one once nobody wants the graphs
+        began_s, tried, reasons = time.perf_counter(), list[str](), list[str]()
         shown = partial(self._rehearse, rehearse, give_up_s=began_s + MEMORY_PATIENCE_S)
-        kinds = set[str]()
+        coming, kinds = self._coming, set[str]()  # the first is another one once nobody wants the graphs
         while coming and coming is self._coming:
             give_way()
             if not coming or coming is not self._coming:  # nobody wants them any more
                 break
             name = next(iter(coming))
             try:
-                packed = self._sections[_PREFIX + name]
+                packed = self._sections[GRAPH_PREFIX + name]
                 functions = self._functions(name, packed_kernels(packed), kinds, shown)
                 if functions is None:
                     break
@@ -139,11 +151,14 @@ class RestoredGraphs:
             except SnapshotError as error:  # its bytes are not those of a graph
                 self.discard(str(error))
             del coming[name]  # behind the other: it is either coming or there
-        log.info(
-            "graphs_restored graphs=%d of=%d seconds=%.3f rehearsed=%d rehearsal_s=%.3f",
-            *(len(self._restored), num_graphs, time.perf_counter() - began_s),
-            *(self._num_rehearsed, self._rehearsal_s),
-        )
+            tried.append(name)
+        if tried or coming:  # else they came with those that were wanted before
+            log.info(
+                "graphs_restored graphs=%d of=%d seconds=%.3f rehearsed=%d rehearsal_s=%.3f",
+                sum(name in self._restored for name in tried),
+                *(len(tried) + len(coming), time.perf_counter() - began_s),
+                *(self._num_rehearsed, self._rehearsal_s),
+            )
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
 
@@ -155,7 +170,7 @@ class RestoredGraphs:
         Raises:
             KernelsMissing: this process does not have all of them, even after a rehearsal.
         """
-        kind, _, _ = name.rpartition("-")
+        kind = kind_of(name)
         known = self._function_by_kernel
         unknown = [kernel for kernel in kernels if kind not in kinds or kernel not in known]
         if unknown:
@@ -183,11 +198,3 @@ class RestoredGraphs:
                     raise
             time.sleep(MEMORY_LOOK_S)
         return False
-
-
-def _size(name: str) -> int:
-    """Return the number of rows in the name of a graph."""
-    _, _, rows = name.rpartition("-")
-    if not rows.isdecimal():
-        raise GraphUnreadable(f"the graph `{name}` has no number of rows in its name: it is damaged")
-    return int(rows)

@@ -16,7 +16,6 @@ from hearth.errors import SnapshotError, SnapshotFatal
 from hearth.memory.pool import Space
 from hearth.models.buffers import name_of
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.snapshot.file import OpenSnapshot
 from hearth.snapshot.fingerprint import Fingerprint
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
@@ -36,6 +35,7 @@ class SnapshotLook:
     outcome: SnapshotOutcome
     reason: str | None = None  #: why none is used; None: one is, or there is none
     memory: MemoryProfile | None = None  #: None: none is used
+    lacks_adapters: bool = False  #: the one that is used has not the graphs of steps with adapters
 
 
 def no_parts(engine: Engine) -> SnapshotParts | None:
@@ -78,9 +78,12 @@ class ModelSnapshots:
         try:
             opened = self._directory.load(fingerprint)
             if opened is not None:
-                memory = self._restore(opened, engine, discard)
+                memory, parts = MemoryProfile.of(opened), self.parts_of(engine)
+                if parts is not None:
+                    parts.restore(opened, TrialMark(opened.path), discard)
                 log.info("snapshot_used path=%s", opened.path)
-                return SnapshotLook(fingerprint, SnapshotOutcome.USED, memory=memory)
+                lacks = parts is not None and parts.lacks_adapters(opened)
+                return SnapshotLook(fingerprint, SnapshotOutcome.USED, memory=memory, lacks_adapters=lacks)
             differences = self._directory.differences(fingerprint)
         except SnapshotFatal as error:
             return SnapshotLook(fingerprint, SnapshotOutcome.DISCARDED, str(error))
@@ -102,12 +105,6 @@ class ModelSnapshots:
     def save(self, fingerprint: Fingerprint, sections: Mapping[str, bytes]) -> Path:
         """Write a snapshot. Raises SnapshotError and StoreFull."""
         return self._directory.save(fingerprint, sections)
-
-    def _restore(self, opened: OpenSnapshot, engine: Engine, discard: Callable[[str], None]) -> MemoryProfile:
-        memory = MemoryProfile.of(opened)
-        if (parts := self.parts_of(engine)) is not None:
-            parts.restore(opened, TrialMark(opened.path), discard)
-        return memory
 
     def _graphs(self) -> str:
         """Say whether there are graphs, and whether they are kept: if not, whoever could keep them has to."""

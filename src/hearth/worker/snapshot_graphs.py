@@ -7,8 +7,10 @@ for a first token. What it finds of kernels serves every model of the worker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from hearth.engine.graphs import CapturedGraph, StepGraphs
 from hearth.engine.runner import Runner
 from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES
+from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
@@ -60,21 +63,25 @@ class SnapshotGraphs:
         return None if runner.graphs is None else EngineGraphs(self, runner, runner.graphs)
 
     def pack(self, graphs: StepGraphs) -> dict[str, bytes]:
-        """Return sections of all captured graphs but those of adapters. Raises GraphUnreadable.
-
-        The lists of which rows have adapters lie at addresses that differ from process to process.
-        """
-        # At once, and kept: the steps' thread may add some, or drop all.
-        captured = {key: graph for key, graph in dict(graphs.captured).items() if not key.has_adapters}
+        """Return sections of all captured graphs. Raises GraphUnreadable."""
+        captured = dict(graphs.captured)  # at once, and kept: the steps' thread may add some, or drop all
         handles = {key.name: graph.raw_cuda_graph() for key, graph in captured.items()}
         binaries = {function: binary for binary, function in loaded_functions().items()}
         return pack_graphs(self._driver, handles, binaries, FIXED_ADDRESSES)
 
     def restored(
-        self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
+        self,
+        sections: Mapping[str, memoryview],
+        mark: TrialMark,
+        discard: Callable[[str], None],
+        runner: Runner,
     ) -> RestoredGraphs:
-        """Return the graphs of a snapshot, none of them restored yet. Raises GraphUnreadable."""
-        return RestoredGraphs(self._handles, sections, mark, discard)
+        """Return the graphs of a snapshot for a runner, none of them restored yet. Raises GraphUnreadable.
+
+        Those of steps with adapters come once the runner has one: they take as much memory as the others.
+        """
+        go_on = partial(self._go_on, weakref.ref(runner))  # the runner has the graphs, not they the runner
+        return RestoredGraphs(self._handles, sections, mark, discard, is_for_adapters, go_on)
 
     def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
         """Have the thread restore graphs."""
@@ -86,6 +93,10 @@ class SnapshotGraphs:
             self._rebuild = NativeRebuild.load(self._driver, kernel_cache) or self._rebuild
         except Exception:  # the thread's top: the interpreter serves
             log.exception("fallback restore=interpreted")
+
+    def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
+        if (found := runner()) is not None:
+            self.start(graphs, found)
 
     def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
         def rehearse(name: str) -> None:
@@ -110,9 +121,12 @@ class EngineGraphs:
     def save(self) -> Mapping[str, bytes]:
         return self._shared.pack(self._graphs)
 
+    def lacks_adapters(self, sections: Collection[str]) -> bool:
+        return not self._runner.sizes.all_names(has_adapters=True) <= set(graph_names(sections))
+
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
     ) -> None:
-        restored = self._shared.restored(sections, mark, discard)
+        restored = self._shared.restored(sections, mark, discard, self._runner)
         self._graphs.restore_from(restored)
         self._shared.start(restored, self._runner)

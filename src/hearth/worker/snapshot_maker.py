@@ -140,6 +140,8 @@ class SnapshotMaker:
             engine.runner.drop_restored()  # it would be missing from this one
             making.began_s = time.perf_counter()
             making.shapes = [shape for shape in _shapes(engine) for _ in range(NUM_RUNS)]
+            if making.order.has_adapters:  # once each, to be captured: no profile has their times
+                making.shapes += engine.runner.sizes.all_shapes(has_adapters=True)
             making.num_steps = len(making.shapes)
             making.free_bytes = self._beside_torch_bytes()
         elif making.shapes:
@@ -165,7 +167,7 @@ class SnapshotMaker:
         shape, is_cpu = making.shapes.pop(0), self._device.type == "cpu"
         seconds = _run_padding(engine, shape)
         is_long = is_cpu and seconds > LONGEST_S
-        if shape == making.last_shape or is_long:
+        if (shape == making.last_shape or is_long) and not shape.has_adapters:
             # The profile has a row look back on itself at least, and prompts have more tokens than rows.
             num_rows = min(shape.num_logits, shape.num_rows - 1) if shape.has_prompts else shape.num_rows
             if num_rows:
@@ -197,14 +199,16 @@ class SnapshotMaker:
                 path = snapshots.save(
                     fingerprint, {**sections, **kept, memory_profile.SECTION: memory.pack()}
                 )
-                num_bytes = path.stat().st_size
+                num_bytes, lacks = path.stat().st_size, parts is not None and parts.lacks_adapters(kept)
             except Exception as error:  # the thread's top: whoever ordered it is told
                 if not isinstance(error, (HearthError, OSError)):
                     log.exception("snapshot_broke model=%s", order.model)
                 made = msgspec.structs.replace(made, failure=str(error))
             else:
                 seconds = time.perf_counter() - began_s
-                made = msgspec.structs.replace(made, num_bytes=num_bytes, seconds=seconds)
+                made = msgspec.structs.replace(
+                    made, num_bytes=num_bytes, seconds=seconds, lacks_adapters=lacks
+                )
             post(SnapshotWritten(made, memory))
 
         self._threads.start(write)

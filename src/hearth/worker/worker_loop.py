@@ -537,8 +537,8 @@ class WorkerLoop:
                     self._tell_arrival(order)
             case EngineReady():
                 if news.look is not None:
-                    outcome, reason = news.look.outcome, news.look.reason
-                    self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason))
+                    outcome, reason, lacks = news.look.outcome, news.look.reason, news.look.lacks_adapters
+                    self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason, lacks))
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
                 self._begin_waiting(hosted)
             case HostClimbed():
