@@ -36,6 +36,7 @@ from hearth.sizes import StepLimits
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_names import is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.types import AdapterId, RequestId, SamplingParams
@@ -131,7 +132,8 @@ def load(tiny: Tiny, driver: CudaGraphs, directory: SnapshotDirectory) -> None:
     assert graphs is not None
     with opened["computed"] as raw:
         computed = torch.frombuffer(bytearray(raw), dtype=torch.float64).view(2, -1).tolist()
-    handles = KernelHandles(driver, loaded_functions)
+    handles, rebuild = KernelHandles(driver, loaded_functions), NativeRebuild.load(driver, None)
+    assert rebuild is not None, "there is no C compiler"
 
     def rehearse(name: str) -> None:
         captured = tiny.runner.rehearse(name, GraphCapture())
@@ -139,11 +141,11 @@ def load(tiny: Tiny, driver: CudaGraphs, directory: SnapshotDirectory) -> None:
         handles.learn(captured.raw_cuda_graph())
 
     def go_on(restored: RestoredGraphs) -> None:
-        restored.restore(rehearse, give_way=lambda: None)
+        restored.restore(rebuild, rehearse, give_way=lambda: None)
 
     mark = TrialMark(opened.path)
     restored = RestoredGraphs(
-        driver, handles, opened, mark, lambda reason: print("discarded", reason), is_for_adapters, go_on
+        handles, opened, mark, lambda reason: print("discarded", reason), is_for_adapters, go_on
     )
     graphs.restore_from(restored)
     go_on(restored)

@@ -14,7 +14,7 @@ from hearth.cuda_driver import MEMORYTYPE_HOST
 from hearth.cuda_graphs import CudaGraphs
 from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
 from hearth.snapshot.graph_names import GRAPH_PREFIX, graph_names, kind_of, num_rows_of
-from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels, read_graph
+from hearth.snapshot.graph_nodes import KernelId, packed_kernels, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import Rebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
@@ -131,8 +131,9 @@ class RestoredGraphs:
         the first graph of each kind.
         """
         began_s, tried, reasons = time.perf_counter(), list[str](), list[str]()
+        coming = self._coming  # which is another one once nobody wants the graphs
         shown = partial(self._rehearse, rehearse, give_up_s=began_s + MEMORY_PATIENCE_S)
-        coming, kinds = self._coming, set[str]()  # the first is another one once nobody wants the graphs
+        kinds, self._num_rehearsed, self._rehearsal_s = set[str](), 0, 0.0
         while coming and coming is self._coming:
             give_way()
             if not coming or coming is not self._coming:  # nobody wants them any more
@@ -170,8 +171,7 @@ class RestoredGraphs:
         Raises:
             KernelsMissing: this process does not have all of them, even after a rehearsal.
         """
-        kind = kind_of(name)
-        known = self._function_by_kernel
+        kind, known = kind_of(name), self._function_by_kernel
         unknown = [kernel for kernel in kernels if kind not in kinds or kernel not in known]
         if unknown:
             ids = [KernelId.unpack(kernel) for kernel in unknown]

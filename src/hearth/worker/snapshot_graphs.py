@@ -87,16 +87,16 @@ class SnapshotGraphs:
         """Have the thread restore graphs."""
         self._thread.submit(self._restore, graphs, runner)
 
+    def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
+        if (found := runner()) is not None:
+            self.start(graphs, found)
+
     def _load_native_code(self, kernel_cache: Path | None) -> None:
         """Compile what makes graphs, or find it compiled, while a worker starts and before any graph."""
         try:
             self._rebuild = NativeRebuild.load(self._driver, kernel_cache) or self._rebuild
         except Exception:  # the thread's top: the interpreter serves
             log.exception("fallback restore=interpreted")
-
-    def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
-        if (found := runner()) is not None:
-            self.start(graphs, found)
 
     def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
         def rehearse(name: str) -> None:
