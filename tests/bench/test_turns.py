@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.host_pages import HostPages
 from bench.service.client import Answer, Event, Reply, completion
 from bench.turns import beside
 from bench.turns.__main__ import append_run, read_runs
@@ -349,7 +350,18 @@ def test_a_result_names_the_aims_that_were_missed(tmp_path: Path) -> None:
     assert "first token p99 at 2x" not in missed  # which is reported, and no aim
 
 
-def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed() -> None:
+def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unmapped, unmap = list[int](), HostPages.unmap
+
+    def counted(pages: HostPages, address: int, num_pages: int = 1) -> None:
+        unmapped.append(num_pages)
+        unmap(pages, address, num_pages)
+
+    monkeypatch.setattr(HostPages, "unmap", counted)
     times = beside.measured(replace(beside.SMALL, seconds=0.1), torch.device("cpu"))
-    assert times.crossings
+
+    num_pages = beside.SMALL.waiting.weights_bytes // beside.SMALL.scale.page_bytes
+    assert sum(unmapped) >= len(times.crossings) * num_pages > 0, "bytes come where others were mapped"
     assert len(times.alone) == len(times.beside)
