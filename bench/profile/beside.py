@@ -29,7 +29,7 @@ def measure_beside_loads(scale: Scale, device: torch.device) -> float:
         return 0.0
     shape = scale.shapes[0]
     part = Part(
-        *(replace(scale, host_bytes=9 * GIB), shape, shape),
+        *(replace(scale, host_bytes=6 * GIB), shape, shape),
         *(NUM_REQUESTS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS, SECONDS),
     )
     return fmean(measured(part, device).beside)

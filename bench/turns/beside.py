@@ -2,10 +2,11 @@
 
 python -m bench.turns.beside [--save] [--small]
 
-Of three random models one answers 64 requests. The other two are hosted and asked, by turns: neither gets a
-turn, but all bytes of it come to the device ahead of it, and when they are there it is dropped. So they come
-to pages that are mapped for the other one, as they do where models take turns. All of it goes through a
-worker's step loop in this process and a keeper in another, and takes half a minute on a GPU.
+Of two random models one answers 64 requests. The other is hosted and asked, over and over: it never gets a
+turn, but all of its bytes come to the device ahead of it, and when they are there it is dropped. It comes by
+another name and to other addresses each time, so that its pages have to be mapped anew, as they are where
+models take turns. All of it goes through a worker's step loop in this process and a keeper in another, and
+takes half a minute on a GPU.
 `--small` is to see that everything runs: tiny models on a CPU, whose numbers mean nothing.
 """
 
@@ -44,7 +45,7 @@ from hearth.store.manifest import read_manifest
 from hearth.types import ModelId
 
 AIM = 1.1  #: times the gap of a model that is alone
-RUNNING, WAITING = ModelId("running"), (ModelId("waiting"), ModelId("other"))
+RUNNING, WAITING = ModelId("running"), tuple(ModelId(f"waiting-{number}") for number in range(48))
 #: The model in turn has it for as long as this takes.
 RULES = TurnRules(min_turn_s=1e6, max_turn_s=1e6)
 LOOK_S = 0.003  #: between two looks at what has come
@@ -58,15 +59,15 @@ class Part:
 
     scale: Scale
     running: Shape
-    waiting: Shape  #: of both that wait
+    waiting: Shape
     num_requests: int
     num_prompt_tokens: int
     num_new_tokens: int
     seconds: float
 
 
-#: Of 3B: all have to be written and pinned, and all of it is to take half a minute.
-LARGE = Part(replace(GPU, host_bytes=21 << 30), GPU.shapes[1], GPU.shapes[1], 64, 128, 4000, 8.0)
+#: Two of 3B: both have to be written and pinned, and all of it is to take half a minute.
+LARGE = Part(replace(GPU, host_bytes=15 << 30), GPU.shapes[1], GPU.shapes[1], 64, 128, 4000, 8.0)
 SMALL = Part(TINY_CPU, TINY_CPU.shapes[0], TINY_CPU.shapes[0], 4, 8, 900, 1.0)
 
 
@@ -133,7 +134,7 @@ class _Rig:
 
     def measure(self) -> Times:
         worker, part = self._worker, self._part
-        for model in (*WAITING, RUNNING):  # to host memory, and the first ones out of the device's
+        for model in (WAITING[-1], RUNNING):  # to host memory, and the first one out of the device's
             worker.host(model)
             self._ask(model, num_new_tokens=1)
             worker.until(StepDone)
@@ -196,20 +197,18 @@ def _is_there(use: ModelUse) -> bool:
 
 
 def _orders(part: Part, device: torch.device, place: Path) -> dict[ModelId, HostModel]:
-    """Return the orders for all; those that wait are promised all memory, so they never fit beside."""
+    """Return the orders for both; the one that waits is promised all memory, so it never fits beside."""
     scale = part.scale
     context = part.num_prompt_tokens + part.num_new_tokens + 1
     block_tokens = scale.limits.block_tokens
     orders, budget_bytes = {}, SPARE_PAGES * scale.page_bytes
-    shapes = {RUNNING: part.running, **dict.fromkeys(WAITING, part.waiting)}
-    for seed, (model, shape) in enumerate(shapes.items()):
+    for seed, (model, shape) in enumerate(((RUNNING, part.running), (WAITING[0], part.waiting))):
         directory = write_random(place / model, shape.config, shape.dtype, seed, device)
         num_sequences = part.num_requests if model is RUNNING else 1
         kv_bytes = num_sequences * (context + 2 * block_tokens) * shape.kv_bytes_per_token
         spec = ModelSpec(shape.arch, DTYPES[shape.dtype], context, scale.limits, frozenset())
         sizes = (shape.weights_bytes, workspace_bytes(spec, device), kv_bytes)
-        if model != WAITING[1]:  # whose pages the other one has
-            budget_bytes += sum(-(-size // scale.page_bytes) * scale.page_bytes for size in sizes)
+        budget_bytes += sum(-(-size // scale.page_bytes) * scale.page_bytes for size in sizes)
         orders[model] = HostModel(
             model=model,
             hosting=0,
@@ -222,9 +221,13 @@ def _orders(part: Part, device: torch.device, place: Path) -> dict[ModelId, Host
             max_kv_bytes=kv_bytes,
             eos_ids=(),
         )
-    promised = {RUNNING: 1, **dict.fromkeys(WAITING, budget_bytes)}
+    waiting = msgspec.structs.replace(orders[WAITING[0]], own_bytes=budget_bytes)
     return {
-        model: msgspec.structs.replace(order, own_bytes=promised[model]) for model, order in orders.items()
+        RUNNING: msgspec.structs.replace(orders[RUNNING], own_bytes=1, slot=0),
+        **{
+            model: msgspec.structs.replace(waiting, model=model, slot=slot)
+            for slot, model in enumerate(WAITING, start=1)
+        },
     }
 
 

@@ -353,15 +353,15 @@ def test_a_result_names_the_aims_that_were_missed(tmp_path: Path) -> None:
 def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    unmapped, unmap = list[int](), HostPages.unmap
+    spaces, map_pages = set[int](), HostPages.map
 
-    def counted(pages: HostPages, address: int, num_pages: int = 1) -> None:
-        unmapped.append(num_pages)
-        unmap(pages, address, num_pages)
+    def noted(pages: HostPages, address: int, *numbers: int) -> None:
+        spaces.add((address - pages.base_address) // pages.space_bytes)
+        map_pages(pages, address, *numbers)
 
-    monkeypatch.setattr(HostPages, "unmap", counted)
+    monkeypatch.setattr(HostPages, "map", noted)
     times = beside.measured(replace(beside.SMALL, seconds=0.1), torch.device("cpu"))
 
-    num_pages = beside.SMALL.waiting.weights_bytes // beside.SMALL.scale.page_bytes
-    assert sum(unmapped) >= len(times.crossings) * num_pages > 0, "bytes come where others were mapped"
+    assert times.crossings
+    assert len(spaces) == min(2 + len(times.crossings), 1 + len(beside.WAITING)), "mapped anew each time"
     assert len(times.alone) == len(times.beside)
