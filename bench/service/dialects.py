@@ -38,6 +38,11 @@ class AskedDialect:
         is_ollama = self.path.startswith("/api/")
         return request("POST", self.path, body | ({"options": sampling} if is_ollama else sampling))
 
+    @property
+    def event(self) -> bytes:
+        """The beginning or end of an event."""
+        return b"}\n" if self.path.startswith("/api/") else b"\ndata: "
+
     def check(self, reply: Reply, num_tokens: int) -> None:
         """Raise RuntimeError unless the reply is whole and of so many tokens."""
         if not reply.is_whole or b'"%b":%d' % (self.counted.encode(), num_tokens) not in reply.body:
@@ -64,6 +69,7 @@ class DialectRun:
 
     seconds: float  #: from the first question to the last byte
     gateway_s: float  #: processor time of the gateway
+    num_events: int  #: that tell of tokens; the fewer, the more came as one, which costs the gateway less
     others_cores: float  #: that processes besides the service and its client kept busy
 
 
@@ -81,7 +87,8 @@ def ask_dialect(service: Service, dialect: AskedDialect, texts: Sequence[str], n
         dialect.check(reply, num_tokens)
     began_s, ended_s = min(reply.asked_s for reply in replies), max(reply.reads[-1][0] for reply in replies)
     others_cores = max(0.0, machine_s - client_s - sum(spent_s.values())) / took_s
-    return DialectRun(ended_s - began_s, spent_s["gateway"], round(others_cores, 2))
+    num_events = sum(reply.body.count(dialect.event) for reply in replies)
+    return DialectRun(ended_s - began_s, spent_s["gateway"], num_events, round(others_cores, 2))
 
 
 class Texts:
