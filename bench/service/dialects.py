@@ -69,7 +69,7 @@ class DialectRun:
 
     seconds: float  #: from the first question to the last byte
     gateway_s: float  #: processor time of the gateway
-    num_events: int  #: that tell of tokens; the fewer, the more came as one, which costs the gateway less
+    num_events: int  #: of all streams; the fewer, the more tokens came as one, which costs the gateway less
     others_cores: float  #: that processes besides the service and its client kept busy
 
 
