@@ -31,6 +31,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanContext
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -213,6 +214,27 @@ def test_an_exporter_that_takes_no_bytes_gets_spans_of_the_sdk_and_that_is_told(
         "more processor time: opentelemetry-exporter-otlp-proto-http [0-9.]+", tracing.note or ""
     )
     asyncio.run(tracing.close())
+
+
+def test_a_queue_that_asks_more_of_a_span_than_bytes_have_gets_spans_of_the_sdk(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    on_end = BatchSpanProcessor.on_end
+
+    def ask_more(self: BatchSpanProcessor, span: ReadableSpan) -> None:
+        if span.name:
+            on_end(self, span)
+
+    monkeypatch.setattr(BatchSpanProcessor, "on_end", ask_more)
+    traced(data_dir, environment)
+
+    assert len(collector.spans()) == 5
+    assert "fallback traces=slow" in caplog.text
 
 
 @pytest.mark.usefixtures("other_exporter")

@@ -112,7 +112,7 @@ def _attribute(tag: bytes, key: str, value: AttributeValue) -> bytes:
 
 @lru_cache(1024, typed=True)  # True is 1, but not in OTLP
 def _common_attribute(tag: bytes, key: str, value: str | int) -> bytes:
-    """Most come again and again: of models, workers, routes, states."""
+    """Return an attribute, found again where it can be: most are of models, workers, routes and states."""
     return _field(tag, _text(_KEY, key) + _field(_VALUE, _any_value(value)))
 
 

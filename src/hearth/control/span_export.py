@@ -17,6 +17,8 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, SpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
@@ -32,20 +34,33 @@ from opentelemetry.trace import (
 from hearth.control.otlp import AttributeValue, FinishedSpan, OtlpEnvelope, SpanEvent, span_field
 from hearth.version import hearth_version
 
-_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
+_EXPORTER, _SDK = "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"
 _ENCODE, _SERIALIZE = "encode_spans", "SerializePartialToString"  # the names that the exporter goes by
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 def obstacle_to_bytes() -> str | None:
-    """Say why the installed exporter does not take spans as bytes; None: it does."""
+    """Say why the installed packages do not take spans as bytes; None: they do."""
     methods = [one for one in vars(trace_exporter.OTLPSpanExporter).values() if isinstance(one, FunctionType)]
-    takes_bytes = any({_ENCODE, _SERIALIZE} <= set(method.__code__.co_names) for method in methods)
-    if takes_bytes and hasattr(trace_exporter, _ENCODE):
+    finds_encoder = any({_ENCODE, _SERIALIZE} <= set(method.__code__.co_names) for method in methods)
+    if finds_encoder and hasattr(trace_exporter, _ENCODE) and _passes_bytes_on():
         return None
-    return (
-        f"{_PACKAGE} {version(_PACKAGE)} does not take spans as bytes; a version between 1.30 and 1.45 does"
-    )
+    versions = " with ".join(f"{package} {version(package)}" for package in (_EXPORTER, _SDK))
+    return f"{versions} does not take spans as bytes; versions between 1.30 and 1.45 do"
+
+
+def _passes_bytes_on() -> bool:
+    """Return whether the SDK's queue hands bytes to an exporter as it does spans. Found out by trying."""
+    exporter = InMemorySpanExporter()
+    processor = BatchSpanProcessor(exporter)
+    queued = _QueuedBytes(b"", OtlpEnvelope(b"", b""))
+    try:
+        processor.on_end(queued)  # type: ignore[arg-type]  # all that is asked of a span is its context
+    except AttributeError:  # or more is asked
+        return False
+    finally:
+        processor.shutdown()
+    return exporter.get_finished_spans() == (queued,)
 
 
 class SdkQueue:
