@@ -47,8 +47,9 @@ def restored(machine: Machine, cache: Path) -> RestoredGraphs:
     """All graphs of a snapshot, restored by the thread of a new worker."""
     worker = SnapshotGraphs(torch.device("cpu"), FirstTokens(), cache)
     sections = {name: memoryview(packed) for name, packed in sections_of(NAMES).items()}
-    graphs = worker.restored(sections, TrialMark(Path("nowhere.snapshot")), machine.reasons.append)
-    worker.start(graphs, Rehearsals(machine))
+    runner = Rehearsals(machine)
+    graphs = worker.restored(sections, TrialMark(Path("nowhere.snapshot")), machine.reasons.append, runner)
+    worker.start(graphs, runner)
     worker._thread.shutdown(wait=True)
     assert not machine.reasons
     assert all(graphs.find(name) for name in NAMES)
@@ -74,3 +75,24 @@ def test_without_a_compiler_the_interpreter_restores_all_graphs_and_says_so(
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert restored(machine, tmp_path).num_interpreted == len(NAMES)
     assert [text for text in caplog.messages if text.startswith("fallback restore=interpreted reason=")]
+
+
+@pytest.mark.parametrize("is_engine_there", [True, False])
+def test_graphs_of_steps_with_adapters_are_restored_when_they_are_wanted(
+    machine: Machine, is_engine_there: bool
+) -> None:
+    """By the same thread, for an engine that is there: graphs that are left keep none alive."""
+    worker, names = SnapshotGraphs(torch.device("cpu"), FirstTokens(), None), [*NAMES, "decode-adapters-8"]
+    sections = {name: memoryview(packed) for name, packed in sections_of(names).items()}
+    runner = Rehearsals(machine)
+    graphs = worker.restored(sections, TrialMark(Path("nowhere.snapshot")), machine.reasons.append, runner)
+    worker.start(graphs, runner)
+    worker._thread.submit(int).result()  # behind all that was to do
+    assert graphs.find("decode-64")
+    assert not graphs.find("decode-adapters-8")
+    if not is_engine_there:
+        del runner
+    graphs.want_adapters()
+    worker._thread.shutdown(wait=True)
+
+    assert bool(graphs.find("decode-adapters-8")) is is_engine_there
