@@ -14,7 +14,7 @@ from hearth.cuda_driver import MEMORYTYPE_HOST
 from hearth.cuda_graphs import CudaGraphs
 from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
 from hearth.snapshot.graph_names import GRAPH_PREFIX, graph_names, kind_of, num_rows_of
-from hearth.snapshot.graph_nodes import KernelId, packed_kernels, read_graph
+from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import Rebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
