@@ -79,7 +79,7 @@ def test_a_borrower_finds_pages_and_leaves_it_to_the_lender_to_make_them() -> No
         segment.touch_in_background()
         borrowed.wait_pinned()
         assert made_bytes(segment) == segment.num_bytes
-        assert is_resident(borrowed._address, borrowed.num_bytes)
+        assert is_resident(borrowed.address, borrowed.num_bytes)
 
 
 def test_a_load_waits_for_a_region_that_is_being_pinned_and_pins_it_not_again(driver: NotedDriver) -> None:

@@ -37,6 +37,7 @@ from hearth.store.lending import (
 )
 from hearth.store.manifest import TOKENIZER, Manifest, StoredManifest, damage_of, of_model
 from hearth.store.segment import Segment
+from hearth.store.staging import Staging
 from hearth.types import Digest
 
 MAX_HELLO_BYTES = 4096
@@ -95,6 +96,9 @@ class Borrower:
         connection, segment = _introduce(path, is_pinned=is_pinned)
         connection.close()
         self.segment = self._pinned(segment)
+        self.staging: Staging | None = (
+            None  #: for loads from memory that is not pinned yet; None: they pin it
+        )
         #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
         self._manifests: dict[Digest, StoredManifest] = {}
         #: Files beside models that were the stored ones: of which digest, and in which state. As above.
@@ -106,11 +110,22 @@ class Borrower:
         self._is_closed = False
         self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
 
-    def device_is_up(self) -> None:
-        """Begin to pin, for the device that is current for the calling thread."""
+    def device_is_up(self, staging: Staging | None = None) -> None:
+        """Begin to pin, for the device that is current for the calling thread.
+
+        `staging` is for loads from memory that is not pinned yet, and closed with this; None: they pin it.
+        """
+        if staging is not None:
+            staging.pin()
         with self._lock:
             self._is_device_up = True
+            self.staging = staging
             self._pinned(self.segment)
+
+    @property
+    def is_unstaged(self) -> bool:
+        """True if loads have to pin host memory themselves."""
+        return self._is_pinned and self._is_device_up and self.staging is None
 
     def open(self, where: str | Path, weight: float = 1.0) -> BorrowedModel:
         """Have the lender open a converted model; its description is read here.
@@ -276,6 +291,8 @@ class Borrower:
             line.close()
         for segment in (*self._old, self.segment):
             segment.close()
+        if self.staging is not None:
+            self.staging.close()
 
     def _connect(self) -> tuple[socket.socket, Segment]:
         """Raises LenderGone also when this borrower is closed."""
@@ -376,7 +393,8 @@ class Loan:
         `is_in_host`: all chunks were in host memory when it began.
         """
         self.is_in_host = is_in_host
-        self._line, self._name, self._num_chunks, self._keep = line, name, num_chunks, keep
+        self.num_chunks = num_chunks
+        self._line, self._name, self._keep = line, name, keep
         #: Guards the fields below and the sending: one thread yields, others release and cancel.
         self._lock = threading.Lock()
         self._num_yielded = 0
@@ -402,8 +420,23 @@ class Loan:
 
         Raises what the lender met, LoadCancelled after `cancel`, LenderGone if the lender is gone.
         """
-        for _ in range(self._num_chunks):
-            yield self._accept(self._line.read())
+        for _ in range(self.num_chunks):
+            chunk = self.take()
+            self.segment.pin(chunk.cell)  # to be copied from next
+            yield chunk
+
+    @property
+    def num_to_come(self) -> int:
+        """How many chunks have not been taken."""
+        return self.num_chunks - self._num_yielded
+
+    def has_next(self) -> bool:
+        """True if `take` need not wait. Called by the thread that iterates, as that is."""
+        return self._line.has_next()
+
+    def take(self) -> HostChunk:
+        """Return the next chunk, which may not be pinned. Raises as iterating does."""
+        return self._accept(self._line.read())
 
     def release(self, *chunks: HostChunk) -> None:
         with self._lock:
@@ -431,8 +464,7 @@ class Loan:
                 self._hang_up_if_done()
                 raise self._failure(message)
             self._num_yielded += 1
-            self._is_over = self._num_yielded == self._num_chunks
-        self.segment.pin(message.cell)  # to be copied from next
+            self._is_over = self._num_yielded == self.num_chunks
         data = self.segment.memory(message.cell, message.num_bytes)
         return HostChunk(message.index, data, message.cell, message.delivery, message.is_shared)
 
@@ -448,7 +480,7 @@ class Loan:
             return
         self._has_hung_up = True
         self.segment.load_ended()
-        if self._num_yielded == self._num_chunks:
+        if self._num_yielded == self.num_chunks:
             self._keep(self._line)
         else:
             self._line.close()

@@ -30,6 +30,7 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
+from hearth.store.staging import Staging
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
@@ -113,20 +114,37 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         first_tokens=first_tokens,
     )
     times.note("kernels")
+    staging = _staging(setup, borrower)
+    if staging is not None and not predecessor.is_gone:
+        staging.touch()  # as above
     predecessor.wait()
     times.note("predecessor")
     inbox: Inbox = SimpleQueue()
     # First: it takes its memory, and a worker that cannot have that is not ready. It may have to wait for it,
     # and the gateway hangs up on whoever connects and says nothing.
-    loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
+    with borrower.segment.loading():  # beside the finding of host memory it would wait for each of its pages
+        loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
-    borrower.device_is_up()  # not before: beside the pinning of host memory all of a start takes longer
+    # Not before: beside the pinning of host memory all of a start takes longer.
+    borrower.device_is_up(staging)
     link = connect(setup.host, setup.port)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     times.note("gateway")
     log.info("worker_started %s", times)
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
     return loop
+
+
+def _staging(setup: WorkerSetup, borrower: Borrower) -> Staging | None:
+    """Return slots for loads that come before host memory is pinned, if it is to be; None: they pin it."""
+    if setup.kind != "cuda":
+        return None
+    libraries = KernelCache.directory(Path(setup.kernels_path)) if HAS_TRITON else None
+    try:
+        return Staging(borrower.segment.cell_bytes, libraries=libraries)
+    except (OSError, DeviceError) as error:
+        log.warning("fallback staging=off reason=`%s` remedy=`install a C compiler (cc)`", error)
+        return None
 
 
 def _kernels(
