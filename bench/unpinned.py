@@ -32,12 +32,12 @@ from queue import SimpleQueue
 import torch
 
 from bench.report import Row, arguments, emit, tell
-from hearth.store import staging as staging_module
+from hearth.store import staging_buffers as staging_module
 from hearth.store.copy_stream import CopyStream
 from hearth.store.manifest import CHUNK_BYTES
 from hearth.store.pinning import cuda_registration
 from hearth.store.segment import Segment
-from hearth.store.staging import Staging
+from hearth.store.staging_buffers import StagingBuffers
 
 NUM_BYTES = 13_476_831_232  #: of a Llama-2-7B
 FOUND_S = 1.4
@@ -137,7 +137,7 @@ def _pinned_s(way: Way, segment: Segment, num_chunks: int, copies: _Copies) -> f
 def _staged_s(way: Way, segment: Segment, num_chunks: int, copies: _Copies) -> float:
     staging_module.MAX_THREADS, staging_module.SPARE_CORES = way.num_threads, -way.num_threads
     staging_module.PIECE_BYTES = way.piece_bytes
-    with closing(Staging(segment.cell_bytes, way.num_slots)) as staging:
+    with closing(StagingBuffers(segment.cell_bytes, way.num_slots)) as staging:
         staging.pin()
         time.sleep(0.3)  # until it is
         copied: SimpleQueue[tuple[int, torch.cuda.Event | None] | None] = SimpleQueue()

@@ -37,7 +37,7 @@ from hearth.store.lending import (
 )
 from hearth.store.manifest import TOKENIZER, Manifest, StoredManifest, damage_of, of_model
 from hearth.store.segment import Segment
-from hearth.store.staging import Staging
+from hearth.store.staging_buffers import StagingBuffers
 from hearth.types import Digest
 
 MAX_HELLO_BYTES = 4096
@@ -96,9 +96,9 @@ class Borrower:
         connection, segment = _introduce(path, is_pinned=is_pinned)
         connection.close()
         self.segment = self._pinned(segment)
-        self.staging: Staging | None = (
-            None  #: for loads from memory that is not pinned yet; None: they pin it
-        )
+        #: For loads from memory that is not pinned yet; None: they pin it.
+        self.staging: StagingBuffers | None = None
+        self._delay: threading.Timer | None = None  #: until it is over, only what loads need is pinned
         #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
         self._manifests: dict[Digest, StoredManifest] = {}
         #: Files beside models that were the stored ones: of which digest, and in which state. As above.
@@ -110,17 +110,24 @@ class Borrower:
         self._is_closed = False
         self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
 
-    def device_is_up(self, staging: Staging | None = None) -> None:
+    def device_is_up(self, staging: StagingBuffers | None = None, *, delay_s: float = 0.0) -> None:
         """Begin to pin, for the device that is current for the calling thread.
 
         `staging` is for loads from memory that is not pinned yet, and closed with this; None: they pin it.
+        `delay_s`: for so long nothing is pinned that no load needs.
         """
         if staging is not None:
             staging.pin()
         with self._lock:
             self._is_device_up = True
             self.staging = staging
-            self._pinned(self.segment)
+            segment = self.segment
+            if delay_s:
+                segment.load_began()  # as it were
+                self._delay = threading.Timer(delay_s, segment.load_ended)
+                self._delay.daemon = True
+                self._delay.start()
+            self._pinned(segment)
 
     @property
     def is_unstaged(self) -> bool:
@@ -287,6 +294,8 @@ class Borrower:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
+        if self._delay is not None:
+            self._delay.cancel()
         while (line := self._take_standing()) is not None:
             line.close()
         for segment in (*self._old, self.segment):

@@ -15,7 +15,7 @@ from hearth.errors import LoadCancelled, StoreError
 from hearth.store.borrower import Borrowed, Borrower, Loan
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import StoredManifest
-from hearth.store.staging import Staging
+from hearth.store.staging_buffers import StagingBuffers
 
 #: How long a chunk waits for a slot. Other loads may have them all, and wait for memory of a device.
 SLOT_PATIENCE_S = 0.05
@@ -27,7 +27,7 @@ class StagedLoan:
     However it ends, a slot that was yielded stays as it is until released, for it may still be copied from.
     """
 
-    def __init__(self, loan: Loan, staging: Staging) -> None:
+    def __init__(self, loan: Loan, staging: StagingBuffers) -> None:
         """`staging` has slots that any chunk of the loan fits into."""
         self._loan, self._staging = loan, staging
         #: Chunks that were lent and not yielded yet, each with its slot; None: it stays where it is.

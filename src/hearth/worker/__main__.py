@@ -30,7 +30,7 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
-from hearth.store.staging import Staging
+from hearth.store.staging_buffers import StagingBuffers
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
@@ -45,6 +45,8 @@ from hearth.worker.worker_loop import Inbox, WorkerLoop
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
 #: the usual 5 ms would show between two tokens.
 SWITCH_S = 0.0005
+#: For so long a worker that is up pins no host memory that no load needs: those who waited for it come first.
+PINNING_DELAY_S = 1.0
 #: The longest reason that is said, in characters: more might wait for somebody to read.
 MAX_FAREWELL = 2000
 
@@ -96,10 +98,6 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     times = StartTimes()
     is_cuda = setup.kind == "cuda"
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
-    if is_cuda and not predecessor.is_gone:
-        # There is time, and streams wait for what lies there. Only found, not pinned: to pin beside a process
-        # that ends makes its end take longer.
-        borrower.segment.touch_in_background()
     times.note("keeper")
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
@@ -116,17 +114,17 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     times.note("kernels")
     staging = _staging(setup, borrower)
     if staging is not None and not predecessor.is_gone:
-        staging.touch()  # as above
+        staging.touch()  # there is time; not to pin, which makes the other one's end take longer
     predecessor.wait()
     times.note("predecessor")
     inbox: Inbox = SimpleQueue()
     # First: it takes its memory, and a worker that cannot have that is not ready. It may have to wait for it,
     # and the gateway hangs up on whoever connects and says nothing.
-    with borrower.segment.loading():  # beside the finding of host memory it would wait for each of its pages
-        loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
+    loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
-    # Not before: beside the pinning of host memory all of a start takes longer.
-    borrower.device_is_up(staging)
+    # Not before: beside the pinning of host memory all of a start takes longer, and all that comes first.
+    borrower.device_is_up(staging, delay_s=PINNING_DELAY_S)
+    times.note("pinning")
     link = connect(setup.host, setup.port)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     times.note("gateway")
@@ -135,13 +133,13 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     return loop
 
 
-def _staging(setup: WorkerSetup, borrower: Borrower) -> Staging | None:
+def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
     """Return slots for loads that come before host memory is pinned, if it is to be; None: they pin it."""
     if setup.kind != "cuda":
         return None
     libraries = KernelCache.directory(Path(setup.kernels_path)) if HAS_TRITON else None
     try:
-        return Staging(borrower.segment.cell_bytes, libraries=libraries)
+        return StagingBuffers(borrower.segment.cell_bytes, libraries=libraries)
     except (OSError, DeviceError) as error:
         log.warning("fallback staging=off reason=`%s` remedy=`install a C compiler (cc)`", error)
         return None

@@ -35,7 +35,7 @@ _STARTING = threading.Lock()
 
 
 class _Slot(ctypes.Structure):
-    """A slot as `staging.c` has it, which alone reads and writes it."""
+    """A slot as `staging_buffers.c` has it, which alone reads and writes it."""
 
     _fields_ = (
         *(("next", ctypes.c_void_p), ("out", ctypes.c_void_p)),
@@ -44,7 +44,7 @@ class _Slot(ctypes.Structure):
     )
 
 
-class Staging:
+class StagingBuffers:
     """Slots of pinned memory, each for one chunk at a time. Any thread may take one."""
 
     def __init__(self, slot_bytes: int, num_slots: int = NUM_SLOTS, libraries: Path | None = None) -> None:
@@ -118,7 +118,7 @@ class Staging:
 
 
 class _FillThreads:
-    """The threads of `staging.c`, which fill slots of whoever asks."""
+    """The threads of `staging_buffers.c`, which fill slots of whoever asks."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         #: Calls of a few microseconds, which keep the interpreter: beside a thread that computes, to get it
