@@ -298,10 +298,10 @@ class Borrower:
             self._delay.cancel()
         while (line := self._take_standing()) is not None:
             line.close()
+        if self.staging is not None:
+            self.staging.close()  # first: it may still read from them
         for segment in (*self._old, self.segment):
             segment.close()
-        if self.staging is not None:
-            self.staging.close()
 
     def _connect(self) -> tuple[socket.socket, Segment]:
         """Raises LenderGone also when this borrower is closed."""

@@ -4,9 +4,9 @@
     register    the driver is told of a region, and it is pinned; others queue behind that
 
 Regions are small, and one at a time is registered, while no load is under way (see
-`policy/memory/region_order.py`). A load goes around the rest (`staging_buffers.py`), or has the region that it
-copies from next registered by its own thread. Until one is pinned, copies from it are slow, not wrong. What
-lies in a region is nothing to this file.
+`policy/memory/region_order.py`). A load goes around the rest (`staging_buffers.py`), or has the region that
+it copies from next registered by its own thread. Until one is pinned, copies from it are slow, not wrong.
+What lies in a region is nothing to this file.
 """
 
 from __future__ import annotations
