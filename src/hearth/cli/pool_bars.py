@@ -39,6 +39,7 @@ FALLBACKS = {
     "kernels_loaded_while_serving": "from disk when a step asked for them",
     "library_address": "worker whose library memory is at another address than planned",
     "prompt_attention": "models so far whose prompts are attended to by the slower kernel",
+    "staging": "worker that pins host memory while a load waits for it: there is no C compiler",
     "tables": "of penalties or biases outside of the pool",
 }
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from hearth.errors import LenderGone, LoadCancelled
-from hearth.store.borrower import Borrowed, Borrower, Loan
+from hearth.store.borrower import Borrowed, Borrower
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import StoredManifest
+from hearth.store.staged_loan import BorrowedChunks, borrow_chunks
 
 T = TypeVar("T")
 
@@ -48,8 +49,8 @@ class PatientLoan:
         #: Guards the fields below: one thread goes on to the next loan, others release and cancel.
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
-        self._loan = patiently(lambda: borrower.fetch(model, chunks), is_given_up)
-        self._loan_by_chunk: dict[int, Loan] = {}  #: of the chunks that are lent
+        self._loan = patiently(lambda: borrow_chunks(borrower, model, chunks), is_given_up)
+        self._loan_by_chunk: dict[int, BorrowedChunks] = {}  #: of the chunks that are lent
 
     @property
     def is_in_host(self) -> bool:
@@ -110,7 +111,7 @@ class PatientLoan:
         """Borrow the missing chunks from the next lender. Raises LenderGone if none comes in time."""
         try:
             loan = patiently(
-                lambda: self._borrower.fetch(self._model, chunks),
+                lambda: borrow_chunks(self._borrower, self._model, chunks),
                 self._cancelled.is_set,
                 give_up_s=give_up_s,
                 pause=self._cancelled.wait,  # who cancels waits for this thread, and may have steps to make

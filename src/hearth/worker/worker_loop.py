@@ -126,7 +126,9 @@ class WorkerLoop:
         self._turns = self._models.turns
         self._adapters = self._models.adapters
         self._reports = Reports(
-            self._models.reclaimer, self._hosted, self._turns, self._adapters, resources.torch_limit
+            *(self._models.reclaimer, self._hosted, self._turns, self._adapters),
+            is_unstaged=lambda: resources.borrower.is_unstaged,
+            torch_limit=resources.torch_limit,
         )
         self._maker = self._snapshot_maker(resources)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
