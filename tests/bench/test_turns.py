@@ -356,7 +356,7 @@ def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed() ->
 
 
 def test_models_come_in_turn_while_steps_of_python_are_timed(tmp_path: Path) -> None:
-    with lock._Rig.of(lock.TINY_CPU, torch.device("cpu"), tmp_path) as rig:
+    with lock._Rig.of(beside.SMALL.scale, torch.device("cpu"), tmp_path) as rig:
         alone, beside_loads, crossings = rig.measure(0.1)
     assert len(crossings) > 1
     assert len(alone) + len(beside_loads) <= len(rig._steps)
