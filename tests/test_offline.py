@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillWaiting
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +115,49 @@ def test_torch_gets_no_more_threads_than_there_are_usable_cores(
         torch.set_num_threads(2)
 
 
+class FakeCaptures:
+    """Notes that it was begun and stopped. Mutable."""
+
+    begun: list[FakeCaptures]
+
+    def __init__(self, runner: Any, goes_on: Callable[[], bool]) -> None:
+        runner.graphs = None  # CUDA graphs cannot be had here
+        self.goes_on, self.is_stopped = goes_on, False
+        self.begun.append(self)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[FakeCaptures]:
+    """Have engines be captured as on a CUDA device, until sizes are captured ahead."""
+    FakeCaptures.begun = []
+    assemble = offline.assemble
+
+    def captured(*arguments: Any) -> Any:
+        engine = assemble(*arguments)
+        engine.runner.graphs = object()  # type: ignore[assignment]
+        return engine
+
+    monkeypatch.setattr(offline, "assemble", captured)
+    monkeypatch.setattr(offline, "CaptureAhead", FakeCaptures)
+    return FakeCaptures.begun
+
+
 class TestBehindTheLoad:
+    def test_sizes_are_captured_for_as_long_as_weights_come(
+        self, model: Path, manifest: Manifest, gated: GatedTiers, captures: list[FakeCaptures]
+    ) -> None:
+        with open_llm(model, gated.tiers) as llm:
+            (capturing,) = captures
+            assert capturing.goes_on()
+            let_through(gated, len(manifest.chunks))
+            llm.wait_loaded()
+            until(lambda: not capturing.goes_on())
+            assert not capturing.is_stopped
+        assert capturing.is_stopped
+
     def test_layers_run_as_they_come_and_the_first_token_after_the_last_chunk(
         self, model: Path, manifest: Manifest, gated: GatedTiers, pool: ThreadPoolExecutor
     ) -> None:

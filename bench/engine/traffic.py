@@ -1,7 +1,8 @@
 """Traffic at once, beside vLLM: conversations of all lengths, long prompts, many answers; each twice.
 
 The first pass over each kind of work is the first thing of its kind that the process does: what the engine
-has to compile, load or capture is in it. All prompts are new, so that no cached prefix is found.
+has to compile or load is in it. Steps are captured when it is opened, for which the weights of a stored model
+leave time. All prompts are new, so that no cached prefix is found.
 """
 
 from __future__ import annotations

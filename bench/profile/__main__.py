@@ -26,6 +26,7 @@ from statistics import median
 
 import msgspec
 import torch
+from msgspec.structs import replace as replace_struct
 
 from bench.profile.beside import measure_beside_loads
 from bench.profile.moves import measure_disk, measure_mapping, measure_worker
@@ -35,7 +36,7 @@ from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
 from hearth.sim.profile import Profile
 from hearth.sim.step_times import StepTimes
-from hearth.snapshot.cost_profile import VERSION, MeasuredShape, Origin
+from hearth.snapshot.cost_profile import VERSION, MeasuredShape, Origin, PartOrigin
 from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
@@ -51,11 +52,17 @@ class Draft:
 
     path: Path
     parts: dict[str, object]
+    later: PartOrigin | None = None  #: of what is added to a profile that was read; None: it is a new one
 
     def add(self, **parts: object) -> None:
         self.parts.update(parts)
-        if isinstance(origin := self.parts.get("origin"), dict):  # as it was read: measured now are these
-            origin["assumed"] = {name: why for name, why in origin["assumed"].items() if name not in parts}
+        if self.later is not None:
+            origin = msgspec.convert(self.parts["origin"], type=Origin)
+            self.parts["origin"] = replace_struct(
+                origin,
+                assumed={name: why for name, why in origin.assumed.items() if name not in parts},
+                later={**origin.later, **dict.fromkeys(parts, self.later)},
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(self.parts), indent=1).decode()
         self.path.write_text(text + "\n", encoding="utf-8")
@@ -139,6 +146,21 @@ def origin(command: Sequence[str], *, is_tiny: bool) -> Origin:
     )
 
 
+def read_draft(path: Path, kept: Path, found: Origin) -> Draft:
+    """Return a profile to measure parts of anew: that of a file, or the kept one of this device.
+
+    Raises:
+        SystemExit: there is neither, or it is of another device.
+    """
+    source = path if path.is_file() else kept
+    if not source.is_file():
+        sys.exit(f"--only measures parts of a profile, and there is none: {path} nor {kept}; leave it out")
+    parts = json.loads(source.read_text(encoding="utf-8"))
+    if parts["origin"]["device"] != found.device:
+        sys.exit(f"{source} was measured on {parts['origin']['device']}, this is {found.device}")
+    return Draft(path, parts, PartOrigin(found.command, found.commit, found.date))
+
+
 def main() -> None:
     options = _options().parse_args()
     is_cuda = options.device == "cuda"
@@ -161,7 +183,8 @@ def main() -> None:
     # Where the file goes is nothing that a time depends on.
     command = ["--device", options.device, *(["--shapes", *options.shapes] if options.shapes else [])]
     if options.only:
-        draft = Draft(path, json.loads(path.read_text(encoding="utf-8")))
+        found = origin([*command, "--only", *options.only], is_tiny=options.tiny)
+        draft = read_draft(path, KEPT / f"{name}.json", found)
     else:
         draft = Draft(path, {"version": VERSION, "origin": origin(command, is_tiny=options.tiny)})
         measure(scale, device, draft)
@@ -186,7 +209,7 @@ def _options() -> ArgumentParser:
         nargs="+",
         choices=list(LAST_PARTS),
         metavar="PART",
-        help=f"in a file that has the rest: {', '.join(LAST_PARTS)}",
+        help=f"beside the rest, from that file or the kept one: {', '.join(LAST_PARTS)}",
     )
     parser.add_argument("--tiny", action="store_true", help="see only that everything runs")
     return parser

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import random
 import string
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import uvloop
 
 from bench.service.client import Reply, ask_all, request
-from bench.service.process import Service, cpu_s
+from bench.service.process import Service, machine_cpu_s
 
 #: Renders a conversation of one message as its text alone: the prompt has the same tokens in all dialects.
 BARE_TEMPLATE = "{{ messages[0].content }}"
@@ -36,6 +37,11 @@ class AskedDialect:
         body = {"model": model, self.prompt: text, "stream": True, **self.fields}
         is_ollama = self.path.startswith("/api/")
         return request("POST", self.path, body | ({"options": sampling} if is_ollama else sampling))
+
+    @property
+    def event(self) -> bytes:
+        """The beginning or end of an event."""
+        return b"}\n" if self.path.startswith("/api/") else b"\ndata: "
 
     def check(self, reply: Reply, num_tokens: int) -> None:
         """Raise RuntimeError unless the reply is whole and of so many tokens."""
@@ -63,19 +69,26 @@ class DialectRun:
 
     seconds: float  #: from the first question to the last byte
     gateway_s: float  #: processor time of the gateway
+    num_events: int  #: of all streams; the fewer, the more tokens came as one, which costs the gateway less
+    others_cores: float  #: that processes besides the service and its client kept busy
 
 
 def ask_dialect(service: Service, dialect: AskedDialect, texts: Sequence[str], num_tokens: int) -> DialectRun:
     """Ask for the continuations of all texts at once. Raises RuntimeError unless all come whole."""
     questions = [dialect.question("tiny", text, num_tokens) for text in texts]
-    before_s = cpu_s(service.process.pid)
+    before = service.cpu_s()
+    machine_s, client_s, asked_s = machine_cpu_s(), time.process_time(), time.perf_counter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         replies = runner.run(ask_all(service.port, questions))
-    spent_s = cpu_s(service.process.pid) - before_s
+    machine_s, client_s = machine_cpu_s() - machine_s, time.process_time() - client_s
+    took_s = time.perf_counter() - asked_s
+    spent_s = {name: now_s - before.get(name, 0.0) for name, now_s in service.cpu_s().items()}
     for reply in replies:
         dialect.check(reply, num_tokens)
     began_s, ended_s = min(reply.asked_s for reply in replies), max(reply.reads[-1][0] for reply in replies)
-    return DialectRun(ended_s - began_s, spent_s)
+    others_cores = max(0.0, machine_s - client_s - sum(spent_s.values())) / took_s
+    num_events = sum(reply.body.count(dialect.event) for reply in replies)
+    return DialectRun(ended_s - began_s, spent_s["gateway"], num_events, round(others_cores, 2))
 
 
 class Texts:

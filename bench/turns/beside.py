@@ -3,8 +3,10 @@
 python -m bench.turns.beside [--save] [--small]
 
 Of two random models one answers 64 requests. The other is hosted and asked, over and over: it never gets a
-turn, but all of its bytes come to the device ahead of it, and when they are there it is dropped. All of it
-goes through a worker's step loop in this process and a keeper in another, and takes half a minute on a GPU.
+turn, but all of its bytes come to the device ahead of it, and when they are there it is dropped. It comes by
+another name and to other addresses each time, so that its pages have to be mapped anew, as they are where
+models take turns. All of it goes through a worker's step loop in this process and a keeper in another, and
+takes half a minute on a GPU.
 `--small` is to see that everything runs: tiny models on a CPU, whose numbers mean nothing.
 """
 
@@ -14,6 +16,7 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 
 # isort: split
 
+import itertools
 import tempfile
 import time
 from argparse import RawDescriptionHelpFormatter
@@ -42,7 +45,7 @@ from hearth.store.manifest import read_manifest
 from hearth.types import ModelId
 
 AIM = 1.1  #: times the gap of a model that is alone
-RUNNING, WAITING = ModelId("running"), ModelId("waiting")
+RUNNING, WAITING = ModelId("running"), tuple(ModelId(f"waiting-{number}") for number in range(48))
 #: The model in turn has it for as long as this takes.
 RULES = TurnRules(min_turn_s=1e6, max_turn_s=1e6)
 LOOK_S = 0.003  #: between two looks at what has come
@@ -114,7 +117,7 @@ def measured(part: Part, device: torch.device) -> Times:
             Loader(device),
             device_pages if device.type == "cuda" else host_pages,
         )
-        budget_bytes = orders[WAITING].own_bytes
+        budget_bytes = orders[WAITING[0]].own_bytes
         with working(setting, Path(place), orders, budget_bytes, turns=RULES, is_mapped=True) as worker:
             worker.segment.wait_pinned()
             return _Rig(worker, part).measure()
@@ -131,43 +134,43 @@ class _Rig:
 
     def measure(self) -> Times:
         worker, part = self._worker, self._part
-        for model in (WAITING, RUNNING):  # to host memory, and the first one out of the device's
+        for model in (WAITING[-1], RUNNING):  # to host memory, and the first one out of the device's
             worker.host(model)
             self._ask(model, num_new_tokens=1)
             worker.until(StepDone)
-            if model is WAITING:
+            if model is not RUNNING:
                 worker.send(DropModel(model))
         for _ in range(part.num_requests):
             self._ask(RUNNING, part.num_new_tokens)
-        times = Times()
+        times, waiting = Times(), itertools.cycle(WAITING)
         for _ in range(WARM_GAPS):
             self._gap()
         with step("alone and beside, in turn"):
             until_s = time.perf_counter() + part.seconds
             while time.perf_counter() < until_s and self._num_tokens < part.num_new_tokens // 2:
                 began_s = time.perf_counter()
-                beside = list(self._crossing())
+                beside = list(self._crossing(next(waiting)))
                 times.crossings.append(time.perf_counter() - began_s)
                 times.beside += beside
                 times.alone += [self._gap() for _ in beside]  # in turn, for gaps grow with the context
         return times
 
-    def _crossing(self) -> Iterator[float]:
-        """Have all bytes of the other model come, and yield the gaps between tokens meanwhile."""
+    def _crossing(self, model: ModelId) -> Iterator[float]:
+        """Have all bytes of a model come, and yield the gaps between tokens meanwhile."""
         worker = self._worker
-        worker.host(WAITING)
-        self._ask(WAITING, num_new_tokens=1)
+        worker.host(model)
+        self._ask(model, num_new_tokens=1)
         worker.send(Ping(0))
         while True:
             heard = worker.until(StepDone, Pong)
             if isinstance(heard.fact, Pong):
-                if any(_is_there(use) for use in heard.fact.models if use.model == WAITING):
+                if any(_is_there(use) for use in heard.fact.models if use.model == model):
                     break
                 time.sleep(LOOK_S)
                 worker.send(Ping(0))
             elif (gap_s := self._since_last(heard)) is not None:
                 yield gap_s
-        worker.send(DropModel(WAITING))
+        worker.send(DropModel(model))
 
     def _gap(self) -> float:
         """Return the time to the next tokens of all requests."""
@@ -199,7 +202,7 @@ def _orders(part: Part, device: torch.device, place: Path) -> dict[ModelId, Host
     context = part.num_prompt_tokens + part.num_new_tokens + 1
     block_tokens = scale.limits.block_tokens
     orders, budget_bytes = {}, SPARE_PAGES * scale.page_bytes
-    for seed, (model, shape) in enumerate(((RUNNING, part.running), (WAITING, part.waiting))):
+    for seed, (model, shape) in enumerate(((RUNNING, part.running), (WAITING[0], part.waiting))):
         directory = write_random(place / model, shape.config, shape.dtype, seed, device)
         num_sequences = part.num_requests if model is RUNNING else 1
         kv_bytes = num_sequences * (context + 2 * block_tokens) * shape.kv_bytes_per_token
@@ -218,9 +221,13 @@ def _orders(part: Part, device: torch.device, place: Path) -> dict[ModelId, Host
             max_kv_bytes=kv_bytes,
             eos_ids=(),
         )
-    promised = {RUNNING: 1, WAITING: budget_bytes}
+    waiting = msgspec.structs.replace(orders[WAITING[0]], own_bytes=budget_bytes)
     return {
-        model: msgspec.structs.replace(order, own_bytes=promised[model]) for model, order in orders.items()
+        RUNNING: msgspec.structs.replace(orders[RUNNING], own_bytes=1, slot=0),
+        **{
+            model: msgspec.structs.replace(waiting, model=model, slot=slot)
+            for slot, model in enumerate(WAITING, start=1)
+        },
     }
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from hearth.cuda_driver import CudaDriver
+from hearth.cuda_driver import POINTER_ATTRIBUTE_MEMORY_TYPE, CudaDriver
 
 # From cuda.h, where these names have `CU_` in front.
 GRAPH_NODE_TYPE_KERNEL = 0
@@ -29,7 +29,6 @@ FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1
 FUNC_ATTRIBUTE_NUM_REGS = 4
 FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
-POINTER_ATTRIBUTE_RANGE_START_ADDR = 11
 
 #: What decides how a node's kernel is launched besides its parameters: access policy window, cooperative,
 #: cluster dimension and scheduling, priority, domains of memory synchronisation, preferred cluster dimension,
@@ -290,11 +289,12 @@ class CudaGraphs:
         found: list[int] = functions.tolist()
         return found
 
-    def is_address(self, value: int) -> bool:
-        """True if a number is an address that the driver knows, on the device or on the host."""
-        start = c_ulonglong()
-        attribute = POINTER_ATTRIBUTE_RANGE_START_ADDR
-        return self._driver.succeeds("cuPointerGetAttribute", ctypes.byref(start), attribute, value)
+    def memory_at(self, value: int) -> int | None:
+        """Return the type of memory at an address, such as `MEMORYTYPE_HOST`; None: the driver knows none."""
+        kind = c_uint()
+        attribute = POINTER_ATTRIBUTE_MEMORY_TYPE
+        is_known = self._driver.succeeds("cuPointerGetAttribute", ctypes.byref(kind), attribute, value)
+        return kind.value if is_known else None
 
 
 def _rows(array: npt.NDArray[np.generic]) -> range:

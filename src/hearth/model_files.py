@@ -112,7 +112,7 @@ def parse_json(text: str, where: str, error: type[ModelError]) -> object:
 def _items(node: object) -> list[object]:
     """Return what an object or list holds that can hold more."""
     items = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [item for item in items if isinstance(item, dict | list)]
+    return [item for item in items if type(item) is dict or type(item) is list]  # as JSON has them
 
 
 def _too_deep(where: str, error: type[ModelError]) -> ModelError:

@@ -20,6 +20,7 @@ import torch
 from hearth.config import EngineConfig, StoreConfig
 from hearth.cpus import log_if_threads_spin, num_usable_cores
 from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
+from hearth.engine.capture_ahead import CaptureAhead
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.kernel_warmup import KernelWarmup
@@ -157,6 +158,8 @@ class _ConvertedModel:
             store = Tiers(store, is_pinned=is_cuda, keeps_chunks=is_cuda)
         self._tiers = store
         self._load: Load | None = None
+        self._has_ended = threading.Event()  #: of the load
+        self._captures: CaptureAhead | None = None
         try:
             self._model = self._tiers.open(path)
             manifest = self._manifest = of_model(self._model.manifest, str(path))
@@ -184,6 +187,8 @@ class _ConvertedModel:
             load.wait()
             widen(base, manifest, layout)
         wait_for_kernels()
+        if engine.runner.graphs is not None and self._config.graphs == "lazy":
+            self._captures = CaptureAhead(engine.runner, lambda: not self._has_ended.is_set())
         return engine
 
     def _start(self, base: torch.Tensor) -> Load:
@@ -203,9 +208,12 @@ class _ConvertedModel:
     def close(self) -> None:
         if self._load is not None:
             self._load.cancel()
+        if self._captures is not None:
+            self._captures.stop()
         self._close_tiers()
 
     def _ended(self, outcome: LoadRecord | StoreError) -> None:
+        self._has_ended.set()
         if isinstance(outcome, LoadRecord):
             self._tiers.loaded(outcome)
             self._close_tiers()

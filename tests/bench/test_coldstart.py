@@ -118,7 +118,7 @@ def test_memory_is_unregistered_before_it_goes(monkeypatch: pytest.MonkeyPatch) 
     """What goes while it is registered is taken for mapped by whoever gets its addresses next."""
     driver = note_pins(monkeypatch, 1 << 20)
     with pinned(1 << 20) as segment:
-        assert driver.registered == {segment._address: 1 << 20}
+        assert driver.registered == {segment.address: 1 << 20}
     assert driver.registered == {}
 
 

@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 
-from bench.profile.__main__ import Draft, measure, origin
+from bench.profile.__main__ import Draft, measure, origin, read_draft
 from bench.profile.moves import fit_loads
 from bench.profile.scale import GPU, TINY_CPU
 from hearth.sim.profile import Profile
@@ -70,12 +72,28 @@ def test_what_is_measured_is_written_at_once(tmp_path: Path) -> None:
     assert json.loads(draft.path.read_text()) == {"version": VERSION, "assemble_s": 0.5, "host_step_s": 0.1}
 
 
-def test_what_is_measured_later_is_no_longer_assumed(tmp_path: Path) -> None:
+def test_a_part_measured_later_is_no_longer_assumed_and_says_where_it_is_from(tmp_path: Path) -> None:
+    found = origin(["--only", "requests"], is_tiny=True)
     assumed = {"request_s": "nothing was asked", "bytes_per_s.object": "a link"}
-    draft = Draft(tmp_path / "part.json", {"version": VERSION, "origin": {"assumed": assumed}})
-    draft.add(request_s=0.003, wake_s=0.002)
+    kept = tmp_path / "kept.json"
+    kept.write_bytes(msgspec.json.encode({"origin": replace_struct(found, commit="old", assumed=assumed)}))
+    read_draft(tmp_path / "new.json", kept, found).add(request_s=0.003, wake_s=0.002)
 
-    assert json.loads(draft.path.read_text())["origin"] == {"assumed": {"bytes_per_s.object": "a link"}}
+    written = json.loads((tmp_path / "new.json").read_bytes())["origin"]
+    assert written["assumed"] == {"bytes_per_s.object": "a link"}
+    assert written["commit"] == "old"
+    assert written["later"].keys() == {"request_s", "wake_s"}
+    assert written["later"]["wake_s"]["command"] == "python -m bench.profile --only requests"
+
+
+def test_parts_of_no_profile_or_of_that_of_another_device_are_refused(tmp_path: Path) -> None:
+    found, kept = origin([], is_tiny=True), tmp_path / "kept.json"
+    with pytest.raises(SystemExit, match="there is none"):
+        read_draft(tmp_path / "new.json", kept, found)
+
+    kept.write_bytes(msgspec.json.encode({"origin": replace_struct(found, device="NVIDIA Other")}))
+    with pytest.raises(SystemExit, match="was measured on NVIDIA Other"):
+        read_draft(tmp_path / "new.json", kept, found)
 
 
 def test_sizes_on_a_gpu_are_those_of_the_models_whose_shapes_they_have() -> None:

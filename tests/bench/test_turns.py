@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.host_pages import HostPages
 from bench.service.client import Answer, Event, Reply, completion
-from bench.turns import beside
+from bench.turns import beside, lock
 from bench.turns.__main__ import append_run, read_runs
 from bench.turns.arms import Run, Traffic
 from bench.turns.journal import doings, entries
@@ -349,7 +350,26 @@ def test_a_result_names_the_aims_that_were_missed(tmp_path: Path) -> None:
     assert "first token p99 at 2x" not in missed  # which is reported, and no aim
 
 
-def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed() -> None:
+def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spaces, map_pages = set[int](), HostPages.map
+
+    def noted(pages: HostPages, address: int, *numbers: int) -> None:
+        spaces.add((address - pages.base_address) // pages.space_bytes)
+        map_pages(pages, address, *numbers)
+
+    monkeypatch.setattr(HostPages, "map", noted)
     times = beside.measured(replace(beside.SMALL, seconds=0.1), torch.device("cpu"))
+
     assert times.crossings
+    assert len(spaces) == min(2 + len(times.crossings), 1 + len(beside.WAITING)), "mapped anew each time"
     assert len(times.alone) == len(times.beside)
+
+
+def test_models_come_in_turn_while_steps_of_python_are_timed(tmp_path: Path) -> None:
+    with lock._Rig.of(beside.SMALL.scale, torch.device("cpu"), tmp_path) as rig:
+        alone, beside_loads, crossings = rig.measure(0.1)
+    assert len(crossings) > 1
+    assert len(alone) + len(beside_loads) <= len(rig._steps)
+    assert rig._steps

@@ -18,17 +18,28 @@ from hearth.api.app import ApiLimits, create_app
 from hearth.control.datadir import DataDir
 from hearth.control.deployed import Deployed
 from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.tracing import Tracing, Untraced, tracing_of
+from hearth.control.metrics import Metrics
+from hearth.control.tracing import Tracing, Untraced
+from hearth.control.tracing import tracing_of as tracing_with
 from tests.control.gateway_rig import GatewayRig, RecordingLink, emit, with_rig
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanContext
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def tracing_of(environment: dict[str, str]) -> Tracing | Untraced | None:
+    return tracing_with(environment, Metrics(device_hour_price=1.0))
 
 
 @dataclass
@@ -120,6 +131,18 @@ def traced(
     with_rig(data_dir, scene)
 
 
+@pytest.fixture
+def other_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exporter that is built otherwise than those that take spans as bytes."""
+    export = trace_exporter.OTLPSpanExporter.export
+
+    def otherwise(self: trace_exporter.OTLPSpanExporter, spans: list[ReadableSpan]) -> object:
+        assert all(isinstance(span, ReadableSpan) for span in spans)
+        return export(self, spans)
+
+    monkeypatch.setattr(trace_exporter.OTLPSpanExporter, "export", otherwise)
+
+
 def by_name(spans: list[Span]) -> dict[str, Span]:
     assert len({span.name for span in spans}) == len(spans)
     return {span.name: span for span in spans}
@@ -152,7 +175,70 @@ def test_a_request_is_a_trace_with_the_spans_of_its_waterfall(
         assert span.start_time_unix_nano <= span.end_time_unix_nano
 
 
-def test_the_resource_is_hashed_once_and_not_with_every_span(
+def without_ids(spans: list[Span]) -> list[Span]:
+    """Leave out what is drawn or measured anew for each request."""
+    for span in spans:
+        for name in ("trace_id", "span_id", "parent_span_id", "start_time_unix_nano", "end_time_unix_nano"):
+            span.ClearField(name)
+        kept = [one for one in span.attributes if not one.key.endswith("request_id")]
+        del span.attributes[:]
+        span.attributes.extend(kept)
+        for event in span.events:
+            event.ClearField("time_unix_nano")
+            del event.attributes[:]
+    return spans
+
+
+def test_an_exporter_that_takes_no_bytes_gets_spans_of_the_sdk_and_that_is_told(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    traced(data_dir, environment)
+    as_bytes = without_ids(collector.spans())
+    assert "fallback" not in caplog.text
+    collector.requests.clear()
+
+    request.getfixturevalue("other_exporter")
+    traced(data_dir, environment)
+
+    assert len(as_bytes) == 5
+    assert without_ids(collector.spans()) == as_bytes
+    assert "fallback traces=slow" in caplog.text
+    tracing = tracing_of(environment)
+    assert isinstance(tracing, Tracing)
+    assert re.search(
+        "more processor time: opentelemetry-exporter-otlp-proto-http [0-9.]+", tracing.note or ""
+    )
+    asyncio.run(tracing.close())
+
+
+def test_a_queue_that_asks_more_of_a_span_than_bytes_have_gets_spans_of_the_sdk(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    on_end = BatchSpanProcessor.on_end
+
+    def ask_more(self: BatchSpanProcessor, span: ReadableSpan) -> None:
+        if span.name:
+            on_end(self, span)
+
+    monkeypatch.setattr(BatchSpanProcessor, "on_end", ask_more)
+    traced(data_dir, environment)
+
+    assert len(collector.spans()) == 5
+    assert "fallback traces=slow" in caplog.text
+
+
+@pytest.mark.usefixtures("other_exporter")
+def test_the_sdk_hashes_the_resource_once_and_not_with_every_span(
     data_dir: DataDir,
     deployed: Deployed,
     collector: Collector,
@@ -171,6 +257,14 @@ def test_the_resource_is_hashed_once_and_not_with_every_span(
 
     assert len(collector.spans()) > 1
     assert len(hashed) == 1
+
+
+def test_what_others_in_the_process_export_is_encoded_as_before(environment: dict[str, str]) -> None:
+    tracing = tracing_of(environment)
+    assert isinstance(tracing, Tracing)
+    span = ReadableSpan("another", SpanContext(1, 2, is_remote=False), attributes={"a": 1})
+    assert trace_exporter.encode_spans([span]) == encode_spans([span])
+    asyncio.run(tracing.close())
 
 
 def test_the_trace_of_the_client_goes_on(
@@ -206,6 +300,49 @@ def test_standard_variables_are_respected(
     assert (resource["service.name"], resource["deployment.environment"]) == ("my-hearth", "test")
     assert collector.headers[0]["path"] == "/v1/traces"
     assert collector.headers[0]["api-key"] == "secret"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "is_traced"),
+    [("always_off", "", False), ("traceidratio", "0", False), ("parentbased_traceidratio", "1", True)],
+)
+def test_the_sampler_of_the_environment_decides_what_is_traced(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: str,
+    argument: str,
+    is_traced: bool,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+    records: list[ExchangeRecord] = []
+    traced(data_dir, environment, lambda _, ended: records.extend(ended))
+
+    assert bool(collector.spans()) == is_traced
+    assert (records[0].trace_id is not None) == is_traced
+
+
+def test_limits_of_spans_and_of_batches_hold(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "3")
+    monkeypatch.setenv("OTEL_SPAN_EVENT_COUNT_LIMIT", "1")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
+    traced(data_dir, environment)
+
+    spans = by_name(collector.spans())
+    assert values(spans["POST /v1/completions"])["http.route"] == "/v1"
+    generated = spans["generate tiny"]
+    assert values(generated)["hearth.worker"] == "w0"
+    assert (len(generated.events), generated.dropped_events_count) == (1, 2)
+    assert len(collector.requests) == 3
 
 
 def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_end(
@@ -245,7 +382,9 @@ def test_nothing_is_traced_unless_the_environment_asks_for_it(environment: dict[
 def test_what_cannot_be_done_is_told_by_the_name_of_the_variable_and_stops_nobody(
     name: str, value: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    untraced = tracing_of({ENDPOINT: "http://127.0.0.1:9", name: value})
+    metrics = Metrics(device_hour_price=1.0)
+    untraced = tracing_with({ENDPOINT: "http://127.0.0.1:9", name: value}, metrics)
+    assert metrics.registry.get_sample_value("hearth_fallbacks_total", {"what": "untraced"}) == 1
     assert isinstance(untraced, Untraced)
     assert re.search(f"not traced: {name} must be .*, given: `{value}`", untraced.note)
     assert "fallback traces=off" in caplog.text
@@ -259,11 +398,20 @@ def test_missing_packages_are_told_and_stop_nobody(monkeypatch: pytest.MonkeyPat
     assert re.search(f"{ENDPOINT} is set, and .* is missing: .*extra `otel`", untraced.note)
 
 
-def test_a_value_that_the_sdk_does_not_take_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "max_queue_size"),
+        ("OTEL_SPAN_EVENT_COUNT_LIMIT", "OTEL_SPAN_EVENT_COUNT_LIMIT"),
+    ],
+)
+def test_a_value_that_the_sdk_does_not_take_stops_nobody(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "-1")
     untraced = tracing_of({ENDPOINT: "http://127.0.0.1:9"})
     assert isinstance(untraced, Untraced)
-    assert "max_queue_size" in untraced.note
+    assert told in untraced.note
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ class Graph:
 
     effect: Callable[[], None] = lambda: None
     num_replays: int = 0
+    is_ready: bool = False
+
+    def instantiate(self) -> None:
+        self.is_ready = True
 
     def replay(self) -> None:
         self.num_replays += 1
@@ -119,6 +123,37 @@ class TestBooks:
         assert DECODE in graphs
         assert list(graphs.captured) == [DECODE]
         assert graphs.begin_trial([DECODE]) is None
+
+    def test_a_graph_that_is_captured_ahead_is_ready_and_serves_from_the_first_step_on(
+        self, graphs: StepGraphs, captures: Captures
+    ) -> None:
+        for _ in range(2):
+            graphs.capture_ahead(DECODE, lambda: None)
+        (graph,) = captures.made
+        assert graph.is_ready
+        assert graph.num_replays == 0
+        assert DECODE in graphs
+        assert self.ran(graphs, DECODE) == 0
+
+        assert captures.made == [graph]
+        assert graph.num_replays == 1
+
+    def test_a_graph_that_a_step_has_captured_meanwhile_stays(
+        self, graphs: StepGraphs, captures: Captures, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Graph, "instantiate", lambda _graph: graphs.run(DECODE, lambda: None))
+        graphs.capture_ahead(DECODE, lambda: None)
+        graphs.run(DECODE, lambda: None)
+
+        assert [graph.num_replays for graph in captures.made] == [0, 2]
+
+    def test_nothing_is_captured_ahead_that_a_snapshot_has(
+        self, graphs: StepGraphs, captures: Captures
+    ) -> None:
+        graphs.restore_from(Source(coming={DECODE.name}))
+        graphs.capture_ahead(DECODE, lambda: None)
+
+        assert not captures.made
 
     def test_steps_run_eagerly_while_their_graph_is_coming_or_untried(
         self, graphs: StepGraphs, captures: Captures
@@ -388,6 +423,31 @@ def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.Monk
     with pytest.raises(DeviceError):
         rig.engine.close()
     assert rig.source.is_marked
+
+
+def test_what_is_captured_ahead_is_what_a_step_runs() -> None:
+    runner, captures = engine_for("llama-gqa").runner, Captures()
+    runner.sizes, runner.graphs = (
+        PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8)),
+        StepGraphs(captures),
+    )
+    for shape in runner.sizes.all_shapes():
+        runner.capture_ahead(shape)
+    assert {key.name for key in runner.graphs.captured} == {
+        "decode-1",
+        "decode-8",
+        "mixed-16",
+        "tail-1",
+        "tail-8",
+    }
+    shape = runner.sizes.all_shapes()[0]
+    runner.run_padding(shape)
+    replayed = runner.decoder.logits[: shape.num_logits].clone()
+
+    runner.graphs = None
+    runner.run_padding(shape)
+    assert torch.equal(runner.decoder.logits[: shape.num_logits], replayed)
+    assert [graph.num_replays for graph in captures.made] == [1, 0, 0, 0, 0]
 
 
 def test_rehearsing_captures_two_layers_of_a_part_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

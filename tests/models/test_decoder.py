@@ -199,6 +199,20 @@ def test_the_parts_of_a_layer_put_together_by_hand_are_the_layer(name: str) -> N
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "is_added"), [("llama-gqa", True), ("opt-pre", False)])
+def test_products_without_a_bias_add_themselves_to_the_residual(name: str, is_added: bool) -> None:
+    """Fewer rows than are multiplied with factors swapped."""
+    decoder = stage(name).decoder
+    sizes = decoder.arch.dimensions
+    residual, normed = torch.randn(2, 4, sizes.hidden_size)
+    before = residual.clone()
+
+    delta = decoder.absorb(0, residual, normed, torch.randn(4, sizes.q_size))
+
+    assert (delta is None) == is_added
+    assert not torch.equal(residual, before)
+
+
 def plain_norm(arch: Arch, weights: NormWeights, hidden: torch.Tensor) -> torch.Tensor:
     size = hidden.shape[-1:]
     if arch.norm is Norm.RMS:

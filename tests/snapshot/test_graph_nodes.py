@@ -17,7 +17,7 @@ from hearth.cuda_graphs import (
     MEMSET_NODE,
 )
 from hearth.errors import GraphUnreadable, KernelsMissing
-from hearth.snapshot.graph_nodes import ATTRIBUTE, EDGE, NODE, GraphNodes, KernelId, read_graph
+from hearth.snapshot.graph_nodes import ATTRIBUTE, EDGE, NODE, Address, GraphNodes, KernelId, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import rebuild
 from tests.snapshot.fake_driver import FakeDriver
@@ -141,7 +141,12 @@ def test_addresses_are_found_wherever_parameters_hold_them() -> None:
         np.frombuffer(blob.ljust(64, b"\0"), np.uint8),
     )
 
-    assert graph.addresses().tolist() == [0x600000000200, 0x7F00DEADBE00]
+    assert list(graph.addresses(but=range(0))) == [
+        Address(0x7F00DEADBE00, "one", 0, is_whole=True),
+        Address(0x600000000200, "one", 16, is_whole=True),
+    ]
+    known = range(0x600000000000, 0x700000000000)
+    assert [address.offset for address in graph.addresses(but=known)] == [0]
 
 
 class TestKernelHandles:

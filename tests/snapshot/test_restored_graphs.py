@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hearth.cuda_driver import MEMORYTYPE_DEVICE, MEMORYTYPE_HOST
 from hearth.cuda_graphs import KERNEL_NODE
 from hearth.errors import GraphUnreadable
 from hearth.snapshot import restored_graphs
@@ -23,10 +24,10 @@ FIXED = range(0x18000000000, 0x20000000000)
 
 
 class Driver(FakeDriver):
-    """One that knows every address."""
+    """One to which all addresses below 0x7f0000000000 are the device's, and all others the host's."""
 
-    def is_address(self, value: int) -> bool:
-        return True
+    def memory_at(self, value: int) -> int | None:
+        return MEMORYTYPE_HOST if value >= 0x7F0000000000 else MEMORYTYPE_DEVICE
 
 
 class Machine:
@@ -187,6 +188,23 @@ def test_a_graph_that_points_outside_of_fixed_addresses_is_not_packed() -> None:
     machine = Machine([8])
     with pytest.raises(GraphUnreadable, match="`decode-8` points at 0x7f0000001000"):
         pack_graphs(machine.driver, {"decode-8": machine.capture(8, 0x7F0000001000)}, {}, FIXED)
+
+
+@pytest.mark.parametrize("points_at", [0x7E0000001000, 0x7F8E00000002])
+def test_only_device_memory_counts_inside_of_a_larger_parameter(points_at: int) -> None:
+    machine = Machine([8])
+    function = machine.driver.add_function("library_product", 9, [(0, 16)])
+    structure = np.array([FIXED.start, points_at], np.uint64)  # a pointer; a count and what lay beside it
+    graph, params = machine.driver.create(), np.zeros(1, KERNEL_NODE)
+    pointers = np.array([structure.ctypes.data], np.uint64)
+    params["function"], params["parameters"] = function, pointers.ctypes.data
+    machine.driver.add_kernels(graph, params)
+
+    if points_at < 0x7F0000000000:
+        with pytest.raises(GraphUnreadable, match="byte 8 of the parameters of library_product"):
+            pack_graphs(machine.driver, {"decode-8": graph}, {}, FIXED)
+    else:
+        assert "graph/decode-8" in pack_graphs(machine.driver, {"decode-8": graph}, {}, FIXED)
 
 
 def test_a_section_that_no_graph_has_is_refused() -> None:

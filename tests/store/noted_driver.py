@@ -63,4 +63,4 @@ def note_pins(monkeypatch: pytest.MonkeyPatch, region_bytes: int) -> NotedDriver
 
 def places(driver: NotedDriver, segment: Segment, region_bytes: int) -> list[int]:
     """Return the regions in the order in which they were registered."""
-    return [(address - segment._address) // region_bytes for address in driver.order]
+    return [(address - segment.address) // region_bytes for address in driver.order]

@@ -72,6 +72,22 @@ def test_while_a_load_is_under_way_no_pages_are_made_that_nobody_needs() -> None
         assert made_bytes(segment) == segment.num_bytes
 
 
+def test_while_a_load_is_under_way_a_borrower_looks_for_no_pages() -> None:
+    """Whoever maps memory for the load, or starts a thread, would wait behind each look."""
+    with new_segment(8) as segment, closing(Segment(os.dup(segment.fd), 8, CELL_BYTES)) as borrowed:
+        segment.touch_in_background()
+        segment.wait_pinned()
+        borrowed.load_began()
+        borrowed.touch_in_background()
+        touching = borrowed._touching
+        assert touching is not None
+        touching._threads[0].join(0.05)
+        assert not touching.has_touched(0)
+        borrowed.load_ended()
+        borrowed.wait_pinned()
+        assert touching.has_touched(0)
+
+
 def test_a_borrower_finds_pages_and_leaves_it_to_the_lender_to_make_them() -> None:
     with new_segment(8) as segment, closing(Segment(os.dup(segment.fd), 8, CELL_BYTES)) as borrowed:
         borrowed.touch_in_background()
@@ -79,7 +95,7 @@ def test_a_borrower_finds_pages_and_leaves_it_to_the_lender_to_make_them() -> No
         segment.touch_in_background()
         borrowed.wait_pinned()
         assert made_bytes(segment) == segment.num_bytes
-        assert is_resident(borrowed._address, borrowed.num_bytes)
+        assert is_resident(borrowed.address, borrowed.num_bytes)
 
 
 def test_a_load_waits_for_a_region_that_is_being_pinned_and_pins_it_not_again(driver: NotedDriver) -> None:

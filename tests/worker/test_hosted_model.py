@@ -146,6 +146,7 @@ def test_models_whose_prompts_take_the_slower_kernel_are_counted(
     bench.gate.open()
     bench.gateway.load("a", model)
     assert bench.gateway.ping().fallbacks["prompt_attention"] == 0, "the fastest for a CPU"
+    assert bench.gateway.ping().fallbacks["staging"] == 0, "nothing is pinned for a CPU"
 
     monkeypatch.setattr(prefill_hopper, "capability", lambda: 90)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from hearth.memory.vmm import MappedPool
 from hearth.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.fleet.events import Promise
-from hearth.policy.turns.turn_policy import TurnRules
+from hearth.policy.turns.turn_policy import TurnChange, TurnPolicy, TurnRules, WeightsView
 from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.convert import convert
 from hearth.store.lender import Lender
@@ -59,6 +59,7 @@ from tests.worker.test_disturbed import (
     wiped,
 )
 
+WeightsOf = Callable[[ModelId], WeightsView]
 #: A turn may end after each step, whoever else waits.
 RESTLESS = TurnRules(min_turn_s=0.0, quantum_s=0.0, max_turn_s=0.0, growth=1.0, slack_reloads=0.0, lead_s=1e9)
 
@@ -172,6 +173,24 @@ def test_answers_are_right_where_kv_was_taken_and_computed_again(kind: str, tmp_
     for name, prompt, run in asked:
         assert len(gateway.answers[run].tokens) == 24
         assert_greedy(source(name), prompt, gateway.answers[run].tokens)
+
+
+def test_turns_are_not_decided_anew_for_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hearth.worker.turns.MAX_SETTLED_S", 1e6)
+    name, times = SETTINGS["mapped"].names[0], list[float]()
+    decide = TurnPolicy.decide
+
+    def counted(policy: TurnPolicy, now_s: float, weights_of: WeightsOf) -> list[TurnChange]:
+        times.append(now_s)
+        return decide(policy, now_s, weights_of)
+
+    monkeypatch.setattr(TurnPolicy, "decide", counted)
+    with taking_turns("mapped", tmp_path, [name]) as gateway:
+        gateway.ask(name, [1, 2, 3], greedy(4, ignore_eos=True))
+        num_before = len(times)
+        gateway.ask(name, [4, 5, 6], greedy(40, ignore_eos=True))
+
+    assert len(times) - num_before < 20
 
 
 def check_promises(gateway: LoopGateway, setting: Setting, names: Sequence[str]) -> None:

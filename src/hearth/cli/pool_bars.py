@@ -31,6 +31,7 @@ LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
 #: What each fallback of a worker means, for people.
 FALLBACKS = {
     "address": "at another address than planned",
+    "driver_batches": "worker whose loads slow its steps: there is no C compiler",
     "graphs": "models so far whose steps are launched kernel by kernel: torch frees what captured ones use",
     "graphs_not_restored": "of snapshots, captured instead",
     "graphs_restored_in_python": "models so far that graphs came back for in Python: there is no C compiler",
@@ -38,6 +39,7 @@ FALLBACKS = {
     "kernels_loaded_while_serving": "from disk when a step asked for them",
     "library_address": "worker whose library memory is at another address than planned",
     "prompt_attention": "models so far whose prompts are attended to by the slower kernel",
+    "staging": "worker that pins host memory while a load waits for it: there is no C compiler",
     "tables": "of penalties or biases outside of the pool",
 }
 

@@ -15,13 +15,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.metrics import Metrics
 
 #: A value that stands in a line of text as it is.
 _PLAIN = re.compile(r"[A-Za-z0-9_.:+/|@~,{}-]+", re.ASCII)
 _MAX_CHARS = 256  #: of a value
-_json = json.JSONEncoder(check_circular=False).encode  # fields are flat
+_quick_json = msgspec.json.Encoder().encode
 
 Field = str | int | float | bool | None
 #: Turns the fields of a request into a line without its end.
@@ -107,7 +109,15 @@ def text_line(fields: Mapping[str, Field]) -> bytes:
 def json_line(fields: Mapping[str, Field]) -> bytes:
     """Return a line for programs: a JSON object."""
     cut = {name: value[:_MAX_CHARS] if isinstance(value, str) else value for name, value in fields.items()}
-    return _json(cut).encode("ascii")
+    try:
+        line = _quick_json(cut)
+    except UnicodeEncodeError:  # half a character
+        return _escaped_json(cut)
+    return line if line.isascii() else _escaped_json(cut)
+
+
+def _escaped_json(fields: Mapping[str, Field]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 
 LINE_FORMATS: dict[Literal["text", "json"], LineFormat] = {"text": text_line, "json": json_line}

@@ -1,116 +1,97 @@
 """The spans of an exchange, made when it has ended, of the times that were noted.
 
 Imports OpenTelemetry's SDK, which is an extra: `tracing.py` imports this module only where there is an
-endpoint. All that is the same for many spans is made once: hundreds of requests may end in a second.
+endpoint. The SDK's sampler decides which exchanges are traced. Encodes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import (
     NonRecordingSpan,
     SpanContext,
     SpanKind,
-    Status,
-    StatusCode,
     TraceFlags,
     set_span_in_context,
 )
 
 from hearth.control.correlation import TraceParent
 from hearth.control.exchange_record import ExchangeRecord
+from hearth.control.otlp import AttributeValue, FinishedSpan, SpanEvent
 from hearth.control.timeline import Timeline
-from hearth.control.views import Explanation
-from hearth.version import hearth_version
 
-_UNSET = Status()
 _NO_PARENT = Context()
-
-
-class HashedResource(Resource):
-    """A resource that knows its hash: the exporter asks for it with every span, and the SDK's is of JSON."""
-
-    def __init__(self, resource: Resource) -> None:
-        super().__init__(resource.attributes, resource.schema_url)
-        self._hash = super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
+_NO_DETAIL: dict[str, str] = {}
 
 
 class ExchangeSpans:
-    """Makes spans of exchanges and hands them to a processor. Used on the event loop alone."""
+    """Makes spans of exchanges and hands them on. Used on the event loop alone."""
 
-    def __init__(self, provider: TracerProvider, processor: SpanProcessor) -> None:
-        self._processor, self._resource = processor, provider.resource
+    def __init__(self, provider: TracerProvider, add_span: Callable[[FinishedSpan], None]) -> None:
+        self._add_span, self._sampler = add_span, provider.sampler
+        self._new_trace_id = provider.id_generator.generate_trace_id
         self._new_span_id = provider.id_generator.generate_span_id
-        self._tracer = provider.get_tracer("hearth", hearth_version())
-        self._scope = InstrumentationScope("hearth", hearth_version())
 
     def add(self, record: ExchangeRecord) -> None:
-        """Hand over the spans of an exchange that has ended, and note their trace in its record."""
-        span = self._tracer.start_span(
-            f"{record.method} {record.route}" if record.route else record.method,
-            _parent(record.correlation.trace),
-            SpanKind.SERVER,
-            _exchange_attributes(record),
-            start_time=_nanoseconds(record.began_at_s),
+        """Hand over the spans of an exchange that has ended, if it is sampled; its record notes the trace."""
+        sent = record.correlation.trace
+        trace_id = self._new_trace_id() if sent is None else int(sent.trace_id, 16)
+        name = f"{record.method} {record.route}" if record.route else record.method
+        sampled = self._sampler.should_sample(
+            _parent(sent), trace_id, name, SpanKind.SERVER, _exchange_attributes(record)
         )
-        if span.is_recording():
-            record.trace_id = f"{span.get_span_context().trace_id:032x}"
-            for timeline, _ in record.requests:
-                self._trace_request(span.get_span_context(), timeline, record.ended_s)
-            if record.status_code >= 500:
-                span.set_status(Status(StatusCode.ERROR))
-        span.end(_nanoseconds(record.began_at_s + record.total_s))
-
-    def _trace_request(self, parent: SpanContext, timeline: Timeline, now_s: float) -> None:
-        explained = timeline.explain(now_s)
-        arrived_at_s = explained.arrived_at_s
-        total_s = now_s - timeline.arrived_s if explained.total_s is None else explained.total_s
-        is_failed = explained.error is not None
-        own = self._add_span(
-            *(parent, f"generate {explained.model}", arrived_at_s, total_s, _request_attributes(explained)),
-            [
-                Event(mark.what, _detail(mark.detail), _nanoseconds(arrived_at_s + mark.at_s))
-                for mark in explained.marks
-                if mark.what != "ended"  # whose detail may quote what somebody wrote
-            ],
-            Status(StatusCode.ERROR, explained.outcome) if is_failed else _UNSET,
-        )
-        for phase in explained.spans:
-            seconds = phase.end_s - phase.begin_s
-            self._add_span(*(own, phase.what, arrived_at_s + phase.begin_s, seconds, _detail(phase.detail)))
-
-    def _add_span(
-        self,
-        parent: SpanContext,
-        name: str,
-        begin_s: float,
-        seconds: float,
-        attributes: Mapping[str, str | int | list[str]],
-        events: Sequence[Event] = (),
-        status: Status = _UNSET,
-    ) -> SpanContext:
-        """Hand over a span that is over, which costs a fifth of one that is begun and ended."""
-        own = SpanContext(
-            parent.trace_id, self._new_span_id(), is_remote=False, trace_flags=parent.trace_flags
-        )
-        self._processor.on_end(
-            ReadableSpan(
-                *(name, own, parent, self._resource, attributes, events),
-                status=status,
-                start_time=_nanoseconds(begin_s),
-                end_time=_nanoseconds(begin_s + seconds),
-                instrumentation_scope=self._scope,
+        if sampled.decision is not Decision.RECORD_AND_SAMPLE:
+            return
+        record.trace_id = f"{trace_id:032x}"
+        state = ",".join([f"{key}={value}" for key, value in (sampled.trace_state or {}).items()])
+        span_id = self._new_span_id()
+        for timeline, _ in record.requests:
+            self._trace_request(trace_id, span_id, state, timeline, record.ended_s)
+        self._add_span(
+            FinishedSpan(
+                *(name, trace_id, span_id, None if sent is None else int(sent.span_id, 16)),
+                *(_nanoseconds(record.began_at_s), _nanoseconds(record.began_at_s + record.total_s)),
+                sampled.attributes,
+                error="" if record.status_code >= 500 else None,
+                is_server=True,
+                is_parent_remote=sent is not None,
+                trace_state=state,
             )
         )
-        return own
+
+    def _trace_request(
+        self, trace_id: int, parent_id: int, state: str, timeline: Timeline, now_s: float
+    ) -> None:
+        span_id = self._new_span_id()
+        arrived_s, arrived_at_s = timeline.arrived_s, timeline.arrived_at_s
+        end_s = now_s if timeline.ended_s is None else timeline.ended_s
+        self._add_span(
+            FinishedSpan(
+                *(f"generate {timeline.adapter or timeline.model}", trace_id, span_id, parent_id),
+                *(_nanoseconds(arrived_at_s), _nanoseconds(arrived_at_s + (end_s - arrived_s))),
+                _request_attributes(timeline),
+                [
+                    SpanEvent(what, _nanoseconds(arrived_at_s + (at_s - arrived_s)), _detail(detail))
+                    for at_s, what, detail in timeline.told_marks(now_s)
+                    if what != "ended"  # whose detail may quote what somebody wrote
+                ],
+                None if timeline.error is None else timeline.outcome,
+                trace_state=state,
+            )
+        )
+        for phase in timeline.told_spans(now_s):
+            self._add_span(
+                FinishedSpan(
+                    *(phase.what, trace_id, self._new_span_id(), span_id),
+                    *(_nanoseconds(arrived_at_s + phase.begin_s), _nanoseconds(arrived_at_s + phase.end_s)),
+                    _detail(phase.detail),
+                    trace_state=state,
+                )
+            )
 
 
 def _parent(trace: TraceParent | None) -> Context:
@@ -142,25 +123,25 @@ def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
     return attributes | {name: value for name, value in optional.items() if value is not None}
 
 
-def _request_attributes(explained: Explanation) -> dict[str, str | int | list[str]]:
+def _request_attributes(timeline: Timeline) -> dict[str, AttributeValue]:
     """Return what OpenTelemetry's conventions say of an answer, and where it was made."""
-    attributes: dict[str, str | int | list[str]] = {
-        "gen_ai.request.model": explained.model,
-        "gen_ai.response.finish_reasons": [explained.outcome],
-        "gen_ai.usage.input_tokens": explained.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": explained.num_output_tokens,
-        "hearth.cached_tokens": explained.num_cached_tokens,
-        "hearth.request_id": explained.request_id,
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.request.model": timeline.adapter or timeline.model,
+        "gen_ai.response.finish_reasons": [timeline.outcome],
+        "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": timeline.num_output_tokens,
+        "hearth.cached_tokens": timeline.num_cached_tokens,
+        "hearth.request_id": timeline.request_id,
     }
-    if explained.worker is not None:
-        attributes["hearth.worker"] = explained.worker
-    if explained.why is not None:
-        attributes["hearth.placed"] = explained.why
+    if timeline.stays:
+        attributes["hearth.worker"] = timeline.stays[-1].worker
+    if timeline.why is not None:
+        attributes["hearth.placed"] = timeline.why
     return attributes
 
 
 def _detail(text: str) -> dict[str, str]:
-    return {"hearth.detail": text} if text else {}
+    return {"hearth.detail": text} if text else _NO_DETAIL
 
 
 def _nanoseconds(seconds: float) -> int:

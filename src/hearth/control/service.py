@@ -68,7 +68,8 @@ async def running(
         HearthError: something that the configuration asks for cannot be had.
     """
     service = config.service
-    tracing = tracing_of(os.environ)
+    metrics = Metrics(service.device_hour_price)
+    tracing = tracing_of(os.environ, metrics)
     brain = BrainConfig(max_queue=service.max_queue, patience_s=service.patience_s, takes_turns=service.turns)
     async with AsyncExitStack() as stack:
         if isinstance(tracing, Tracing):
@@ -87,7 +88,6 @@ async def running(
         catalog.check_settings()
         journal = Journal(*(data_dir.journal_path, brain, service.journal_bytes, registry.renamed_digests()))
         stack.callback(journal.close)
-        metrics = Metrics(service.device_hour_price)
         observer = Observer(
             metrics,
             takes_turns=service.turns,
@@ -120,8 +120,6 @@ async def running(
         sinks: list[Callable[[ExchangeRecord], None]] = [metrics.count_response]
         if isinstance(tracing, Tracing):
             sinks.append(tracing.trace)
-        elif tracing is not None:
-            metrics.fallbacks.labels("untraced").inc()
         access_log = None
         if service.access_log != "off":
             line_format = LINE_FORMATS[service.access_log]

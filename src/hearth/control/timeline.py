@@ -193,7 +193,6 @@ class Timeline:
     def explain(self, now_s: float) -> Explanation:
         began, load = self.arrived_s, self._awaited()
         loaded = None if load is None else load.loaded
-        queue_end_s = self.stays[0].placed_s if self.stays else self.ended_s or now_s
         return Explanation(
             request_id=self.request_id,
             model=self.adapter or self.model,
@@ -206,7 +205,7 @@ class Timeline:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
-            queue_s=queue_end_s - began,
+            queue_s=self._queue_end_s(now_s) - began,
             load_s=None if load is None else self._load_s(load, now_s),
             first_token_s=_since(began, self.first_token_s),
             total_s=_since(began, self.ended_s),
@@ -223,13 +222,13 @@ class Timeline:
             num_late_tokens=self.num_late_tokens,
             client_request_id=self.correlation.client_id,
             traceparent=None if self.correlation.trace is None else str(self.correlation.trace),
-            spans=tuple(self._spans(now_s, queue_end_s)),
+            spans=tuple(self.told_spans(now_s)),
             base=None if self.adapter is None else self.model,
             adapter_tier=self.adapter_tier,
             adapter_wait_s=0.0 if self.adapter_load is None else self.adapter_load.wait_s,
             adapter_load_s=0.0 if self.adapter_load is None else self.adapter_load.total_s,
             marks=tuple(
-                TimelineMark(at_s - began, what, detail) for at_s, what, detail in self._all_marks(now_s)
+                TimelineMark(at_s - began, what, detail) for at_s, what, detail in self.told_marks(now_s)
             ),
         )
 
@@ -261,10 +260,13 @@ class Timeline:
         seconds = self.last_token_s - self.first_token_s
         return (self.num_output_tokens - 1) / seconds if seconds > 0 else None
 
-    def _spans(self, now_s: float, queue_end_s: float) -> list[TimelineSpan]:
+    def _queue_end_s(self, now_s: float) -> float:
+        return self.stays[0].placed_s if self.stays else self.ended_s or now_s
+
+    def told_spans(self, now_s: float) -> list[TimelineSpan]:
         """Return the phases of the request in the order of their beginnings."""
         end_s = self.ended_s or now_s
-        spans = [self._span("queue", self.arrived_s, queue_end_s)]
+        spans = [self._span("queue", self.arrived_s, self._queue_end_s(now_s))]
         if (load := self._awaited()) is not None:
             spans += self._load_spans(load, end_s)
         if (adapter := self.adapter_load) is not None:
@@ -307,7 +309,8 @@ class Timeline:
         began = self.arrived_s
         return TimelineSpan(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
 
-    def _all_marks(self, now_s: float) -> list[tuple[float, str, str]]:
+    def told_marks(self, now_s: float) -> list[tuple[float, str, str]]:
+        """Return when what happened, and more about it, from the arrival on."""
         what = "" if self.pooling is None else f"for an embedding, pooling: {self.pooling}"
         marks = [(self.arrived_s, "queued", what), *self.marks]
         for wait in self._told_waits(self.ended_s or now_s):

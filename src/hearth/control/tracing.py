@@ -1,8 +1,9 @@
 """OpenTelemetry traces: a span for each HTTP request, with what `hearth explain` draws below it.
 
-Spans (`exchange_spans.py`) are made when an exchange has ended; a thread of OpenTelemetry's SDK sends them.
-Where to, how often and which of them say the standard OTEL_* variables, which the SDK reads itself. Its
-packages are an extra, and imported only where an endpoint is set. Tells nothing of prompts and answers.
+Spans (`exchange_spans.py`) are made when an exchange has ended; a thread of OpenTelemetry's SDK sends them
+(`span_export.py`). Where to, how often and which of them say the standard OTEL_* variables, which the SDK
+reads itself. Its packages are an extra, and imported only where an endpoint is set. Tells nothing of prompts
+and answers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hearth.control.exchange_record import ExchangeRecord
+from hearth.control.metrics import Metrics
 from hearth.errors import ConfigError
 from hearth.version import hearth_version
 
@@ -43,11 +45,11 @@ class Untraced:
     note: str
 
 
-def tracing_of(environ: Mapping[str, str]) -> Tracing | Untraced | None:
+def tracing_of(environ: Mapping[str, str], metrics: Metrics) -> Tracing | Untraced | None:
     """Return what traces requests as the environment says; None: nothing is to be traced.
 
     The variables are no settings of Hearth, and may be there for all programs of a machine: where they ask
-    for what cannot be done, the service runs without traces.
+    for what cannot be done, the service runs without traces, and `metrics` count that.
     """
     endpoint = next((name for name in ENDPOINTS if environ.get(name)), None)
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
@@ -58,8 +60,12 @@ def tracing_of(environ: Mapping[str, str]) -> Tracing | Untraced | None:
         tracing = _tracing(environ, endpoint, exporter)
     except ConfigError as error:
         log.warning("fallback traces=off reason=`%s`", str(error).replace("`", ""))
+        metrics.fallbacks.labels("untraced").inc()
         return Untraced(f"requests are not traced: {error}")
     log.info("tracing by=%s", endpoint)  # without its value: a URL may hold a password
+    if tracing.obstacle is not None:
+        log.warning("fallback traces=slow reason=`%s`", tracing.obstacle)
+        metrics.fallbacks.labels("trace_encoder").inc()
     return tracing
 
 
@@ -80,10 +86,11 @@ def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracin
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from hearth.control.exchange_spans import ExchangeSpans, HashedResource
+        from hearth.control.exchange_spans import ExchangeSpans
+        from hearth.control.span_export import OtlpQueue, SdkQueue, obstacle_to_bytes
     except ImportError as error:
         raise ConfigError(
             f"{endpoint} is set, and a package that sends traces is missing: {error.name}; install Hearth's "
@@ -91,8 +98,9 @@ def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracin
         ) from error
     defaults = Resource.create({"service.name": "hearth", "service.version": hearth_version()})
     resource = defaults.merge(OTELResourceDetector().detect())  # again: what the environment says wins
-    provider = TracerProvider(resource=HashedResource(resource), shutdown_on_exit=False)
     try:
+        limits = SpanLimits()
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False, span_limits=limits)
         span_exporter = OTLPSpanExporter()
         processor = BatchSpanProcessor(span_exporter)
     except ValueError as error:  # of a number that is none, say
@@ -100,16 +108,25 @@ def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracin
             f"a variable OTEL_* that sending traces goes by has a wrong value: {error}"
         ) from error
     provider.add_span_processor(processor)
-    return Tracing(provider, ExchangeSpans(provider, processor), span_exporter)
+    obstacle = obstacle_to_bytes()
+    queue = (OtlpQueue if obstacle is None else SdkQueue)(resource, processor, limits)
+    return Tracing(provider, ExchangeSpans(provider, queue.add), span_exporter, obstacle)
 
 
 class Tracing:
     """Traces exchanges until it is closed. Used on the event loop alone."""
 
-    note: None = None  #: as of `Untraced`: all that is to be traced is
-
-    def __init__(self, provider: TracerProvider, spans: ExchangeSpans, exporter: SpanExporter) -> None:
+    def __init__(
+        self, provider: TracerProvider, spans: ExchangeSpans, exporter: SpanExporter, obstacle: str | None
+    ) -> None:
+        """`obstacle`: to sending spans as the bytes that we write; None: they are sent so."""
         self._provider, self._spans, self._exporter = provider, spans, exporter
+        self.obstacle = obstacle
+
+    @property
+    def note(self) -> str | None:
+        """Say why traces cost more than they need to; None: they do not."""
+        return None if self.obstacle is None else f"traces take more processor time: {self.obstacle}"
 
     def trace(self, record: ExchangeRecord) -> None:
         """Hand the spans of an exchange that has ended to the SDK; not of strangers and of scrapers."""

@@ -14,7 +14,7 @@ _CAPTURE = threading.Lock()
 
 
 class GraphCapture:
-    """Captures the graphs of one engine, which share memory. Mutable; used only by the engine's thread."""
+    """Captures the graphs of one engine, which share memory. Mutable; any thread captures, one at a time."""
 
     def __init__(self) -> None:
         #: Memory for what libraries allocate while they are captured; one for all graphs, as they take turns.

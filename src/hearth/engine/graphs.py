@@ -34,6 +34,9 @@ class StepGraph(Protocol):
 class CapturedGraph(StepGraph, Protocol):
     """A graph that was captured in this process, as torch has it."""
 
+    def instantiate(self) -> None:
+        """Make it ready to be queued, as the first replay would do."""
+
     def raw_cuda_graph(self) -> int:
         """Return the driver's handle of its nodes, which lasts as long as this object."""
 
@@ -75,7 +78,7 @@ class Capturer(Protocol):
 
 
 class StepGraphs:
-    """Parts of steps as graphs. Mutable; written only by the runner.
+    """Parts of steps as graphs. Mutable; written only by the runner, `capture_ahead` from any thread.
 
     Work is given with each call and not kept: it belongs to the runner, which owns the graphs, and the two
     would keep each other and all their memory alive.
@@ -140,6 +143,14 @@ class StepGraphs:
             if key not in self._captured:
                 self._captured[key] = self._capturer.capture(work)
             self._captured[key].replay()
+
+    def capture_ahead(self, key: GraphKey, work: Work) -> None:
+        """Have a graph of a part of a step ready, if it has none and gets none. Runs nothing."""
+        if self.needs_capture(key):
+            graph = self._capturer.capture(work)
+            graph.instantiate()
+            # If a step has captured one meanwhile, that may be running.
+            self._captured.setdefault(key, graph)
 
     def begin_trial(self, keys: Collection[GraphKey]) -> Sequence[StepGraph] | None:
         """Return the graphs of all parts of a step, in order; None: there is nothing to try, or not yet.

@@ -212,6 +212,19 @@ class Runner:
         self._inputs.adapters.park(shape)
 
     @torch.inference_mode()
+    def capture_ahead(self, shape: StepShape) -> None:
+        """Have graphs of all parts of a step ready, where they are captured. Runs nothing.
+
+        Any one thread may call it, beside all steps: weights need not be there yet.
+        """
+        if self.graphs is None:
+            return
+        for key in shape.keys:
+            self.graphs.capture_ahead(
+                key, partial(self._queue, key.part, shape, None, self.decoder, self.kv, None)
+            )
+
+    @torch.inference_mode()
     def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
         """Capture the first layers of the part of a step that has this name in snapshots; None: none has.
 

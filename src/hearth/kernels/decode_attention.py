@@ -177,7 +177,7 @@ def _decode_attention_kernel(
     COUNTS_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPS)
+    # Lengths are those of the whole step, so they are read while the kernel in front still runs.
     if COUNTS_ROWS:
         max_rows = tl.minimum(max_rows, tl.load(num_rows))
     total = 0
@@ -202,6 +202,7 @@ def _decode_attention_kernel(
             row += tl.sum(is_before.to(tl.int32), 0)
             before += tl.sum(tl.where(is_before, num_tiles, 0), 0)
             passed += tl.sum(num_tiles, 0)
+    wait_for_inputs(OVERLAPS)
 
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)

@@ -10,13 +10,31 @@ from hearth.kernels.overlap import wait_for_inputs
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
     """Compute `out = x @ weight.T + bias` for x [rows, k] and weight [n, k]."""
-    rows = x.shape[0]
-    if rows <= MAX_SKINNY_ROWS and runs_triton(x) and x.dtype != torch.float32:
+    if _is_skinny(x):
         skinny_linear_triton(x, weight, bias, out=out)
-    elif rows in FLIPPED_ROWS and x.is_cpu:
+    elif _is_flipped(x):
         flipped_linear(x, weight, bias, out=out)
     else:
         linear_reference(x, weight, bias, out=out)
+
+
+def add_linear(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> bool:
+    """Compute `out += x @ weight.T` in one pass, whose sum is rounded once; False: not with so many rows.
+
+    Where nothing is computed `linear` is faster, with a sum behind it.
+    """
+    if _is_skinny(x) or _is_flipped(x):
+        return False
+    out.addmm_(x, weight.t())
+    return True
+
+
+def _is_skinny(x: torch.Tensor) -> bool:
+    return x.shape[0] <= MAX_SKINNY_ROWS and runs_triton(x) and x.dtype != torch.float32
+
+
+def _is_flipped(x: torch.Tensor) -> bool:
+    return x.shape[0] in FLIPPED_ROWS and x.is_cpu
 
 
 def linear_reference(

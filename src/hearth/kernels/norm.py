@@ -99,10 +99,15 @@ def _add_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * hidden
     cols = tl.arange(0, BLOCK)
     inside = cols < hidden
+    # Asked for first: nobody writes weights, and behind a sum over the row they would be waited for.
+    if HAS_WEIGHT:
+        w = tl.load(weight + cols, inside, other=0.0)
+    if HAS_BIAS:
+        b = tl.load(bias + cols, inside, other=0.0)
+    wait_for_inputs(OVERLAPS)
     x = tl.load(residual + row + cols, inside, other=0.0)
     if HAS_DELTA:
         d = tl.load(delta + row + cols, inside, other=0.0)
@@ -114,7 +119,7 @@ def _add_norm_kernel(
         y = tl.where(inside, y - tl.sum(y, 0) / hidden, 0.0)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / hidden + eps)
     if HAS_WEIGHT:
-        y = y * tl.load(weight + cols, inside, other=0.0).to(tl.float32)
+        y = y * w.to(tl.float32)
     if HAS_BIAS:
-        y = y + tl.load(bias + cols, inside, other=0.0).to(tl.float32)
+        y = y + b.to(tl.float32)
     tl.store(out + row + cols, y.to(x.dtype), inside)

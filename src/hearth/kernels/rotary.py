@@ -150,15 +150,22 @@ def _rotate_and_store_kernel(
     HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < NUM_Q + 2 * NUM_KV
     is_q = head < NUM_Q
     is_v = head >= NUM_Q + NUM_KV
+    half_dims = tl.arange(0, HALF_PAD)[None, :]
+    # Where the token goes, and by which angles it is turned, is read while the kernel in front still runs.
     position = tl.load(positions + token)
     slot = tl.load(slots + token).to(tl.int64)
     block = tl.load(table + slot * table_stride + position // BLOCK_TOKENS).to(tl.int64)
+    if HALF > 0:
+        angles = cos_sin + position.to(tl.int64) * (2 * HALF)
+        cos = tl.load(angles + half_dims, half_dims < HALF, other=1.0)
+        sin = tl.load(angles + HALF + half_dims, half_dims < HALF, other=0.0)
+    wait_for_inputs(OVERLAPS)
+
     source = qkv + token.to(tl.int64) * ((NUM_Q + 2 * NUM_KV) * DIM) + head[:, None] * DIM
     # k and v heads are numbered 0 .. 2 * NUM_KV - 1 from the end of q: side k|v, then head.
     kv_head = tl.where(is_q, 0, head - NUM_Q)
@@ -166,8 +173,6 @@ def _rotate_and_store_kernel(
     target = side * (BLOCK_TOKENS * NUM_KV * DIM) + (position % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
     target = kv + block * kv_stride + target[:, None]
     leaves = is_head & (is_q == 0)  # written to the cache; q stays where it is
-
-    half_dims = tl.arange(0, HALF_PAD)[None, :]
     rest_dims = tl.arange(0, REST_PAD)[None, :]
     squares = tl.zeros([HEADS], tl.float32)
     if HALF > 0:
@@ -189,9 +194,8 @@ def _rotate_and_store_kernel(
             x *= scale * _head_weight(q_weight, k_weight, half_dims, in_dim, is_q, is_v)
             y *= scale * _head_weight(q_weight + HALF, k_weight + HALF, half_dims, in_dim, is_q, is_v)
             x, y = x.to(a.dtype).to(tl.float32), y.to(a.dtype).to(tl.float32)
-        angles = cos_sin + position.to(tl.int64) * (2 * HALF)
-        cos = tl.where(is_v[:, None], 1.0, tl.load(angles + half_dims, in_dim, other=1.0))
-        sin = tl.where(is_v[:, None], 0.0, tl.load(angles + HALF + half_dims, in_dim, other=0.0))
+        cos = tl.where(is_v[:, None], 1.0, cos)
+        sin = tl.where(is_v[:, None], 0.0, sin)
         rotated_x = (x * cos - y * sin).to(a.dtype)
         rotated_y = (y * cos + x * sin).to(a.dtype)
         tl.store(source + half_dims, rotated_x, is_q[:, None] & in_dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 import torch
@@ -27,10 +27,10 @@ class ArenaPieces:
     sizes: tuple[int, ...]
     #: On CUDA: what was queued when they were placed. It may still read or move what was there.
     queued: torch.cuda.Event | None
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(piece_bytes, self.sizes))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", sum(map(piece_bytes, self.sizes)))
 
 
 class ArenaBooks:

@@ -15,7 +15,7 @@ from hearth.memory.mapped_tenant import MappedTenant, num_pages
 from hearth.memory.page_table import PageTable
 from hearth.memory.pages import Mark, Pages
 from hearth.memory.piece_book import PieceBook
-from hearth.memory.pool import EvictionTermsOf, Holding, PoolUsage, Shape
+from hearth.memory.pool import EvictionTerms, Holding, PoolUsage, Shape
 from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import Spaces
 from hearth.policy.memory.eviction import TAKEABLE, Tail
@@ -408,16 +408,13 @@ def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
 
 
 def tails_of(
-    books: PageBooks, eviction_terms: EvictionTermsOf, hold: Hold, below_s_per_byte: float
+    books: PageBooks, terms_by_model: Mapping[ModelId, EvictionTerms], hold: Hold, below_s_per_byte: float
 ) -> list[Tail]:
     """Return what each model that is held so would free, page by page, unless somebody writes its bytes.
 
-    Only those whose reload cost is less than `below_s_per_byte`.
+    Only those of models with terms, whose reload cost is less than `below_s_per_byte`.
     """
     assert hold in TAKEABLE, f"never to be taken from: {hold=}"
-    terms_by_model = {
-        model: eviction_terms(model) for model, tenant in books.tenants.items() if not tenant.coming
-    }
     costs = {
         model: terms.cost_s_per_byte
         for model, terms in terms_by_model.items()

@@ -33,6 +33,7 @@ class PieceBook:
         assert page_bytes % FACTOR_ALIGNMENT_BYTES == 0, f"{page_bytes=}"
         self._page_bytes, self._num_slots = page_bytes, num_slots
         self._parts: dict[AdapterId, tuple[ByteRange, ...]] = {}
+        self._bytes: dict[AdapterId, int] = {}  #: of their pieces: a worker asks often, and has thousands
         #: Bytes of pages that no piece has, in order; no two of them touch.
         self._holes: list[ByteRange] = []
         self._num_pieces: Counter[int] = Counter()  #: by slot that has a page: at least one
@@ -47,7 +48,7 @@ class PieceBook:
 
     def bytes_by_owner(self) -> dict[AdapterId, int]:
         """Return the bytes of each adapter's pieces, rounded up, by its id."""
-        return {owner: sum(map(_size, parts)) for owner, parts in sorted(self._parts.items())}
+        return dict(sorted(self._bytes.items()))
 
     def parts_of(self, owner: AdapterId) -> tuple[ByteRange, ...]:
         return self._parts[owner]
@@ -90,6 +91,7 @@ class PieceBook:
         """Give an adapter the places of a plan that was made a moment ago."""
         assert owner not in self._parts, f"adapter {owner} has its pieces"
         self._parts[owner] = plan.parts
+        self._bytes[owner] = sum(map(_size, plan.parts))
         self._num_pieces.update(slot for part in plan.parts for slot in self._slots_of(part))
         num_known = max(self._num_known, *(slot + 1 for slot in plan.new_slots), 0)
         self._pageless.update(range(self._num_known, num_known))
@@ -100,6 +102,7 @@ class PieceBook:
     def give(self, owner: AdapterId) -> list[int]:
         """Take the pieces of an adapter back. Returns the slots that have none any more, whose pages go."""
         slots, parts = self.slots_of(owner), self._parts.pop(owner)
+        del self._bytes[owner]
         self._num_pieces.subtract(slot for part in parts for slot in self._slots_of(part))
         empty = [slot for slot in slots if not self._num_pieces[slot]]
         for slot in empty:
@@ -111,6 +114,7 @@ class PieceBook:
     def check(self) -> None:
         """Raise unless every byte of every page is in one hand. For tests."""
         parts = [part for parts in self._parts.values() for part in parts]
+        assert self._bytes == {owner: sum(map(_size, own)) for owner, own in self._parts.items()}
         assert self._holes == _merged(self._holes), f"holes touch: {self._holes}"
         covered = _merged([*parts, *self._holes])
         assert sum(map(_size, covered)) == sum(map(_size, [*parts, *self._holes])), "two have the same bytes"

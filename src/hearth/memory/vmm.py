@@ -133,17 +133,22 @@ class MappedPool:
     def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
         freed_bytes = 0
         with self._table.lock:
+            terms = {
+                model: self._eviction_terms(model)
+                for model, tenant in self._books.tenants.items()
+                if not tenant.coming
+            }
             for hold in TAKEABLE:
                 while hold <= most and freed_bytes < num_bytes:
                     # A plan may free less than it should, where models share pages: then once more.
-                    tails = tails_of(self._books, self._eviction_terms, hold, below_s_per_byte)
+                    tails = tails_of(self._books, terms, hold, below_s_per_byte)
                     takes = plan_takes(tails, num_bytes - freed_bytes)
                     if not takes:
                         break
                     for take in takes:
                         tenant = self._books.tenants[take.model]
                         indices = sorted(tenant.there, reverse=True)[: take.num_units]
-                        is_idle = not self._eviction_terms(take.model).is_computing
+                        is_idle = not terms[take.model].is_computing
                         num_freed = self._books.leave_weights(tenant, indices, is_idle=is_idle)
                         freed_bytes += num_freed * tenant.page_bytes
         return freed_bytes

@@ -1,7 +1,8 @@
 """The forward pass of every family, which follows an `Arch` over weights, KV and buffers of others.
 
 Hidden states travel as a residual stream and the delta that is not yet added to it, because adding and
-the next normalisation are one kernel. Between layer ranges only their sum is handed on.
+the next normalisation are one kernel. Where a library's product can add itself to the residual there is no
+delta. Between layer ranges only their sum is handed on.
 
 `project`, `attend` and `absorb` are the three parts of a layer: q, k and v leave the first, the attention's
 output enters the last, and what lies between may run elsewhere.
@@ -24,7 +25,7 @@ import torch
 from hearth.kernels.activation import activate
 from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.decode_attention import decode_attention
-from hearth.kernels.linear import linear
+from hearth.kernels.linear import add_linear, linear
 from hearth.kernels.lora import project_with_adapters
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
@@ -206,11 +207,13 @@ class Decoder:
     ) -> torch.Tensor | None:
         """Run output projection and MLP; return the next delta, or None where it is in the residual."""
         arch, ws, weights = self.arch, self._cut(attended.shape[0]), self._weights_of(layer)
+        if arch.residual is Residual.PRE:
+            delta = self._summed(Projection.O, layer, attended, weights.o, residual, ws.delta, adapters)
+            mlp_in = self._norm(weights.mlp_norm, delta, residual)
+            activated = self._activated(layer, mlp_in, adapters)
+            return self._summed(Projection.DOWN, layer, activated, weights.down, residual, ws.delta, adapters)
         delta = self._adapted(Projection.O, layer, attended, weights.o, ws.delta, adapters)
         match arch.residual:
-            case Residual.PRE:
-                mlp_in = self._norm(weights.mlp_norm, delta, residual)
-                return self._mlp(layer, mlp_in, ws.delta, adapters)
             case Residual.PARALLEL:
                 mlp_in = normed if arch.shares_norm else self._norm(weights.mlp_norm, None, residual)
                 return delta.add_(self._mlp(layer, mlp_in, ws.mlp_out, adapters))
@@ -244,10 +247,31 @@ class Decoder:
     def _mlp(
         self, layer: int, x: torch.Tensor, out: torch.Tensor, adapters: AdapterRows | None
     ) -> torch.Tensor:
-        ws, weights = self._cut(x.shape[0]), self._weights_of(layer)
-        up = self._adapted(Projection.UP, layer, x, weights.up, ws.up, adapters)
+        activated, weights = self._activated(layer, x, adapters), self._weights_of(layer)
+        return self._adapted(Projection.DOWN, layer, activated, weights.down, out, adapters)
+
+    def _activated(self, layer: int, x: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
+        """Run the MLP up to its activation."""
+        ws = self._cut(x.shape[0])
+        up = self._adapted(Projection.UP, layer, x, self._weights_of(layer).up, ws.up, adapters)
         activate(up, self.arch.activation, gated=self.arch.gated, out=ws.activated)
-        return self._adapted(Projection.DOWN, layer, ws.activated, weights.down, out, adapters)
+        return ws.activated
+
+    def _summed(
+        self,
+        projection: Projection,
+        layer: int,
+        x: torch.Tensor,
+        weights: Linear,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        adapters: AdapterRows | None,
+    ) -> torch.Tensor | None:
+        """Run a projection and add it to the residual; return the delta that is still to be added, if any."""
+        is_plain = weights.scale is None and weights.bias is None and adapters is None
+        if is_plain and add_linear(x, weights.weight, out=residual):
+            return None
+        return self._adapted(projection, layer, x, weights, delta, adapters)
 
     def _adapted(
         self,

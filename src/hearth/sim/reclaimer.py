@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from hearth.policy.fleet.footprint import PAGE_BYTES
-from hearth.policy.memory.eviction import Tail, effective_hold, plan_takes
+from hearth.policy.memory.eviction import TAKEABLE, Tail, effective_hold, plan_takes
 from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
@@ -229,8 +229,8 @@ class SimulatedReclaimer:
         tails = [
             Tail(model, hold, cost_s_per_byte, weights.tail)
             for model, weights in self.device.weights.items()
-            if (hold := self._hold(model)) <= order.most
-            and model not in coming
+            if model not in coming
+            and (hold := self._hold(model)) in TAKEABLE
             and (cost_s_per_byte := self._price(model, hold)) < order.below_s_per_byte
         ]
         before_bytes = self.device.free_bytes

@@ -327,7 +327,8 @@ class SteppedWorker:
         """Have the first bytes of the next in line cross before its turn, where others cost less."""
         if self.turns is None or self._is_any_loading():
             return
-        model = self.turns.early(self._now_s, lambda name: self.reclaimer.missing_bytes(name) > 0)
+        line = self.turns.next_in_line(self._now_s)
+        model = self.turns.early(line, lambda name: self.reclaimer.missing_bytes(name) > 0)
         num_bytes = 0 if model is None else self.reclaimer.place_front(model, self.turns.front_bytes)
         if model is not None and num_bytes:
             begin_s = max(self._now_s, self._bus_free_s)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, Promise, RungUse, SetHold
-from hearth.policy.memory.eviction import Tail, effective_hold, plan_takes
+from hearth.policy.memory.eviction import TAKEABLE, Tail, effective_hold, plan_takes
 from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
 from hearth.policy.memory.reclaim_orders import ReclaimOrder, TakeWeights, carry_out
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
@@ -270,7 +270,7 @@ class SimulatedWorker:
         for model, weights in self.device.weights.items():
             replica = self.replicas.get(model)
             hold = Hold.RETAINED if replica is None else replica.current_hold
-            if hold <= order.most and model != self._policy.placing:
+            if hold in TAKEABLE and model != self._policy.placing:
                 tails.append(Tail(model, hold, self._costs.cost_s_per_byte(model, now_s), weights.tail))
         before_bytes = self.device.free_bytes
         for take in plan_takes(tails, order.num_bytes):

@@ -35,6 +35,14 @@ class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float  #: that it took as a rule
 
 
+class PartOrigin(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a field comes from that was measured later than the rest of its profile, on the same device."""
+
+    command: str
+    commit: str | None
+    date: str
+
+
 class Origin(Struct, frozen=True, forbid_unknown_fields=True):
     """Where and with what a profile was measured."""
 
@@ -47,6 +55,7 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True):
     is_tiny: bool  #: measured to see that measuring works; its times mean nothing
     #: Fields that were not measured but assumed, each with the reason.
     assumed: dict[str, str]
+    later: dict[str, PartOrigin] = {}  #: fields that were measured apart, by name
 
 
 class MeasuredSwitch(Struct, frozen=True, forbid_unknown_fields=True):

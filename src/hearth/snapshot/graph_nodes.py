@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -131,6 +131,18 @@ class KernelId:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A number among the parameters of a node that is as large as addresses are."""
+
+    value: int
+    kernel: str | None  #: whose parameter it is; None: of a copy or a fill
+    offset: int  #: in the parameters
+    #: A parameter of its own. Else it lies in a larger one, where a count may stand beside another number, or
+    #: beside bytes that nobody wrote, and the two together look like an address.
+    is_whole: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphNodes:
     """A graph as arrays. Nodes are in an order in which each comes behind those that it waits for."""
@@ -181,17 +193,22 @@ class GraphNodes:
         graph._check()
         return graph
 
-    def addresses(self) -> npt.NDArray[np.uint64]:
-        """Return every number in the parameters that may be an address, each once.
-
-        Where parameters are one buffer, an address may stand at any word of it.
-        """
-        found = [np.zeros(0, np.uint64)]
+    def addresses(self, but: range) -> Iterator[Address]:
+        """Yield every number in the parameters that may be an address, `but` some, once for each place."""
+        seen = set[Address]()
         for node in self.nodes:
             blob = self.blobs[node["blob"] : node["blob"] + node["blob_bytes"]]
             words = blob[: len(blob) // _WORD_BYTES * _WORD_BYTES].view(np.uint64)
-            found.append(words[words >= _LEAST_ADDRESS])
-        return np.unique(np.concatenate(found))
+            is_kernel = node["kind"] == GRAPH_NODE_TYPE_KERNEL
+            kernel = self.kernels[node["kernel"]] if is_kernel else None
+            is_known = (words >= but.start) & (words < but.stop)
+            for index in np.flatnonzero((words >= _LEAST_ADDRESS) & ~is_known).tolist():
+                at = index * _WORD_BYTES
+                is_whole = kernel is None or (at, _WORD_BYTES) in kernel.parameters
+                found = Address(int(words[index]), kernel and kernel.name, at, is_whole)
+                if found not in seen:
+                    seen.add(found)
+                    yield found
 
     def _check(self) -> None:
         """Raise GraphUnreadable where an index is out of bounds or a node is not whole."""

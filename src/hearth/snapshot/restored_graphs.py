@@ -10,10 +10,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from hearth.cuda_driver import MEMORYTYPE_HOST
 from hearth.cuda_graphs import CudaGraphs
 from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
 from hearth.snapshot.graph_names import GRAPH_PREFIX, graph_names, kind_of, num_rows_of
-from hearth.snapshot.graph_nodes import KernelId, packed_kernels, read_graph
+from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import Rebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
@@ -38,14 +39,25 @@ def pack_graphs(
     sections = {}
     for name, handle in graph_by_name.items():
         graph = read_graph(driver, handle, binary_by_function)
-        for address in graph.addresses().tolist():
-            if address not in fixed and driver.is_address(address):
+        for address in graph.addresses(but=fixed):
+            if _is_used(driver, address):
                 raise GraphUnreadable(
-                    f"graph `{name}` points at {address:#x}, which is not among the fixed addresses "
-                    f"{fixed.start:#x} to {fixed.stop:#x}: no snapshot can hold it"
+                    f"graph `{name}` points at {address.value:#x}, which is not among the fixed addresses "
+                    f"{fixed.start:#x} to {fixed.stop:#x}: no snapshot can hold it "
+                    f"(byte {address.offset} of the parameters of {address.kernel or 'a copy or fill'})"
                 )
         sections[GRAPH_PREFIX + name] = graph.pack()
     return sections
+
+
+def _is_used(driver: CudaGraphs, address: Address) -> bool:
+    """True if a number must be taken for the address of memory that a graph uses.
+
+    A part of a larger parameter, of which only libraries' kernels have any, is one only if it leads to memory
+    of a device: none of these kernels reads the host's, of which gigabytes are pinned and found by chance.
+    """
+    memory = driver.memory_at(address.value)
+    return memory is not None and (address.is_whole or memory != MEMORYTYPE_HOST)
 
 
 class RestoredGraphs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Generic, TypeAlias, TypeVar
 from hearth.errors import ChunkCorrupt, HearthError, LenderGone, LoadCancelled, ModelNotOpen, StoreError
 from hearth.store.adapter_manifest import AdapterManifest, of_adapter
 from hearth.store.description import read_description
-from hearth.store.fetch import HostChunk
+from hearth.store.fetch import RELEASE_BATCH, HostChunk
 from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.lender_line import LenderLine
 from hearth.store.lending import (
@@ -29,7 +29,7 @@ from hearth.store.lending import (
     OpenModel,
     PrefetchModel,
     Refused,
-    ReleaseChunk,
+    ReleaseChunks,
     error_of,
     parse,
     received,
@@ -37,6 +37,7 @@ from hearth.store.lending import (
 )
 from hearth.store.manifest import TOKENIZER, Manifest, StoredManifest, damage_of, of_model
 from hearth.store.segment import Segment
+from hearth.store.staging_buffers import StagingBuffers
 from hearth.types import Digest
 
 MAX_HELLO_BYTES = 4096
@@ -95,6 +96,8 @@ class Borrower:
         connection, segment = _introduce(path, is_pinned=is_pinned)
         connection.close()
         self.segment = self._pinned(segment)
+        #: For loads from memory that is not pinned yet; None: they pin it.
+        self.staging: StagingBuffers | None = None
         #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
         self._manifests: dict[Digest, StoredManifest] = {}
         #: Files beside models that were the stored ones: of which digest, and in which state. As above.
@@ -106,11 +109,31 @@ class Borrower:
         self._is_closed = False
         self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
 
-    def device_is_up(self) -> None:
-        """Begin to pin, for the device that is current for the calling thread."""
+    def device_is_up(
+        self, staging: StagingBuffers | None = None, wait: Callable[[], None] | None = None
+    ) -> None:
+        """Begin to pin, for the device that is current for the calling thread.
+
+        `staging` is for loads from memory that is not pinned yet, and closed with this; None: they pin it.
+        Until `wait` returns, which a thread calls, nothing is pinned that no load needs.
+        """
+        if staging is not None:
+            staging.pin()
         with self._lock:
             self._is_device_up = True
-            self._pinned(self.segment)
+            self.staging = staging
+            segment = self.segment
+            if wait is not None:
+                segment.load_began()  # as it were
+                threading.Thread(
+                    target=_after, args=(wait, segment.load_ended), name="hearth-pin-later", daemon=True
+                ).start()
+            self._pinned(segment)
+
+    @property
+    def is_unstaged(self) -> bool:
+        """True if loads have to pin host memory themselves."""
+        return self._is_pinned and self._is_device_up and self.staging is None
 
     def open(self, where: str | Path, weight: float = 1.0) -> BorrowedModel:
         """Have the lender open a converted model; its description is read here.
@@ -274,6 +297,8 @@ class Borrower:
             self._is_closed = True
         while (line := self._take_standing()) is not None:
             line.close()
+        if self.staging is not None:
+            self.staging.close()  # first: it may still read from them
         for segment in (*self._old, self.segment):
             segment.close()
 
@@ -376,7 +401,8 @@ class Loan:
         `is_in_host`: all chunks were in host memory when it began.
         """
         self.is_in_host = is_in_host
-        self._line, self._name, self._num_chunks, self._keep = line, name, num_chunks, keep
+        self.num_chunks = num_chunks
+        self._line, self._name, self._keep = line, name, keep
         #: Guards the fields below and the sending: one thread yields, others release and cancel.
         self._lock = threading.Lock()
         self._num_yielded = 0
@@ -384,6 +410,8 @@ class Loan:
         self._is_over = num_chunks == 0  #: nothing more will be yielded
         self._is_cancelled = False
         self._has_hung_up = False
+        #: A message that came behind the chunks that were yielded; of the thread that iterates alone.
+        self._unread: Message | None = None
         self.segment.load_began()
         self._hang_up_if_done()
 
@@ -398,17 +426,45 @@ class Loan:
         return self._is_over and self._num_released == self._num_yielded
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order.
+        """Yield the chunks in order, as `batches`."""
+        for batch in self.batches(1):
+            yield from batch
+
+    @property
+    def release_batch(self) -> int:
+        """See `ChunkStream`."""
+        return RELEASE_BATCH
+
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
+        """Yield the chunks in order, those together that have come and are pinned, at most so many.
 
         Raises what the lender met, LoadCancelled after `cancel`, LenderGone if the lender is gone.
         """
-        for _ in range(self._num_chunks):
-            yield self._accept(self._line.read())
+        num_left = self.num_chunks
+        while num_left:
+            batch = self._accept(min(most, num_left))
+            self.segment.pin(batch[0].cell)  # to be copied from next
+            num_left -= len(batch)
+            yield batch
+
+    @property
+    def num_to_come(self) -> int:
+        """How many chunks have not been taken."""
+        return self.num_chunks - self._num_yielded
+
+    def has_next(self) -> bool:
+        """True if `take` need not wait. Called by the thread that iterates, as that is."""
+        return self._unread is not None or self._line.has_next()
+
+    def take(self) -> HostChunk:
+        """Return the next chunk, which may not be pinned. Raises as iterating does."""
+        (chunk,) = self._accept(1)
+        return chunk
 
     def release(self, *chunks: HostChunk) -> None:
         with self._lock:
             with suppress(OSError):  # a lender that is gone wants nothing back
-                self._line.send(*(ReleaseChunk(chunk.index) for chunk in chunks))
+                self._line.send(ReleaseChunks(tuple(chunk.index for chunk in chunks)))
             self._num_released += len(chunks)
             self._hang_up_if_done()
 
@@ -423,18 +479,33 @@ class Loan:
             self._line.stop_reading()
             self._hang_up_if_done()
 
-    def _accept(self, message: Message | None) -> HostChunk:
-        """Return the chunk that the lender's message names; raise if the load is over."""
+    def _accept(self, most: int) -> list[HostChunk]:
+        """Return the chunks that the lender's next messages name; raise if the load is over."""
+        lent: list[ChunkLent] = []
+        message = self._next_message()
+        while isinstance(message, ChunkLent) and (not lent or self.segment.can_copy(message.cell)):
+            lent.append(message)
+            message = None
+            if len(lent) == most or not self._line.has_received:
+                break
+            message = self._next_message()
+        self._unread = message
         with self._lock:
-            if self._is_over or not isinstance(message, ChunkLent):
+            if self._is_over or not lent:
                 self._is_over = True
                 self._hang_up_if_done()
                 raise self._failure(message)
-            self._num_yielded += 1
-            self._is_over = self._num_yielded == self._num_chunks
-        self.segment.pin(message.cell)  # to be copied from next
-        data = self.segment.memory(message.cell, message.num_bytes)
-        return HostChunk(message.index, data, message.cell, message.delivery, message.is_shared)
+            self._num_yielded += len(lent)
+            self._is_over = self._num_yielded == self.num_chunks
+        return list(map(self._chunk, lent))
+
+    def _next_message(self) -> Message | None:
+        message, self._unread = self._unread, None
+        return self._line.read() if message is None else message
+
+    def _chunk(self, lent: ChunkLent) -> HostChunk:
+        data = self.segment.memory(lent.cell, lent.num_bytes)
+        return HostChunk(lent.index, data, lent.cell, lent.delivery, lent.is_shared)
 
     def _failure(self, message: Message | None) -> HearthError:
         if self._is_cancelled:
@@ -448,10 +519,15 @@ class Loan:
             return
         self._has_hung_up = True
         self.segment.load_ended()
-        if self._num_yielded == self._num_chunks:
+        if self._num_yielded == self.num_chunks:
             self._keep(self._line)
         else:
             self._line.close()
+
+
+def _after(wait: Callable[[], None], act: Callable[[], None]) -> None:
+    wait()
+    act()
 
 
 def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:

@@ -6,10 +6,14 @@ One thread reads; those that send take turns by a lock of their own.
 from __future__ import annotations
 
 import socket
+import threading
 from contextlib import suppress
 
 from hearth.store.lending import Message, parse, send
 from hearth.store.segment import Segment
+
+#: Bytes that are received at once: some hundred messages of one chunk each.
+RECEIVED_BYTES = 1 << 16
 
 
 class LenderLine:
@@ -19,7 +23,8 @@ class LenderLine:
         """`segment` is the lender's, mapped, and outlives the line."""
         self.segment = segment
         self._connection = connection
-        self._lines = connection.makefile("rb")
+        self._unread = bytearray()  #: bytes that have come, and were not returned yet
+        self._receiving = threading.Lock()  #: held while the descriptor must stay, for others may close it
 
     def send(self, *messages: Message) -> None:
         """Send messages. Raises OSError if the lender is gone."""
@@ -27,11 +32,27 @@ class LenderLine:
 
     def read(self) -> Message | None:
         """Return the next message; None: the lender is gone, or the line closed. Raises as `parse`."""
+        while (end := self._unread.find(b"\n") + 1) == 0:
+            if not self._receive(0):
+                return None
+        line = bytes(self._unread[:end])
+        del self._unread[:end]
+        return parse(line)
+
+    @property
+    def has_received(self) -> bool:
+        """True if `read` has a message without asking the system, which would let go of the interpreter."""
+        return b"\n" in self._unread
+
+    def has_next(self) -> bool:
+        """True if `read` would return without waiting for the lender."""
         try:
-            line = self._lines.readline()
-        except (OSError, ValueError):  # ValueError: closed by another thread
-            return None
-        return parse(line) if line.endswith(b"\n") else None
+            while b"\n" not in self._unread:
+                if not self._receive(socket.MSG_DONTWAIT):
+                    break
+        except BlockingIOError:
+            return False
+        return True
 
     def stop_reading(self) -> None:
         """Wake the thread that reads: nothing comes any more."""
@@ -41,5 +62,17 @@ class LenderLine:
     def close(self) -> None:
         with suppress(OSError):  # the lender may be gone, or this said before
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._lines.close()
-        self._connection.close()
+        with self._receiving:
+            self._connection.close()
+
+    def _receive(self, flags: int) -> bool:
+        """Add to what has come; False: nothing more will. Raises BlockingIOError as `flags` have it."""
+        try:
+            with self._receiving:
+                more = self._connection.recv(RECEIVED_BYTES, flags)
+        except BlockingIOError:
+            raise
+        except OSError:  # the lender is gone, or the line closed by another thread
+            return False
+        self._unread += more
+        return bool(more)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from hearth.errors import LenderGone, LoadCancelled
-from hearth.store.borrower import Borrowed, Borrower, Loan
+from hearth.store.borrower import Borrowed, Borrower
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import StoredManifest
+from hearth.store.staged_loan import BorrowedChunks, borrow_chunks
 
 T = TypeVar("T")
 
@@ -48,16 +49,26 @@ class PatientLoan:
         #: Guards the fields below: one thread goes on to the next loan, others release and cancel.
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
-        self._loan = patiently(lambda: borrower.fetch(model, chunks), is_given_up)
-        self._loan_by_chunk: dict[int, Loan] = {}  #: of the chunks that are lent
+        self._loan = patiently(lambda: borrow_chunks(borrower, model, chunks), is_given_up)
+        self._loan_by_chunk: dict[int, BorrowedChunks] = {}  #: of the chunks that are lent
 
     @property
     def is_in_host(self) -> bool:
         """True if all chunks that the present lender was asked for were in host memory."""
         return self._loan.is_in_host
 
+    @property
+    def release_batch(self) -> int:
+        """See `ChunkStream`."""
+        return self._loan.release_batch
+
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order, from whoever lends.
+        """Yield the chunks in order, as `batches`."""
+        for batch in self.batches(1):
+            yield from batch
+
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
+        """Yield the chunks in order, from whoever lends, as `Loan.batches`.
 
         Raises what the lender met, LoadCancelled after `cancel`, LenderGone if no other lender comes in time.
         """
@@ -66,11 +77,11 @@ class PatientLoan:
         while True:
             num_before = num_yielded
             try:
-                for chunk in self._loan:
+                for batch in self._loan.batches(most):
                     with self._lock:
-                        self._loan_by_chunk[chunk.index] = self._loan
-                    num_yielded += 1
-                    yield chunk
+                        self._loan_by_chunk.update((chunk.index, self._loan) for chunk in batch)
+                    num_yielded += len(batch)
+                    yield batch
                 return
             except LenderGone as gone:
                 if num_yielded > num_before or not give_up_s:
@@ -100,7 +111,7 @@ class PatientLoan:
         """Borrow the missing chunks from the next lender. Raises LenderGone if none comes in time."""
         try:
             loan = patiently(
-                lambda: self._borrower.fetch(self._model, chunks),
+                lambda: borrow_chunks(self._borrower, self._model, chunks),
                 self._cancelled.is_set,
                 give_up_s=give_up_s,
                 pause=self._cancelled.wait,  # who cancels waits for this thread, and may have steps to make

@@ -3,9 +3,10 @@
     touch       threads have the kernel find the pages of a region, or make them
     register    the driver is told of a region, and it is pinned; others queue behind that
 
-Regions are small, and one at a time is registered. A load has the one that it copies from next registered by
-its own thread; all others come while no load is under way: `policy/memory/region_order.py`. Until a region is
-pinned, copies from it are slow, not wrong. What lies in a region is nothing to this file.
+Regions are small, and one at a time is registered, while no load is under way (see
+`policy/memory/region_order.py`). A load goes around the rest (`staging_buffers.py`), or has the region that
+it copies from next registered by its own thread. Until one is pinned, copies from it are slow, not wrong.
+What lies in a region is nothing to this file.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ class Touching:
     ) -> None:
         """Start with the first region. `memory` is mapped at `address`; regions are ranges of its bytes.
 
-        `makes_pages`: also pages that nobody has written to so far, while no load is under way. Else those
-        are left to the process that does. `num_loads` are under way.
+        `makes_pages`: also pages that nobody has written to so far. Else those are left to the process that
+        does. `num_loads` are under way, and nothing is done before they have ended.
         """
         self._memory, self._address, self._regions = memory, address, regions
         self._makes_pages = makes_pages
         self._is_touched = bytearray(len(regions))  #: single operations are atomic, so it needs no lock
-        self._order = RegionOrder(len(regions), num_loads if makes_pages else 0)
+        self._order = RegionOrder(len(regions), num_loads)
         self._is_stopped = False
         self._changed = threading.Condition()  #: guards these two
         num_threads = min(MAX_TOUCH_THREADS, num_usable_cores(), len(regions))
@@ -81,16 +82,14 @@ class Touching:
                 self._is_touched[region] = True
 
     def load_began(self) -> None:
-        """Make no pages until as many loads have ended: they make those that they need."""
-        if self._makes_pages:
-            with self._changed:
-                self._order.load_began()
+        """Touch nothing until as many loads have ended: they see to what they need."""
+        with self._changed:
+            self._order.load_began()
 
     def load_ended(self) -> None:
-        if self._makes_pages:
-            with self._changed:
-                self._order.load_ended()
-                self._changed.notify_all()
+        with self._changed:
+            self._order.load_ended()
+            self._changed.notify_all()
 
     def wait(self) -> None:
         """Return when all regions are touched."""
@@ -171,9 +170,21 @@ class Pinning:
         with self._changed:
             return sum(len(self._regions[at]) for at, code in self._codes.items() if code == 0)
 
+    @property
+    def is_complete(self) -> bool:
+        """True if everything is pinned that can be."""
+        return len(self._codes) == len(self._regions)
+
+    def is_settled(self, region: int) -> bool:
+        """True if a region is pinned, or cannot be."""
+        return region in self._codes  # single operations of a dict are atomic
+
+    def is_pinned(self, region: int) -> bool:
+        return self._codes.get(region) == 0  # as above
+
     def pin(self, region: int) -> None:
         """Return when a region whose pages are there is pinned, or cannot be: copies are slow then."""
-        if region in self._codes:  # as almost always; single operations of a dict are atomic
+        if self.is_settled(region):  # as almost always
             return
         self._touching.needed(region)
         with self._changed:

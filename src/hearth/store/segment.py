@@ -36,7 +36,7 @@ class Segment:
         #: With no cells there still is a page, because an empty range cannot be mapped.
         self._map = mmap.mmap(fd, max(self.num_bytes, _PAGE_BYTES))
         self._bytes = memoryview(self._map)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._region_cells = max(1, REGION_BYTES // cell_bytes)
         self._touching: Touching | None = None
         self._pinning: Pinning | None = None
@@ -74,8 +74,12 @@ class Segment:
         """View the first bytes of a cell."""
         assert 0 <= cell < self.num_cells, f"{cell=} {self.num_cells=}"
         assert 0 <= num_bytes <= self.cell_bytes, f"{num_bytes=} {self.cell_bytes=}"
-        begin = cell * self.cell_bytes
+        begin = self.offset(cell)
         return self._bytes[begin : begin + num_bytes]
+
+    def offset(self, cell: int) -> int:
+        """Return where a cell begins: in the file, and behind `address`."""
+        return cell * self.cell_bytes
 
     def give_back(self) -> None:
         """Give the system all pages, of all processes that map them; they come again, as zeros, when touched.
@@ -96,7 +100,7 @@ class Segment:
                 touching = self._touch_in_background()
                 assert touching is not None, "there are cells"
                 self._pinning = Pinning(
-                    *(self._address, self._regions(), touching, *cuda_registration()),
+                    *(self.address, self._regions(), touching, *cuda_registration()),
                     num_loads=self._num_loads,
                 )
 
@@ -104,6 +108,19 @@ class Segment:
         """Return when a cell that is about to be copied from is pinned, if this segment is pinned at all."""
         if (pinning := self._pinning) is not None:
             pinning.pin(cell // self._region_cells)
+
+    def can_copy(self, cell: int) -> bool:
+        """True if `pin` would return at once."""
+        return (pinning := self._pinning) is None or pinning.is_settled(cell // self._region_cells)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if all is pinned that can be."""
+        return (pinning := self._pinning) is not None and pinning.is_complete
+
+    def is_pinned(self, cell: int) -> bool:
+        """True if a device copies from a cell at its full speed."""
+        return (pinning := self._pinning) is not None and pinning.is_pinned(cell // self._region_cells)
 
     def load_began(self) -> None:
         """Make ready no cells but those that the load needs, until as many have ended."""
@@ -157,7 +174,7 @@ class Segment:
     def _touch_in_background(self) -> Touching | None:
         if self._touching is None and self.num_cells:
             self._touching = Touching(
-                *(self._bytes, self._address, self._regions()),
+                *(self._bytes, self.address, self._regions()),
                 makes_pages=self._is_new,
                 num_loads=self._num_loads,
             )

@@ -10,7 +10,9 @@ import logging
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
@@ -20,16 +22,18 @@ import torch
 
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
+from hearth.cuda_batches import native_calls
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
-from hearth.kernels.kernel_cache import KernelCache
+from hearth.kernels.kernel_cache import KernelCache, hash_compiler_in_background
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
+from hearth.store.staging_buffers import StagingBuffers
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
@@ -44,6 +48,9 @@ from hearth.worker.worker_loop import Inbox, WorkerLoop
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
 #: the usual 5 ms would show between two tokens.
 SWITCH_S = 0.0005
+#: For so long a worker that is up pins no host memory that no load needs: those who waited for it come first.
+#: If they wait for a first token then, it goes on until they have it, but not for longer than the second.
+PINNING_DELAY_S, MAX_PINNING_DELAY_S = 1.0, 30.0
 #: The longest reason that is said, in characters: more might wait for somebody to read.
 MAX_FAREWELL = 2000
 
@@ -94,15 +101,15 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
     is_cuda = setup.kind == "cuda"
+    if is_cuda:
+        hash_compiler_in_background()
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
-    if is_cuda and not predecessor.is_gone:
-        # There is time, and streams wait for what lies there. Only found, not pinned: to pin beside a process
-        # that ends makes its end take longer.
-        borrower.segment.touch_in_background()
     times.note("keeper")
+    cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
+    if cache is not None:
+        native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
-    cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
     graphs = _snapshot_graphs(setup, runtime, first_tokens, cache)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
@@ -114,6 +121,9 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         first_tokens=first_tokens,
     )
     times.note("kernels")
+    staging = _staging(setup, borrower)
+    if staging is not None and not predecessor.is_gone:
+        staging.touch()  # there is time; not to pin, which makes the other one's end take longer
     predecessor.wait()
     times.note("predecessor")
     inbox: Inbox = SimpleQueue()
@@ -121,13 +131,33 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     # and the gateway hangs up on whoever connects and says nothing.
     loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
-    borrower.device_is_up()  # not before: beside the pinning of host memory all of a start takes longer
+    # Not before: beside the pinning of host memory all of a start takes longer, and all that comes first.
+    borrower.device_is_up(staging, wait=partial(_wait_for_calm, first_tokens))
+    times.note("pinning")
     link = connect(setup.host, setup.port)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     times.note("gateway")
     log.info("worker_started %s", times)
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
     return loop
+
+
+def _wait_for_calm(first_tokens: FirstTokens) -> None:
+    """Return when those who waited for this worker have come, and have their first tokens."""
+    time.sleep(PINNING_DELAY_S)
+    first_tokens.give_way(MAX_PINNING_DELAY_S)()
+
+
+def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
+    """Return slots for loads that come before host memory is pinned, if it is to be; None: they pin it."""
+    if setup.kind != "cuda":
+        return None
+    libraries = KernelCache.directory(Path(setup.kernels_path)) if HAS_TRITON else None
+    try:
+        return StagingBuffers(borrower.segment.cell_bytes, libraries=libraries)
+    except (OSError, DeviceError) as error:
+        log.warning("fallback staging=off reason=`%s` remedy=`install a C compiler (cc)`", error)
+        return None
 
 
 def _kernels(

@@ -54,6 +54,10 @@ from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
+#: Kinds of states, asked for many times a step.
+_WITH_ENGINE = (Loading, Loaded, Incomplete, Retired)
+_TAKING = (Loading, Loaded, Incomplete)  #: requests
+_UNDER_WAY = (Assembling, Loading)
 #: Told of a model of which nothing was missing.
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
 
@@ -99,10 +103,8 @@ class HostedModel:
     @property
     def served(self) -> ServedModel | None:
         """The model with its engine; None while it has none."""
-        match self.state:
-            case Loading(served) | Loaded(served) | Incomplete(served) | Retired(served):
-                return served
-        return None
+        state = self.state
+        return state.served if isinstance(state, _WITH_ENGINE) else None
 
     @property
     def spec(self) -> HostingSpec | None:
@@ -115,15 +117,13 @@ class HostedModel:
     @property
     def load_under_way(self) -> ModelLoad | None:
         """The load that runs from the moment the model has its memory until all of it is there."""
-        match self.state:
-            case Assembling(load=load) | Loading(load=load):
-                return load
-        return None
+        state = self.state
+        return state.load if isinstance(state, _UNDER_WAY) else None
 
     @property
     def is_loading(self) -> bool:
         """True while the model has memory that is being filled."""
-        return isinstance(self.state, Assembling | Loading) or self.crossing_bytes > 0
+        return isinstance(self.state, _UNDER_WAY) or self.crossing_bytes > 0
 
     @property
     def crossing_bytes(self) -> int:
@@ -162,7 +162,7 @@ class HostedModel:
     @property
     def takes_requests(self) -> bool:
         """True if requests go to the engine; else they wait."""
-        return isinstance(self.state, Loading | Loaded | Incomplete)
+        return isinstance(self.state, _TAKING)
 
     @property
     def effective_hold(self) -> Hold:

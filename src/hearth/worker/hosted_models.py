@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.errors import DeviceError
@@ -56,6 +56,8 @@ class HostedModels:
         #: Retired models whose engine waits for them, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}
         self._readiness = StepReadiness()
+        #: The last one that found no room for bytes ahead of its turn, and the generation of memory then.
+        self._vain_front: tuple[ModelId, int] | None = None
         self._num_vain = 0  #: steps in a row that had nothing to compute
         self._is_prepared = False  #: for some start, and so in what all have in common
 
@@ -195,14 +197,14 @@ class HostedModels:
         for model in [model for model in line if not self.hosted[model].is_loaded][:NUM_CLIMBING]:
             self.hosted[model].climb()
         if line and self.reclaimer.pool.keeps_addresses:
-            self._cross()
+            self._cross(line)
 
-    def _cross(self) -> None:
+    def _cross(self, line: Sequence[ModelId]) -> None:
         """Have bytes of the next in line cross, unless others do."""
-        if any(one.is_loading for one in self.hosted.values()) or (model := self.turns.early()) is None:
+        if any(one.is_loading for one in self.hosted.values()) or (model := self.turns.early(line)) is None:
             return
-        hosted = self.hosted[model]
-        if (spec := hosted.spec) is None:
+        hosted, generation = self.hosted[model], self.reclaimer.policy.generation
+        if (spec := hosted.spec) is None or self._vain_front == (model, generation):
             return
         try:
             space = self.reclaimer.place_front(model, spec, self.turns.front_bytes)
@@ -210,6 +212,8 @@ class HostedModels:
             return
         if space is not None:
             hosted.cross(space)
+        else:
+            self._vain_front = (model, generation)
 
     def front_loaded(self, hosted: HostedModel, news: FrontLoaded) -> ModelLoaded | None:
         """Note that bytes of a model have crossed; if it is its turn by now, the rest follows."""

@@ -14,6 +14,7 @@ from hearth.engine.engine import Engine, StepOutcome
 from hearth.errors import DeviceError
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
 from hearth.policy.memory.adapter_residency import AdapterResidency
+from hearth.policy.memory.eviction import TAKEABLE
 from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
@@ -327,7 +328,7 @@ class Reclaimer:
 
     def _take(self, order: TakeWeights) -> int:
         """Take weights of idle or paused models, which have to be loaded again before they can step."""
-        freed = self.pool.take_weights(order.num_bytes, order.most, order.below_s_per_byte)
+        freed = self.pool.take_weights(order.num_bytes, TAKEABLE[-1], order.below_s_per_byte)
         # Also where nothing came free: what models share is taken from one of them, and stays with the other.
         for model, hosted in self._hosted.items():
             if self.pool.lacks_weights(model):

@@ -6,7 +6,7 @@ Takes no memory and decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
@@ -36,11 +36,15 @@ class Reports:
         hosted: Mapping[ModelId, HostedModel],
         turns: Turns,
         adapters: WorkerAdapters,
+        is_unstaged: Callable[[], bool],
         torch_limit: TorchLimit | None = None,
     ) -> None:
-        """`hosted` are the hosted models, kept by whoever calls. `torch_limit`: None: torch has none."""
+        """`hosted` are the hosted models, kept by whoever calls. `torch_limit`: None: torch has none.
+
+        `is_unstaged`: loads have to pin host memory themselves.
+        """
         self._reclaimer, self._hosted, self._turns, self._adapters = reclaimer, hosted, turns, adapters
-        self._torch_limit = torch_limit
+        self._is_unstaged, self._torch_limit = is_unstaged, torch_limit
         #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
         #: whoever counts them never counts back.
         self._slow_models: set[ModelId] = set()
@@ -86,6 +90,7 @@ class Reports:
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "prompt_attention": len(self._slow_models),
                 "graphs": len(self._uncaptured_models),
+                "staging": int(self._is_unstaged()),
                 "graphs_not_restored": sum(map(_num_unrestored, self._hosted.values())),
                 "graphs_restored_in_python": len(self._interpreted_models),
             },

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import assert_never
 
 from hearth.memory.pool import Pool
@@ -29,9 +29,10 @@ from hearth.worker.hosting_state import Finding
 
 log = logging.getLogger(__name__)
 
-#: So long a decision stands while nothing happens but that tokens are sent. With eight models one takes as
-#: long as the host needs for a small model's step.
-SETTLED_S = 0.005
+#: So long a decision stands where any token may make another one of it, and so long where none does: what
+#: others take of weights to grow by is not told. With eight models a decision takes as long as the host needs
+#: for a small model's step.
+SETTLED_S, MAX_SETTLED_S = 0.005, 0.05
 #: One that begins after less has not waited for a turn, and one that ends idle made room for nobody: as long
 #: as all models fit there is nothing to tell.
 TOLD_WAIT_S = 0.05
@@ -96,8 +97,8 @@ class Turns:
 
     def sent(self, model: ModelId, request_ids: Collection[RequestId]) -> None:
         """Note that requests were sent a token each."""
-        if self._policy is not None:
-            self._policy.sent(model, request_ids, time.monotonic())
+        if self._policy is not None and self._policy.sent(model, request_ids, time.monotonic()):
+            self.look_again()
 
     def ended(self, model: ModelId, run: int) -> None:
         """Note that a request has ended, however it did."""
@@ -126,11 +127,14 @@ class Turns:
     def decide(self) -> list[TurnChange]:
         """Return whose turns end and begin now, in that order."""
         now_s = time.monotonic()
-        self._settled_s = now_s + SETTLED_S
         if self._policy is None:
+            self._settled_s = math.inf
             return []
         changes = self._policy.decide(now_s, self._weights)
-        self._settled_s = min(self._settled_s, self._policy.wake_s)
+        stands_s = self._policy.stands_s
+        self._settled_s = min(self._policy.wake_s, now_s + SETTLED_S)
+        if stands_s > now_s:
+            self._settled_s = min(stands_s, now_s + MAX_SETTLED_S)
         for change in changes:
             since_s = self._since_s.pop(change.model, now_s)
             self._hosted[change.model].has_turn = isinstance(change, BeginTurn)
@@ -165,11 +169,11 @@ class Turns:
         """Return the models that wait for their turn, the next one first."""
         return [] if self._policy is None else self._policy.next_in_line(time.monotonic())
 
-    def early(self) -> ModelId | None:
-        """Return the model whose first bytes should cross ahead of its turn, if any."""
+    def early(self, line: Sequence[ModelId]) -> ModelId | None:
+        """Return the one of those in line whose first bytes should cross ahead of its turn, if any."""
         if self._policy is None:
             return None
-        return self._policy.early(time.monotonic(), lambda model: self._hosted[model].can_cross)
+        return self._policy.early(line, lambda model: self._hosted[model].can_cross)
 
     def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
         """Return how many of the bytes that a model lacks should cross at once ahead of its turn."""

@@ -51,7 +51,7 @@ from hearth.worker.adapters import FailedRuns
 from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
-from hearth.worker.hosting_state import Incomplete
+from hearth.worker.hosting_state import Incomplete, ServedModel
 from hearth.worker.model_load import (
     EngineReady,
     FrontLoaded,
@@ -126,11 +126,15 @@ class WorkerLoop:
         self._turns = self._models.turns
         self._adapters = self._models.adapters
         self._reports = Reports(
-            self._models.reclaimer, self._hosted, self._turns, self._adapters, resources.torch_limit
+            *(self._models.reclaimer, self._hosted, self._turns, self._adapters),
+            is_unstaged=lambda: resources.borrower.is_unstaged,
+            torch_limit=resources.torch_limit,
         )
         self._maker = self._snapshot_maker(resources)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
         self._first_tokens = resources.first_tokens  #: that some of them wait for
+        #: Those that may step now, between the look for them and the step: what is dropped must not be here.
+        self._ready: dict[ModelId, ServedModel] = {}
         self._untold_s: dict[ModelId, float] = {}  #: of steps since the last one that the gateway heard of
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 
@@ -171,12 +175,12 @@ class WorkerLoop:
     def _next_message(self) -> Message | None:
         """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
         while self._inbox.empty():
-            if self._turns.is_settled() and self._models.ready():
+            if self._turns.is_settled() and self._is_any_ready():
                 return None
             self._take_turns()
             self._serve_adapters()
             self._models.look_ahead()
-            if self._models.ready():
+            if self._is_any_ready():
                 return None
             if (broke := self._models.hopeless()) is not None:
                 if (failed := self._adapters.give_up(broke.model)) is not None:
@@ -193,6 +197,10 @@ class WorkerLoop:
                 continue
         return self._inbox.get()
 
+    def _is_any_ready(self) -> bool:
+        self._ready = self._models.ready()
+        return bool(self._ready)
+
     def _timeout_s(self) -> float | None:
         """Return how long to sleep at most."""
         quiet_s = None if self._maker is None or self._runs else self._maker.timeout_s()
@@ -201,7 +209,7 @@ class WorkerLoop:
 
     def _step(self) -> None:
         """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
-        ready = self._models.ready()
+        ready, self._ready = self._ready, {}
         urgent = [model for model, served in ready.items() if served.engine.batcher.has_newcomer]
         model = self._sharing.next(ready, urgent)
         began_s = time.perf_counter()

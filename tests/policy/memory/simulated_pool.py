@@ -321,7 +321,7 @@ class SimulatedPool:
             assert not self._lent(), f"`{model}` gives way before KV beyond a promise: {self._lent()}"
         elif self.keeps_addresses:
             assert self.free_bytes < one.needed[table], f"{table} has room: {one}"
-            assert not self._takeable(Hold.PAUSED), f"{table} is outside, and weights that may go are not"
+            assert not self._takeable(), f"{table} is outside, and weights that may go are not"
             assert not self._idle_kv(), f"{table} is outside, and KV that nobody reads is not"
         one.spilled.add(table)
         return one.pooled.pop(table, 0)
@@ -338,13 +338,10 @@ class SimulatedPool:
         ]
 
     def _take(self, order: TakeWeights) -> int:
-        assert order.most in TAKEABLE, f"weights of busy models: {order}"
-        for less in TAKEABLE[: TAKEABLE.index(order.most)]:
-            assert not self._takeable(less), f"{order} before what is held less: {less}"
         assert not self._idle_kv(), f"{order} before KV that nobody reads: {self._idle_kv()}"
         assert not self.adapters.idle(), f"{order} before idle adapters: {self.adapters.idle()}"
         num_left = order.num_bytes
-        for one in self._takeable(order.most):
+        for one in self._takeable():
             taken = min(num_left, one.there_bytes)
             one.there_bytes -= taken
             num_left -= taken
@@ -354,7 +351,7 @@ class SimulatedPool:
         """Before a running request is preempted."""
         spare_bytes = EXTENT_BLOCKS * max(one.block_bytes for one in self.models_by_id.values())
         assert self.free_bytes < self.needed_bytes + spare_bytes, f"`{victim}` gives way beyond need"
-        assert not self._takeable(Hold.PAUSED), f"`{victim}` gives way before weights that may go"
+        assert not self._takeable(), f"`{victim}` gives way before weights that may go"
         assert not self._idle_kv(), f"`{victim}` gives way before KV that nobody reads"
         assert not self.adapters.idle(), f"`{victim}` gives way before idle adapters"
 
@@ -366,12 +363,14 @@ class SimulatedPool:
             if is_later and model != self.stepping:
                 assert other.num_blocks < EXTENT_BLOCKS, f"`{victim}` gives way before `{model}`"
 
-    def _takeable(self, most: Hold) -> list[SimulatedModel]:
-        return [
+    def _takeable(self) -> list[SimulatedModel]:
+        """Return the models that have weights which may go, those that are held least first."""
+        takeable = [
             one
             for model, one in self.models_by_id.items()
-            if one.there_bytes and one.effective_hold <= most and model != self.policy.placing
+            if one.there_bytes and one.effective_hold in TAKEABLE and model != self.policy.placing
         ]
+        return sorted(takeable, key=lambda one: one.effective_hold)
 
     def _idle_kv(self) -> list[ModelId]:
         """Models that could give back an extent without anybody noticing, beside the one that grows."""

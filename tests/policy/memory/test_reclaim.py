@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hearth.policy.memory.eviction import TAKEABLE
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
@@ -69,11 +68,11 @@ def kinds(orders: list[ReclaimOrder]) -> list[type[ReclaimOrder]]:
 
 def test_orders_are_sent_what_came_of_each_and_return_what_came_of_all() -> None:
     def decide() -> Orders:
-        first = yield TakeWeights(3, Hold.WARM)
-        second = yield TakeWeights(4, Hold.WARM)
+        first = yield TakeWeights(3)
+        second = yield TakeWeights(4)
         return first + 10 * second
 
-    assert carry_out(decide(), lambda order: 5 if order == TakeWeights(3, Hold.WARM) else 7) == 75
+    assert carry_out(decide(), lambda order: 5 if order == TakeWeights(3) else 7) == 75
 
 
 def test_what_breaks_ends_the_decision_and_leaves_no_model_being_placed() -> None:
@@ -96,12 +95,8 @@ def test_before_its_turn_a_model_gets_weights_that_cost_less_and_no_kv() -> None
         orders.append(order)
         return 4
 
-    assert carry_out(policy.make_room_early(B, 10, 0.5), act) == 12
-    assert orders == [
-        TakeWeights(10, Hold.RETAINED, 0.5),
-        TakeWeights(6, Hold.WARM, 0.5),
-        TakeWeights(2, Hold.PAUSED, 0.5),
-    ]
+    assert carry_out(policy.make_room_early(B, 10, 0.5), act) == 4
+    assert orders == [TakeWeights(10, 0.5)]
     assert policy.placing is None
 
 
@@ -115,10 +110,10 @@ def test_nobody_looks_again_for_room_before_its_turn_until_some_may_have_come() 
 
     for _ in range(2):
         assert carry_out(policy.make_room_early(B, 10, 0.5), refuse) == 0
-    assert num_orders == len(TAKEABLE)
+    assert num_orders == 1
     policy.room_may_have_come()
     assert carry_out(policy.make_room_early(B, 10, 0.5), refuse) == 0
-    assert num_orders == 2 * len(TAKEABLE)
+    assert num_orders == 2
 
 
 # --- The order of giving way ---
@@ -153,7 +148,7 @@ def test_cached_kv_of_the_least_held_goes_before_weights() -> None:
     assert pool.models_by_id[A].num_cached == 4
 
 
-def test_retained_weights_go_before_warm_ones_and_those_before_running_requests() -> None:
+def test_idle_weights_go_before_running_requests() -> None:
     warm, retained = hosted(weights_bytes=2), hosted(weights_bytes=2, hold=Hold.RETAINED)
     grower = hosted(floor_blocks=8)
     lent = hosted(num_blocks=8, running=(4, 4), floor_blocks=2)
@@ -162,8 +157,6 @@ def test_retained_weights_go_before_warm_ones_and_those_before_running_requests(
 
     pool.before_step(B, num_wanted=6)
 
-    forced = [order for order in pool.orders if isinstance(order, TakeWeights)]
-    assert [order.most for order in forced[:2]] == [Hold.RETAINED, Hold.WARM]
     assert (warm.there_bytes, retained.there_bytes) == (0, 0)
     assert pool.num_preempted > 0
     assert grower.num_blocks >= 6
@@ -174,7 +167,7 @@ def paused(one: SimulatedModel, due_in_s: float = 1.0) -> SimulatedModel:
     return one
 
 
-def test_weights_of_paused_models_go_after_warm_ones_and_their_kv_after_that() -> None:
+def test_weights_of_paused_models_go_before_their_kv_and_that_before_running_requests() -> None:
     warm, waiting = hosted(weights_bytes=2), paused(hosted(weights_bytes=2, num_blocks=4, running=(4,)))
     lent = hosted(num_blocks=8, running=(4, 4), floor_blocks=2)
     newcomer = hosted(weights_bytes=10)
@@ -183,8 +176,6 @@ def test_weights_of_paused_models_go_after_warm_ones_and_their_kv_after_that() -
 
     assert pool.place(B) == 0
 
-    taken = [order.most for order in pool.orders if isinstance(order, TakeWeights)]
-    assert taken[:3] == [Hold.RETAINED, Hold.WARM, Hold.PAUSED]
     assert (warm.there_bytes, waiting.there_bytes, waiting.num_blocks) == (0, 0, 0)
     assert (waiting.num_waiting, lent.num_blocks) == (1, 6), "running requests give way last"
 

@@ -300,18 +300,20 @@ def test_all_that_had_a_turn_keep_what_stands_and_share_the_largest_workspace() 
 def test_bytes_of_the_next_in_line_come_early_unless_another_is_being_loaded() -> None:
     table = Table({A: 80, B: 80, C: 80})
     running(table)
-    assert table.policy.early(0.0, lambda model: True) is None, "nobody waits"
+    assert table.policy.early(table.policy.next_in_line(0.0), lambda model: True) is None, "nobody waits"
     table.ask(B, 0.1)
     table.ask(C, 0.0)
     assert table.decide(0.2) == []
-    assert table.policy.early(0.2, lambda model: True) == C, "it is due first"
-    assert table.policy.early(0.2, lambda model: model == B) == B
-    assert table.policy.early(0.2, lambda model: False) is None
+    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: True) == C, "it is due first"
+    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: model == B) == B
+    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: False) is None
 
     assert table.decide(2.0)[-1] == BeginTurn(C)
-    assert table.policy.early(2.0, lambda model: True) is None, "another is being loaded"
+    assert table.policy.early(table.policy.next_in_line(2.0), lambda model: True) is None, (
+        "another is being loaded"
+    )
     table.load(C, 2.1)
-    assert table.policy.early(2.1, lambda model: True) in (A, B)
+    assert table.policy.early(table.policy.next_in_line(2.1), lambda model: True) in (A, B)
 
 
 def test_early_bytes_come_in_portions_and_not_by_a_few() -> None:
@@ -322,3 +324,28 @@ def test_early_bytes_come_in_portions_and_not_by_a_few() -> None:
     assert policy.front_bytes(1000, 3) == 0, "less than a sixteenth"
     assert policy.front_bytes(2, 2) == 2, "all that is missing"
     assert policy.front_bytes(2, 1) == 0
+
+
+def test_a_decision_stands_until_a_timer_or_a_token_that_lets_a_turn_end() -> None:
+    table = Table()
+    first = table.ask(A, 0.0)
+    table.decide(0.0)
+    table.load(A, 0.1)
+    table.ask(B, 0.2)
+    assert table.decide(0.2) == []
+    assert table.policy.stands_s == 0.7, "B is late then, and stands in line by its wait from then on"
+
+    assert table.policy.sent(A, [first], 0.25), "now its turn may end"
+    assert table.decide(0.25) == []
+    assert table.policy.stands_s == 0.1 + RULES.min_turn_s == table.policy.wake_s
+    assert not table.policy.sent(A, [first], 0.3), "one token more is no reason to decide anew"
+
+
+def test_while_tokens_may_bring_a_model_ahead_of_its_pace_no_decision_stands_for_long() -> None:
+    table = Table()
+    table.all_s = 1.0
+    table.missing[B] = 1.0
+    running(table)
+    table.ask(B, 0.0)
+    assert table.decide(0.0) == []
+    assert table.policy.stands_s < table.policy.wake_s, "A is not ahead by two reloads yet, and may be"

@@ -74,6 +74,7 @@ class TurnWorld:
         #: By request: until when its next token may be due; and how much later tokens were sent.
         self.latest_s: dict[RequestId, float] = {}
         self.lateness_s: list[float] = []
+        self.has_changed = True  #: since the last decision, by more than tokens that change nothing
 
     def run(self, arrivals: list[Arrival]) -> None:
         todo: list[tuple[float, int, Arrival | RequestId]] = []
@@ -112,6 +113,7 @@ class TurnWorld:
         )
         self.models[name].left[request_id] = arrival.num_tokens
         self.policy.arrived(name, request_id, arrival.pace, self.now_s, 0.0, 0)
+        self.has_changed = True
         return request_id
 
     def _end(self, request_id: RequestId) -> None:
@@ -119,12 +121,14 @@ class TurnWorld:
         if self.models[name].left.pop(request_id, None) is not None:
             self.num_ended[request_id] = self.num_ended.get(request_id, 0) + 1
             self.policy.ended(name, request_id)
+            self.has_changed = True
 
     def _end_loads(self) -> None:
         for name, model in self.models.items():
             if model.loads_until_s is not None and model.loads_until_s <= self.now_s:
                 model.loads_until_s, model.there = None, 1.0
                 self.policy.loaded(name, self.now_s)
+                self.has_changed = True
 
     def _weights(self, name: ModelId) -> WeightsView:
         model = self.models[name]
@@ -133,7 +137,9 @@ class TurnWorld:
     def _decide(self) -> None:
         """Have the policy decide until it is done: one decision may allow another."""
         begun: list[ModelId] = []
+        may_change, self.has_changed = self.has_changed or self.now_s >= self.policy.stands_s, False
         while changes := self.policy.decide(self.now_s, self._weights):
+            assert may_change, f"a decision that was to stand did not: {changes}"
             self._follow(changes)
             begun += [change.model for change in changes if isinstance(change, BeginTurn)]
         assert len(begun) == len(set(begun)), f"they take turns in no time: {begun}"
@@ -177,7 +183,8 @@ class TurnWorld:
 
     def _come_early(self) -> None:
         """Have bytes of the next in line come that fit into what is free, in no time."""
-        name = self.policy.early(self.now_s, lambda name: self.models[name].there < 1.0)
+        line = self.policy.next_in_line(self.now_s)
+        name = self.policy.early(line, lambda name: self.models[name].there < 1.0)
         if name is None:
             return
         model = self.models[name]
@@ -185,7 +192,8 @@ class TurnWorld:
         assert self.policy.wants_turn(name)
         assert all(one.loads_until_s is None for one in self.models.values()), "two loads at a time"
         free_bytes = BUDGET_BYTES - sum(self._has_bytes(other) for other in self.models)
-        model.there = min(1.0, model.there + max(0.0, free_bytes) / model.num_bytes)
+        there, model.there = model.there, min(1.0, model.there + max(0.0, free_bytes) / model.num_bytes)
+        self.has_changed |= model.there != there
 
     def _has_bytes(self, name: ModelId) -> float:
         model = self.models[name]
@@ -212,7 +220,7 @@ class TurnWorld:
         model = self.models[name]
         self.now_s += model.step_s
         self.sharing.stepped(name, model.step_s)
-        self.policy.sent(name, list(model.left), self.now_s)
+        self.has_changed |= self.policy.sent(name, list(model.left), self.now_s)
         self.sent_in_turn[name] += len(model.left)
         for request_id in model.left:
             pace = self.paces[request_id]

@@ -23,7 +23,6 @@ from typing import Protocol
 
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
-from hearth.policy.memory.eviction import TAKEABLE
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
@@ -196,9 +195,8 @@ class ReclaimPolicy:
         self.placing, freed = model, 0
         try:
             freed += yield from self._free_adapters(num_bytes)
-            for most in TAKEABLE:
-                if freed < num_bytes:
-                    freed += yield TakeWeights(num_bytes - freed, most, cost_s_per_byte)
+            if freed < num_bytes:
+                freed += yield TakeWeights(num_bytes - freed, cost_s_per_byte)
         finally:
             self.placing = None
         if freed < num_bytes:
@@ -335,11 +333,12 @@ class ReclaimPolicy:
     def _free_for_table(self, model: ModelId, num_bytes: int) -> Orders:
         """Have so many bytes come free, as far as nobody is preempted; the model's own lent KV goes first."""
         freed = 0
-        block_bytes = self._books.kv_of(model).block_bytes
         while freed < num_bytes:
-            if not (num_blocks := (yield from self._clear_one(model, may_preempt=False, keeps_floor=True))):
+            kv = self._books.kv_of(model)
+            clearing = self._clear_one(model, kv, may_preempt=False, keeps_floor=True)
+            if not (num_blocks := (yield from clearing)):
                 break
-            freed += num_blocks * block_bytes
+            freed += num_blocks * kv.block_bytes
         if freed < num_bytes:
             freed += yield from self._free(num_bytes - freed, may_preempt=False, beside=model)
         return freed
@@ -414,9 +413,8 @@ class ReclaimPolicy:
         freed = yield from self._free_kv(num_bytes, beside, may_preempt=False, keeps_floor=keeps_floor)
         if freed < num_bytes:
             freed += yield from self._free_adapters(num_bytes - freed)
-        for most in TAKEABLE:
-            if freed < num_bytes:
-                freed += yield TakeWeights(num_bytes - freed, most)
+        if freed < num_bytes:
+            freed += yield TakeWeights(num_bytes - freed)
         if freed < num_bytes and may_preempt:
             freed += yield from self._free_kv(
                 num_bytes - freed, beside, may_preempt=True, keeps_floor=keeps_floor
@@ -443,23 +441,26 @@ class ReclaimPolicy:
     ) -> Orders:
         """Clear KV of the models that are held least, first; of paused ones, of those that are due last."""
         freed = 0
-        views = {model: self._books.kv_of(model) for model in self._books.models() if model != beside}
+        models = [model for model in self._books.models() if model != beside and self._books.extents(model)]
+        views = {model: self._books.kv_of(model) for model in models}
         for model, kv in sorted(views.items(), key=lambda item: (item[1].hold, -item[1].due_in_s, item[0])):
             while freed < num_bytes:
-                clearing = self._clear_one(model, may_preempt=may_preempt, keeps_floor=keeps_floor)
+                clearing = self._clear_one(model, kv, may_preempt=may_preempt, keeps_floor=keeps_floor)
                 if not (num_blocks := (yield from clearing)):
                     break
                 freed += num_blocks * kv.block_bytes
+                kv = self._books.kv_of(model)
         return freed
 
-    def _clear_one(self, model: ModelId, *, may_preempt: bool, keeps_floor: bool = False) -> Orders:
+    def _clear_one(
+        self, model: ModelId, kv: KvView, *, may_preempt: bool, keeps_floor: bool = False
+    ) -> Orders:
         """Have a model give back one extent; return its blocks, or 0 if it can give back none.
 
         What a busy model will fill next it keeps, as long as nobody has to be preempted for it: two that are
         full would take the same blocks from each other over and over. Running requests lose only what the
         model has beyond its promise. `keeps_floor`: so does whatever is free or cached.
         """
-        kv = self._books.kv_of(model)
         num_spare = kv.num_blocks if may_preempt else kv.num_available - kv.reserve_blocks
         for extent in self._books.extents(model):
             is_lent = kv.num_blocks - len(extent) >= kv.floor_blocks

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
+from hearth.types import AdapterId, ModelId, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,12 @@ class ClearKv:
 
 @dataclass(frozen=True, slots=True)
 class TakeWeights:
-    """Take weights of idle or paused models, cheapest first. The outcome: how many bytes came free."""
+    """Take weights of retained models, then of warm, then of paused ones, of each the cheapest first.
+
+    The outcome: how many bytes came free.
+    """
 
     num_bytes: int
-    most: Hold  #: only from models that are held at most so
     below_s_per_byte: float = math.inf  #: only those whose reload cost is less
 
 

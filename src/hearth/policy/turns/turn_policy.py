@@ -36,7 +36,7 @@ saturation, that is where nobody is left out of a turn, and each model fits besi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Promise
@@ -97,6 +97,11 @@ class _Turn:
     resumed_s: float | None = None  #: when the last of those had a token
     has_sent: bool = False  #: a token, since it began
 
+    @property
+    def is_held(self) -> bool:
+        """True if it goes on because somebody has no token."""
+        return bool(self.unserved or self.resuming)
+
 
 @dataclass(slots=True)
 class _Model:
@@ -141,6 +146,17 @@ class _BoundMemory:
     workspace_bytes: int
 
 
+class _Known(dict[ModelId, WeightsView]):
+    """Weights of models, each looked at when it is asked for first."""
+
+    def __init__(self, look: Callable[[ModelId], WeightsView]) -> None:
+        self._look = look
+
+    def __missing__(self, model: ModelId) -> WeightsView:
+        self[model] = found = self._look(model)
+        return found
+
+
 class TurnPolicy:
     """Mutable; written by the one thread that tells it what happens and carries out what it decides."""
 
@@ -153,6 +169,9 @@ class TurnPolicy:
         self._bound: _BoundMemory | None = None  #: None since a turn began or ended, or a model left
         #: When another decision may follow though nothing happens; infinite: never.
         self.wake_s = math.inf
+        #: Until when the last decision stands if nothing happens but what `sent` makes nothing of. By then a
+        #: token may have brought a model ahead of its pace; not later than `wake_s`.
+        self.stands_s = -math.inf
 
     # What happens.
 
@@ -181,21 +200,23 @@ class TurnPolicy:
         known.requests[request_id] = PacedRequest(pace, now_s - age_s, num_tokens, now_s)
         known.known_due_s = None
 
-    def sent(self, model: ModelId, request_ids: Collection[RequestId], now_s: float) -> None:
-        """Note that requests were sent a token each."""
+    def sent(self, model: ModelId, request_ids: Collection[RequestId], now_s: float) -> bool:
+        """Note that requests were sent a token each; return whether turns are to be decided anew."""
         known = self._models[model]
         if not request_ids:
-            return
+            return False
         known.known_due_s, requests, turn = None, known.requests, known.turn
         for request_id in request_ids:
             requests[request_id].sent(now_s)
-        if turn is not None:
-            turn.has_sent = True
-            if turn.unserved:
-                turn.unserved.difference_update(request_ids)
-            if turn.resuming:
-                turn.resuming.difference_update(request_ids)
-                turn.resumed_s = None if turn.resuming else now_s
+        if turn is None:
+            return True
+        is_first, was_held, turn.has_sent = not turn.has_sent, turn.is_held, True
+        if turn.unserved:
+            turn.unserved.difference_update(request_ids)
+        if turn.resuming:
+            turn.resuming.difference_update(request_ids)
+            turn.resumed_s = None if turn.resuming else now_s
+        return is_first or (was_held and not turn.is_held)
 
     def ended(self, model: ModelId, request_id: RequestId) -> None:
         """Note that a request has ended, however it did; one that is unknown is no matter."""
@@ -236,14 +257,12 @@ class TurnPolicy:
 
     # Decisions.
 
-    def early(self, now_s: float, can_come: Callable[[ModelId], bool]) -> ModelId | None:
+    def early(self, line: Iterable[ModelId], can_come: Callable[[ModelId], bool]) -> ModelId | None:
         """Return whose first bytes should cross before its turn; None: nobody's, or another is being loaded.
 
-        That is the next in line of those that lack bytes which can come.
+        That is the next of those in `line` that lack bytes which can come.
         """
-        if self._is_any_loading():
-            return None
-        return next(filter(can_come, self.next_in_line(now_s)), None)
+        return None if self._is_any_loading() else next(filter(can_come, line), None)
 
     def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
         """Return how many of the missing bytes should cross now, before the turn; 0: too few could."""
@@ -252,8 +271,12 @@ class TurnPolicy:
         return num_bytes if num_bytes >= min(wanted_bytes, self._rules.front_bytes // 16) else 0
 
     def decide(self, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> list[TurnChange]:
-        """Return whose turn ends and begins now, in that order; they count as carried out."""
-        self.wake_s = math.inf
+        """Return whose turn ends and begins now, in that order; they count as carried out.
+
+        `weights_of` is asked once for each model: nothing is loaded or taken meanwhile.
+        """
+        self.wake_s = self.stands_s = math.inf
+        weights_of = _Known(weights_of).__getitem__
         changes: list[TurnChange] = []
         for model, one in self._models.items():
             if one.turn is not None and not one.wants_turn:
@@ -269,7 +292,13 @@ class TurnPolicy:
                 changes.append(self._begin(model, now_s, weights_of))
             elif blocked is None:
                 blocked, leaving = model, self._choose_leaving(model)
+        self.stands_s = min(self.stands_s, self.wake_s, self._next_overdue_s(now_s))
         return changes
+
+    def _next_overdue_s(self, now_s: float) -> float:
+        """Return when the next one of those that wait will be late, which changes their line."""
+        waiting = (one.due_s for one in self._models.values() if one.turn is None)
+        return min((due_s for due_s in waiting if due_s >= now_s), default=math.inf)
 
     def _begin(self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> BeginTurn:
         known = self._models[model]
@@ -448,6 +477,7 @@ class TurnPolicy:
             least_s = max(least_s, 2 * turn.resumed_s - turn.loaded_s)
         if self._is_ahead(known, reload_s, now_s):
             return least_s
+        self.stands_s = min(self.stands_s, max(now_s, least_s))  # by the tokens until then it may be
         return max(least_s, turn.loaded_s + known.quantum_s)
 
     def _has_company(self, model: ModelId) -> bool:
