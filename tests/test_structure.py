@@ -32,6 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "host_memory": {"cgroups"},
     "native_code": set(),
     "cuda_driver": {"errors"},
+    "cuda_batches": {"cuda_driver", "native_code"},
     "cuda_graphs": {"cuda_driver"},
     "beacon": BASE,
     "messages": BASE,
@@ -42,13 +43,13 @@ ARROWS: dict[str, set[str]] = {
     "text": BASE | {"model_files"},
     "models": BASE | {"kernels", "model_files"},
     "engine": EXECUTION | {"host_memory", "text"},
-    "memory": EXECUTION | {"cuda_driver"},
-    "store": EXECUTION | {"cpus", "cuda_driver", "messages", "model_files", "native_code"},
+    "memory": EXECUTION | {"cuda_batches", "cuda_driver"},
+    "store": EXECUTION | {"cpus", "cuda_batches", "cuda_driver", "messages", "model_files", "native_code"},
     "snapshot": BASE | {"cuda_driver", "cuda_graphs", "kernels", "native_code"},
     "transfer": EXECUTION | {"messages"},
     "worker": EXECUTION
     | {"beacon", "cpus", "host_memory", "engine", "memory", "store", "snapshot", "transfer"}
-    | {"cuda_driver", "cuda_graphs", "messages", "wire"},
+    | {"cuda_batches", "cuda_driver", "cuda_graphs", "messages", "wire"},
     "forecast": BASE | {"policy"},
     "control": BASE
     | {"beacon", "config", "cpus", "host_memory", "policy", "store", "messages", "wire", "forecast", "text"}

@@ -170,7 +170,7 @@ class Rig:
         self.engine: Engine = assemble(spec, weights, config, device, memory)
         self.assemble_s = time.perf_counter() - began_s
         self.engine.runner.fill_tables()
-        self.parts_of = _parts_of(self.runtime)
+        self.parts_of = _parts_of(self.runtime, Path(task.kernels))
         self.snapshots = ModelSnapshots(
             SnapshotDirectory.open(Path(task.snapshots), QUOTA_BYTES),
             *(config, device, self.runtime.name, self.runtime.device_bytes, self.parts_of),
@@ -402,13 +402,13 @@ def _placed(pool: Pool, hosting: HostingSpec) -> Space:
     return space
 
 
-def _parts_of(runtime: Runtime) -> Callable[[Engine], SnapshotParts | None]:
+def _parts_of(runtime: Runtime, kernels: Path) -> Callable[[Engine], SnapshotParts | None]:
     """Return what keeps graphs, as in a worker; raises RuntimeError where they could not be kept."""
     if runtime.device.type == "cpu":
         return no_parts
     if not runtime.has_fixed_addresses:
         raise RuntimeError("memory of libraries is not at its fixed address, so no snapshot can hold graphs")
-    return SnapshotGraphs(runtime.device, FirstTokens()).parts_of  # nobody else waits for a token
+    return SnapshotGraphs(runtime.device, FirstTokens(), kernels).parts_of  # nobody else waits for a token
 
 
 def run(task: GraphTask) -> Captured | Restored:

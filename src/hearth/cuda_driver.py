@@ -4,6 +4,7 @@ Through ctypes, because torch has no such calls and no other package should be n
 
 A call that takes long lets other threads run Python meanwhile. One of a few microseconds does not: beside a
 thread that computes, getting the interpreter back takes up to a hundred times longer than the call itself.
+Many calls at once are for `cuda_batches.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from hearth.errors import DeviceError, OutOfDeviceMemory
 
@@ -59,11 +61,15 @@ class _Access(ctypes.Structure):
 class CudaDriver:
     """The driver of one device, whose primary context it keeps alive. Any thread may call it."""
 
-    def __init__(self, device_index: int) -> None:
-        """Open the driver. Raises DeviceError where there is none, or no such device."""
+    def __init__(self, device_index: int, library: ctypes.CDLL | None = None) -> None:
+        """Open the driver: that of the system, or a library with the same calls.
+
+        Raises DeviceError where there is none, or no such device.
+        """
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-            self._brief = ctypes.PyDLL("libcuda.so.1")  #: its calls keep the interpreter
+            self._library = library or ctypes.CDLL("libcuda.so.1")
+            #: The same, but its calls keep the interpreter.
+            self._brief = ctypes.PyDLL(self._library._name, handle=self._library._handle)
         except OSError as error:
             raise DeviceError(f"CUDA's driver cannot be loaded: {error}; use `--device cpu`") from error
         self._thread = threading.local()  #: `is_current`: the context is, on this thread
@@ -130,24 +136,27 @@ class CudaDriver:
         try:
             for handle in handles:
                 where = ctypes.c_ulonglong(address + mapped_bytes)
-                self._call_briefly(
+                self.call_briefly(
                     "cuMemMap", where, size, ctypes.c_size_t(0), ctypes.c_ulonglong(handle), zero
                 )
                 mapped_bytes += num_bytes
-            access = _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
             where, size = ctypes.c_ulonglong(address), ctypes.c_size_t(mapped_bytes)
-            self.call("cuMemSetAccess", where, size, ctypes.byref(access), ctypes.c_size_t(1))
+            self.call("cuMemSetAccess", where, size, ctypes.byref(self.access()), ctypes.c_size_t(1))
         except DeviceError:
             if mapped_bytes:
                 self.unmap(address, mapped_bytes)  # all or none of them
             raise
+
+    def access(self) -> ctypes.Structure:
+        """Return what cuMemSetAccess takes: this device reads and writes."""
+        return _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self.call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
 
     def copy_from_host(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         """Queue a copy between addresses. From memory that is not pinned it is partly done by this call."""
-        call = self._call_briefly if self._is_pinned(source) else self.call
+        call = self.call_briefly if self._is_pinned(source) else self.call
         where, what = ctypes.c_ulonglong(destination), ctypes.c_void_p(source)
         call("cuMemcpyHtoDAsync_v2", where, what, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
 
@@ -222,14 +231,34 @@ class CudaDriver:
             if code := function(*arguments):
                 self._check(code, name, arguments)
 
+    def address(self, name: str) -> int:
+        """Return where the driver has a call, for native code to make it, in this driver's context."""
+        return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
+
+    def enter_context(self) -> int:
+        """Have native code of this thread call the driver in this context, which is returned."""
+        self._enter_context()
+        return self.context
+
+    def refused(self, name: str, num_arguments: int, code: int) -> NoReturn:
+        """Raise what `call` would have raised for a call that native code has made."""
+        assert code != 0, f"{name} has not failed"
+        self._check(code, name, (None,) * num_arguments)
+        raise AssertionError("unreachable")
+
     def succeeds(self, name: str, *arguments: object) -> bool:
         """Make a call whose failure is an answer."""
         self._enter_context()
         return bool(getattr(self._library, name)(*arguments) == 0)
 
-    def _call_briefly(self, name: str, *arguments: object) -> None:
+    def call_briefly(self, name: str, *arguments: object) -> None:
+        """Make a call of a few microseconds, as `call`, and keep the interpreter."""
+        self._check(self.code_of(name, *arguments), name, arguments)
+
+    def code_of(self, name: str, *arguments: object) -> int:
+        """Make a call of a few microseconds and return the driver's code, which is an answer."""
         self._enter_context()
-        self._check(getattr(self._brief, name)(*arguments), name, arguments)
+        return int(getattr(self._brief, name)(*arguments))
 
     def _enter_context(self) -> None:
         """Set the context: a thread that torch has not been used on has none, and calls would fail there."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from ctypes import c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -222,6 +223,20 @@ class CudaGraphs:
 
     def destroy_executable(self, executable: int) -> None:
         self._driver.call("cuGraphExecDestroy", executable)
+
+    # For native code that builds a graph by itself.
+
+    def address(self, call: str) -> int:
+        """Return where the driver has a call."""
+        return self._driver.address(call)
+
+    def enter_context(self) -> int:
+        """Make the device's context current on this thread, and return it."""
+        return self._driver.enter_context()
+
+    def refused(self, call: str, code: int) -> NoReturn:
+        """Raise the DeviceError of a call that the driver has refused to native code."""
+        self._driver.refused(call, len(_CALLS[call]), code)
 
     # Functions.
 

@@ -58,6 +58,7 @@ class Source:
     coming: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
     num_failed: int = 0
+    num_interpreted: int = 0
     is_marked: bool = False
     is_stopped: bool = False
 

@@ -1,6 +1,6 @@
 """Captures a small graph over memory at fixed addresses, or restores one that another process has captured.
 
-    python tests/snapshot/moved_graph.py save|load DIRECTORY
+    python tests/snapshot/moved_graph.py save|load|load-in-python DIRECTORY
 
 It has kernels of ours, of cuBLAS and of torch, a copy and a fill. Prints `equal` if all is as it should be.
 """
@@ -24,6 +24,8 @@ from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES, CudaPages
 from hearth.memory.library_memory import LibraryMemory
 from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.native_rebuild import NativeRebuild
+from hearth.snapshot.rebuild import InterpretedRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 
@@ -105,7 +107,7 @@ def main(action: str, directory: Path) -> None:
     if action == "save":
         save(toy, graphs, directory)
     else:
-        load(toy, graphs, directory)
+        load(toy, graphs, directory, is_native=action == "load")
 
 
 def save(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
@@ -118,17 +120,19 @@ def save(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
     (directory / "packed").write_bytes(sections[f"graph/{NAME}"])
 
 
-def load(toy: Toy, graphs: CudaGraphs, directory: Path) -> None:
+def load(toy: Toy, graphs: CudaGraphs, directory: Path, *, is_native: bool) -> None:
+    rebuild = NativeRebuild.load(graphs, None) if is_native else InterpretedRebuild(graphs)
+    assert rebuild is not None, "there is no C compiler"
     handles = KernelHandles(graphs, loaded_functions)
     sections = {f"graph/{NAME}": memoryview((directory / "packed").read_bytes())}
     mark = TrialMark(directory / "packed")
-    restored = RestoredGraphs(graphs, handles, sections, mark, lambda reason: print("discarded", reason))
+    restored = RestoredGraphs(handles, sections, mark, lambda reason: print("discarded", reason))
 
     def rehearse(name: str) -> None:
         captured = GraphCapture().capture(toy.work)  # kept while it is read
         handles.learn(captured.raw_cuda_graph())
 
-    restored.restore(rehearse, give_way=lambda: None)
+    restored.restore(rebuild, rehearse, give_way=lambda: None)
     graph = restored.find(NAME)
     assert graph is not None
     toy.fill(1)

@@ -11,6 +11,7 @@ from hearth.cuda_graphs import KERNEL_NODE
 from hearth.errors import GraphUnreadable
 from hearth.snapshot import restored_graphs
 from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.rebuild import InterpretedRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from tests.snapshot.fake_driver import FakeDriver
@@ -55,7 +56,7 @@ class Machine:
     def restored(self, sections: dict[str, bytes]) -> RestoredGraphs:
         views = {name: memoryview(packed) for name, packed in sections.items()}
         mark = TrialMark(Path("nowhere.snapshot"))  # of which nothing is tried
-        return RestoredGraphs(self.driver, self.handles, views, mark, self.reasons.append)
+        return RestoredGraphs(self.handles, views, mark, self.reasons.append)
 
 
 def sections_of(names: list[str]) -> dict[str, bytes]:
@@ -72,7 +73,7 @@ def test_all_graphs_are_restored_the_smallest_first() -> None:
     graphs = machine.restored(sections_of(names) | {"memory_profile": b"of somebody else"})
     assert all(graphs.is_coming(name) for name in names)
     assert graphs.find("decode-8") is None
-    graphs.restore(machine.rehearse, lambda: None)
+    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
 
     assert machine.rehearsed == ["tail-1", "decode-8", "decode-64", "mixed-512"]
     assert not any(graphs.is_coming(name) for name in names)
@@ -89,7 +90,7 @@ def test_kernels_that_are_known_need_no_rehearsal() -> None:
     for size in (8, 64):
         machine.handles.learn(machine.capture(size))
     graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
-    graphs.restore(machine.rehearse, lambda: None)
+    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
 
     assert machine.rehearsed == ["decode-8"]
     assert graphs.find("decode-64") is not None
@@ -104,7 +105,7 @@ def test_each_graph_gives_way_and_none_is_restored_that_nobody_wants_any_more() 
         if len(num_pauses) == 2:
             graphs.stop()
 
-    graphs.restore(machine.rehearse, pause)
+    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, pause)
 
     assert (machine.rehearsed, len(num_pauses)) == (["decode-8"], 2)
     assert graphs.find("decode-8") is not None
@@ -113,7 +114,7 @@ def test_each_graph_gives_way_and_none_is_restored_that_nobody_wants_any_more() 
 def test_a_graph_whose_kernels_are_nowhere_is_left_out_visibly(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine([8])
     graphs = machine.restored(sections_of(["decode-8", "decode-64"]))
-    graphs.restore(machine.rehearse, lambda: None)
+    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
 
     assert graphs.find("decode-8") is not None
     assert graphs.find("decode-64") is None
@@ -128,7 +129,7 @@ def test_nothing_is_rehearsed_whose_triton_kernels_are_not_loaded() -> None:
     graphs = {"decode-8": captured.capture(8)}
     binaries = {captured.function_by_size[8]: "hash of source and variant"}
     restored = machine.restored(pack_graphs(captured.driver, graphs, binaries, FIXED))
-    restored.restore(machine.rehearse, lambda: None)
+    restored.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
 
     assert machine.rehearsed == []
     assert restored.num_failed == 1
@@ -143,7 +144,7 @@ def test_a_discarded_snapshot_has_no_graphs_and_none_are_coming() -> None:
         if name == "decode-64":  # while this one is restored
             graphs.discard("3 numbers differ")
 
-    graphs.restore(discard, lambda: None)
+    graphs.restore(InterpretedRebuild(machine.driver), discard, lambda: None)
 
     assert machine.reasons == ["3 numbers differ"]
     assert graphs.find("decode-8") is None
@@ -166,7 +167,7 @@ def test_a_damaged_graph_discards_the_snapshot() -> None:
     sections["graph/decode-16"] = sections["graph/decode-16"][:-64]
     machine = Machine([8, 16, 64])
     graphs = machine.restored(sections)
-    graphs.restore(machine.rehearse, lambda: None)
+    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
 
     (reason,) = machine.reasons
     assert "a packed graph has" in reason
@@ -185,7 +186,7 @@ def test_a_rehearsal_waits_for_the_memory_of_weights_that_arrive(monkeypatch: py
         machine.rehearse(name)
 
     graphs = machine.restored(sections_of(["decode-8"]))
-    graphs.restore(rehearse, lambda: None)
+    graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
     assert graphs.find("decode-8") is not None
 
 
@@ -197,5 +198,5 @@ def test_a_rehearsal_waits_for_no_memory_once_nobody_wants_the_graphs() -> None:
         graphs.stop()  # its engine is closed, and its memory gone
         raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
-    graphs.restore(rehearse, lambda: None)
+    graphs.restore(InterpretedRebuild(machine.driver), rehearse, lambda: None)
     assert graphs.find("decode-8") is None

@@ -32,7 +32,7 @@ from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.lender import Lender
 from hearth.store.lender_line import LenderLine
-from hearth.store.lending import CancelLoad, ChunkLent, LenderHello, ReleaseChunk, encode, received, send
+from hearth.store.lending import CancelLoad, ChunkLent, LenderHello, ReleaseChunks, encode, received, send
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import TOKENIZER, WEIGHTS, Manifest, read_manifest
 from hearth.store.segment import Segment
@@ -344,7 +344,7 @@ def test_calling_off_needs_no_answer_and_hangs_up_after_the_last_release() -> No
         heard = received(theirs)
         assert next(heard) == CancelLoad()
         loan.release(held)
-        assert list(heard) == [ReleaseChunk(0)]
+        assert list(heard) == [ReleaseChunks((0,))]
 
 
 def test_a_loan_that_was_called_off_before_it_began_says_so(model: Path, tmp_path: Path, path: Path) -> None:
@@ -640,7 +640,7 @@ def test_a_lender_without_a_thread_for_a_borrower_or_a_load_serves_on(
 
 
 @pytest.mark.parametrize(
-    "line", [b"what?\n", encode(ReleaseChunk(0)), encode(LenderHello(1 << 40, 1 << 20, keeps_pages=True))]
+    "line", [b"what?\n", encode(ReleaseChunks((0,))), encode(LenderHello(1 << 40, 1 << 20, keeps_pages=True))]
 )
 def test_a_borrower_leaves_nothing_open_after_a_greeting_that_is_none(path: Path, line: bytes) -> None:
     def greet(listener: socket.socket) -> None:

@@ -18,6 +18,7 @@ from hearth.errors import LoadCancelled, StoreError
 from hearth.store import staged_loan as staged_loans
 from hearth.store.borrower import BorrowedModel, Borrower, Loan
 from hearth.store.convert import convert
+from hearth.store.fetch import HostChunk
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import WEIGHTS
@@ -93,6 +94,13 @@ def rig(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield Rig(driver, model, path, tiers, borrower, staging, borrowed, (model / WEIGHTS).read_bytes())
 
 
+def each(loan: StagedLoan, most: int = 1) -> Iterator[HostChunk]:
+    """Yield the chunks of a loan, as many as `most` of which are yielded at once."""
+    for batch in loan.batches(most):
+        assert 1 <= len(batch) <= most
+        yield from batch
+
+
 def bytes_of(rig: Rig, index: int) -> bytes:
     part = rig.borrowed.manifest.chunk_range(index)
     return rig.stored[part.begin : part.end]
@@ -100,7 +108,7 @@ def bytes_of(rig: Rig, index: int) -> bytes:
 
 def test_chunks_come_in_order_by_slots_while_nothing_of_their_memory_is_pinned(rig: Rig) -> None:
     loan, slots = rig.borrow(), set()
-    for index, chunk in enumerate(loan):
+    for index, chunk in enumerate(each(loan, most=3)):
         assert (chunk.index, bytes(chunk.data)) == (index, bytes_of(rig, index))
         slots.add(torch.frombuffer(chunk.data, dtype=torch.uint8).data_ptr())
         loan.release(chunk)
@@ -127,7 +135,7 @@ def test_a_load_by_slots_has_all_bytes(rig: Rig) -> None:
 def test_loads_at_once_share_the_slots(rig: Rig) -> None:
     def load() -> bytes:
         loan, found = rig.borrow(), b""
-        for chunk in loan:
+        for chunk in each(loan, most=3):
             found += bytes(chunk.data)
             loan.release(chunk)
         return found
@@ -141,7 +149,7 @@ def test_loads_at_once_share_the_slots(rig: Rig) -> None:
 def test_a_chunk_whose_memory_is_pinned_stays_where_it_is(rig: Rig) -> None:
     rig.driver.may_register.set()
     loan, segment = rig.borrow(), rig.borrower.segment
-    chunks = iter(loan)
+    chunks = each(loan)
     first = next(chunks)
     for cell in range(0, NUM_CELLS, 16):
         segment.pin(cell)
@@ -163,7 +171,7 @@ def test_where_others_have_all_slots_a_load_pins_what_it_needs(
     assert None not in taken
     assert rig.staging.take(0.0) is None
     loan = rig.borrow()
-    first = next(iter(loan))
+    first = next(each(loan))
     assert bytes(first.data) == bytes_of(rig, 0)
     assert rig.borrower.segment.is_pinned(first.cell)
     loan.cancel()
@@ -172,7 +180,7 @@ def test_where_others_have_all_slots_a_load_pins_what_it_needs(
 
 def test_a_load_called_off_in_the_middle_gives_back_every_slot_and_chunk(rig: Rig) -> None:
     loan = rig.borrow()
-    chunks = iter(loan)
+    chunks = each(loan)
     held = [next(chunks), next(chunks)]
     loan.cancel()
     with pytest.raises(LoadCancelled):

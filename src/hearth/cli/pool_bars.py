@@ -33,6 +33,7 @@ FALLBACKS = {
     "address": "at another address than planned",
     "graphs": "models so far whose steps are launched kernel by kernel: torch frees what captured ones use",
     "graphs_not_restored": "of snapshots, captured instead",
+    "graphs_restored_in_python": "of snapshots, node by node, which slows others: there is no C compiler",
     "kernels_compiled_while_serving": "that all models of the worker waited for",
     "kernels_loaded_while_serving": "from disk when a step asked for them",
     "library_address": "worker whose library memory is at another address than planned",

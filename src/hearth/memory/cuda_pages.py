@@ -13,6 +13,7 @@ from contextlib import closing
 
 import torch
 
+from hearth.cuda_batches import batches_of
 from hearth.cuda_driver import (
     DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
     DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
@@ -60,6 +61,9 @@ class CudaPages:
         self._fallbacks: Counter[str] = Counter()
         self._handles: list[int] = []
         self._driver = CudaDriver(self._device.index)
+        self._batches = batches_of(self._driver)
+        if self._batches is None:
+            self._go_without("batches", "no C compiler: pages are mapped one by one, with the interpreter")
         if not self._driver.has(DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
             raise DeviceError(f"{self._device} cannot map memory by pages")
         self._is_exportable = self._can(
@@ -105,7 +109,8 @@ class CudaPages:
         self._driver.free_address(address, SPACE_BYTES)
 
     def map(self, address: int, *pages: int) -> None:
-        self._driver.map(address, self._page_bytes, [self._handles[page] for page in pages])
+        calls = self._driver if self._batches is None else self._batches
+        calls.map(address, self._page_bytes, [self._handles[page] for page in pages])
 
     def unmap(self, address: int, num_pages: int = 1) -> None:
         self._driver.unmap(address, num_pages * self._page_bytes)

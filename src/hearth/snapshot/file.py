@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from blake3 import blake3
+
 from hearth.errors import (
     SnapshotCorrupt,
     SnapshotError,
@@ -41,7 +43,7 @@ from hearth.snapshot.fingerprint import Fingerprint
 
 MAGIC = b"HEARTHSN"
 #: The version of this format. A file of another one is made anew.
-VERSION = 1
+VERSION = 2
 #: Sections begin at multiples of it, so that arrays of any type may be made over their bytes.
 ALIGNMENT = 64
 MAX_SECTIONS, MAX_NAME_BYTES = 4096, 64
@@ -268,7 +270,7 @@ def _aligned(offset: int) -> int:
 
 
 def _digest(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+    return blake3(data).digest()
 
 
 def _mac(data: bytes, key: bytes) -> bytes:

@@ -62,6 +62,7 @@ _KERNEL: Final = np.dtype(
         *(("dynamic_shared_bytes", "<u4"), ("has_large_clusters", "<u4")),
     ]
 )
+_KERNEL_ROW, _PARAMETER_ROW = struct.Struct("<8I"), struct.Struct("<2I")
 _SECTIONS: Final = (_KERNEL, PARAMETER, np.dtype("u1"), NODE, ATTRIBUTE, EDGE, np.dtype("u1"))
 _MAGIC: Final = b"hgraph01"
 _HEADER: Final = struct.Struct(f"<8s{len(_SECTIONS)}Q")
@@ -103,6 +104,19 @@ class KernelId:
             and self.registers == other.registers
             and self.static_shared_bytes == other.static_shared_bytes
         )
+
+    @staticmethod
+    def unpack(packed: bytes) -> KernelId:
+        """Return a kernel of a graph (`packed_kernels`). Raises GraphUnreadable: its name is no text."""
+        name_bytes, _, _, count, registers, static, dynamic, large = _KERNEL_ROW.unpack_from(packed)
+        begin = _KERNEL_ROW.size + count * PARAMETER.itemsize
+        parameters = tuple(_PARAMETER_ROW.iter_unpack(packed[_KERNEL_ROW.size : begin]))
+        try:
+            name = packed[begin : begin + name_bytes].decode()
+            binary = packed[begin + name_bytes :].decode()
+        except UnicodeDecodeError as error:
+            raise GraphUnreadable(f"a packed graph has a name that is no text: {error}") from error
+        return KernelId(name, binary or None, parameters, registers, static, dynamic, bool(large))
 
     @staticmethod
     def of(driver: CudaGraphs, function: int, binary: str | None) -> KernelId:
@@ -161,9 +175,9 @@ class GraphNodes:
         Raises:
             GraphUnreadable: they are not what `pack` returns.
         """
-        kernels, parameters, names, nodes, attributes, edges, blobs = _sections(packed)
-        ids = _kernels(kernels, parameters, names.view(np.uint8))
-        graph = GraphNodes(ids, nodes, attributes, edges, blobs.view(np.uint8))
+        *_, nodes, attributes, edges, blobs = _sections(packed)
+        kernels = tuple(map(KernelId.unpack, packed_kernels(packed)))
+        graph = GraphNodes(kernels, nodes, attributes, edges, blobs.view(np.uint8))
         graph._check()
         return graph
 
@@ -197,6 +211,26 @@ class GraphNodes:
         wanted = np.array([kernel.parameter_bytes for kernel in self.kernels], np.uint32)
         own = nodes[is_kernel]
         _demand(own["blob_bytes"] >= wanted[own["kernel"]], "fewer parameters than the kernel has")
+
+
+def packed_kernels(packed: memoryview) -> list[bytes]:
+    """Return the kernels of a packed graph, each as bytes that are the same in any other graph.
+
+    Raises:
+        GraphUnreadable: they are damaged.
+    """
+    rows, parameters, names, *_ = _sections(packed)
+    _demand(
+        _ends(rows, "first_parameter", "num_parameters") <= len(parameters), "parameters that are not there"
+    )
+    offsets, text, at, kernels = parameters.tobytes(), names.tobytes(), 0, []
+    for name_bytes, binary_bytes, first, count, *rest in _KERNEL_ROW.iter_unpack(rows.tobytes()):
+        begin, end = first * PARAMETER.itemsize, at + name_bytes + binary_bytes
+        own = offsets[begin : begin + count * PARAMETER.itemsize]
+        kernels.append(_KERNEL_ROW.pack(name_bytes, binary_bytes, 0, count, *rest) + own + text[at:end])
+        at = end
+    _demand(np.array([at == len(text)]), "names that do not add up")
+    return kernels
 
 
 def read_graph(driver: CudaGraphs, graph: int, binary_by_function: Mapping[int, str]) -> GraphNodes:
@@ -384,33 +418,6 @@ def _sections(packed: memoryview) -> list[Table]:
     if at != len(packed):
         raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header tells of {at}")
     return arrays
-
-
-def _kernels(rows: Table, parameters: Table, names: npt.NDArray[np.uint8]) -> tuple[KernelId, ...]:
-    ends = _ends(rows, "first_parameter", "num_parameters")
-    _demand(ends <= len(parameters), "parameters of a kernel that are not there")
-    text, at, kernels, pairs = names.tobytes(), 0, [], parameters.tolist()
-    for (
-        name_bytes,
-        binary_bytes,
-        first,
-        count,
-        registers,
-        static_bytes,
-        dynamic_bytes,
-        large,
-    ) in rows.tolist():
-        end_of_name = at + name_bytes
-        end = end_of_name + binary_bytes
-        try:
-            name, binary = text[at:end_of_name].decode(), text[end_of_name:end].decode()
-        except UnicodeDecodeError as error:
-            raise GraphUnreadable(f"a packed graph has a name that is no text: {error}") from error
-        own, limits = tuple(pairs[first : first + count]), (static_bytes, dynamic_bytes)
-        kernels.append(KernelId(name, binary or None, own, registers, *limits, bool(large)))
-        at = end
-    _demand(np.array([at == len(text)]), "names that do not add up")
-    return tuple(kernels)
 
 
 def _ends(table: Table, first: str, count: str) -> npt.NDArray[np.int64]:

@@ -1,11 +1,14 @@
 """CUDA graphs made again from plain values, by another process than the one that captured them.
 
-All nodes of a graph are prepared at once, in a few arrays of the driver's structures whose pointers lead into
-one copy of the parameters; then each node takes one call. Restored graphs run what was captured, where that
-lay: nothing here knows what that is, or whether it is there.
+Native code does it where it can be had (`native_rebuild.py`), else the interpreter, in here: all nodes of a
+graph are prepared at once, in a few arrays of the driver's structures whose pointers lead into one copy of
+the parameters; then each node takes one call. Restored graphs run what was captured, where that lay: nothing
+here knows what that is, or whether it is there.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +30,22 @@ from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
 _NOTHING = np.zeros(0, np.uint64)
 
 
+class Rebuild(Protocol):
+    """Makes graphs again: native code (`native_rebuild.py`), or else the interpreter."""
+
+    @property
+    def is_native(self) -> bool:
+        """True if the interpreter is free meanwhile."""
+
+    def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
+        """Make a graph whose kernels have these `functions`, in the order in which it names them.
+
+        Raises:
+            DeviceError: the driver refuses a node or the whole.
+            GraphUnreadable: the bytes are not those of a graph.
+        """
+
+
 class RestoredGraph:
     """An executable graph, destroyed with this object."""
 
@@ -43,6 +62,18 @@ class RestoredGraph:
 
     def __del__(self) -> None:
         self._driver.destroy_executable(self._executable)
+
+
+class InterpretedRebuild:
+    """The interpreter, which makes graphs node by node. Any thread calls it."""
+
+    is_native = False
+
+    def __init__(self, driver: CudaGraphs) -> None:
+        self._driver = driver
+
+    def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
+        return rebuild(self._driver, GraphNodes.unpack(packed), functions)
 
 
 def rebuild(driver: CudaGraphs, graph: GraphNodes, functions: npt.NDArray[np.uint64]) -> RestoredGraph:

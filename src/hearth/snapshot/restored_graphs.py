@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from hearth.cuda_graphs import CudaGraphs
 from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
-from hearth.snapshot.graph_nodes import GraphNodes, read_graph
+from hearth.snapshot.graph_nodes import KernelId, packed_kernels, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
-from hearth.snapshot.rebuild import RestoredGraph, rebuild
+from hearth.snapshot.rebuild import Rebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
 
 #: For memory to be mapped that rehearsals of a snapshot refer to, and how often one is tried meanwhile.
@@ -50,7 +54,6 @@ class RestoredGraphs:
 
     def __init__(
         self,
-        driver: CudaGraphs,
         handles: KernelHandles,
         sections: Mapping[str, memoryview],
         mark: TrialMark,
@@ -61,10 +64,12 @@ class RestoredGraphs:
         Raises:
             GraphUnreadable: one has no name that graphs have.
         """
-        self._driver, self._handles, self._on_discard = driver, handles, on_discard
+        self._handles, self._on_discard = handles, on_discard
         self._sections, self._mark = sections, mark
         self._restored: dict[str, RestoredGraph] = {}
+        self._function_by_kernel: dict[bytes, int] = {}  #: as packed; graphs have most of theirs in common
         self.num_failed = 0  #: graphs that could not be restored
+        self.num_interpreted = 0  #: graphs that were restored node by node, in Python
         names = [name.removeprefix(_PREFIX) for name in sections if name.startswith(_PREFIX)]
         #: The smallest first: one request at a time is what a model begins with.
         self._coming = dict.fromkeys(sorted(names, key=_size))
@@ -90,7 +95,9 @@ class RestoredGraphs:
         self._coming, self._restored = {}, {}
         self._on_discard(reason)
 
-    def restore(self, rehearse: Callable[[str], None], give_way: Callable[[], None]) -> None:
+    def restore(
+        self, rebuild: Rebuild, rehearse: Callable[[str], None], give_way: Callable[[], None]
+    ) -> None:
         """Restore all graphs. One that cannot be restored is left out, and so captured when it is needed.
 
         `give_way` is called before each, and waits while others need the interpreter more. `rehearse` shows
@@ -98,22 +105,21 @@ class RestoredGraphs:
         known, and for the first graph of each kind.
         """
         began_s, num_graphs, reasons = time.perf_counter(), len(self._coming), list[str]()
-        coming, kinds = self._coming, set[str]()  # the first is another one once nobody wants the graphs
+        coming = self._coming  # which is another one once nobody wants the graphs
+        shown = partial(self._rehearse, rehearse, give_up_s=began_s + MEMORY_PATIENCE_S)
+        kinds = set[str]()
         while coming and coming is self._coming:
             give_way()
             if not coming or coming is not self._coming:  # nobody wants them any more
                 break
             name = next(iter(coming))
             try:
-                graph = GraphNodes.unpack(self._sections[_PREFIX + name])
-                # First our own: one that is not loaded would be compiled by a rehearsal, in this process.
-                self._handles.resolve([kernel for kernel in graph.kernels if kernel.binary is not None])
-                kind, _, _ = name.rpartition("-")
-                if kind not in kinds or not self._handles.has(graph.kernels):
-                    if not self._rehearse(rehearse, name, began_s + MEMORY_PATIENCE_S):
-                        break
-                    kinds.add(kind)
-                self._restored[name] = rebuild(self._driver, graph, self._handles.resolve(graph.kernels))
+                packed = self._sections[_PREFIX + name]
+                functions = self._functions(name, packed_kernels(packed), kinds, shown)
+                if functions is None:
+                    break
+                self._restored[name] = rebuild(packed, functions)
+                self.num_interpreted += not rebuild.is_native
             except (DeviceError, KernelsMissing) as error:
                 reasons.append(f"{name}: {error}")
                 self.num_failed += 1
@@ -127,7 +133,29 @@ class RestoredGraphs:
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
 
-    def _rehearse(self, rehearse: Callable[[str], None], name: str, give_up_s: float) -> bool:
+    def _functions(
+        self, name: str, kernels: Sequence[bytes], kinds: set[str], rehearse: Callable[[str], bool]
+    ) -> npt.NDArray[np.uint64] | None:
+        """Return the functions of a graph's kernels; None: nobody wants the graph any more.
+
+        Raises:
+            KernelsMissing: this process does not have all of them, even after a rehearsal.
+        """
+        kind, _, _ = name.rpartition("-")
+        known = self._function_by_kernel
+        unknown = [kernel for kernel in kernels if kind not in kinds or kernel not in known]
+        if unknown:
+            ids = [KernelId.unpack(kernel) for kernel in unknown]
+            # First our own: one that is not loaded would be compiled by a rehearsal, in this process.
+            self._handles.resolve([kernel for kernel in ids if kernel.binary is not None])
+            if kind not in kinds or not self._handles.has(ids):
+                if not rehearse(name):
+                    return None
+                kinds.add(kind)
+            known.update(zip(unknown, self._handles.resolve(ids).tolist(), strict=True))
+        return np.array([known[kernel] for kernel in kernels], np.uint64)
+
+    def _rehearse(self, rehearse: Callable[[str], None], name: str, *, give_up_s: float) -> bool:
         """Rehearse a graph, once there is memory where weights arrive; False: nobody wants it any more."""
         while self.is_coming(name):
             try:

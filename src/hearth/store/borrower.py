@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from hearth.store.lending import (
     OpenModel,
     PrefetchModel,
     Refused,
-    ReleaseChunk,
+    ReleaseChunks,
     error_of,
     parse,
     received,
@@ -411,6 +411,8 @@ class Loan:
         self._is_over = num_chunks == 0  #: nothing more will be yielded
         self._is_cancelled = False
         self._has_hung_up = False
+        #: A message that came behind the chunks that were yielded; of the thread that iterates alone.
+        self._unread: Message | None = None
         self.segment.load_began()
         self._hang_up_if_done()
 
@@ -425,14 +427,20 @@ class Loan:
         return self._is_over and self._num_released == self._num_yielded
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order.
+        """Yield the chunks in order, as `batches`."""
+        for batch in self.batches(1):
+            yield from batch
+
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
+        """Yield the chunks in order, those together that have come and are pinned, at most so many.
 
         Raises what the lender met, LoadCancelled after `cancel`, LenderGone if the lender is gone.
         """
-        for _ in range(self.num_chunks):
-            chunk = self.take()
-            self.segment.pin(chunk.cell)  # to be copied from next
-            yield chunk
+        num_left = self.num_chunks
+        while num_left:
+            batch = self._take_pinned(min(most, num_left))
+            num_left -= len(batch)
+            yield batch
 
     @property
     def num_to_come(self) -> int:
@@ -441,16 +449,18 @@ class Loan:
 
     def has_next(self) -> bool:
         """True if `take` need not wait. Called by the thread that iterates, as that is."""
-        return self._line.has_next()
+        return self._unread is not None or self._line.has_next()
 
     def take(self) -> HostChunk:
         """Return the next chunk, which may not be pinned. Raises as iterating does."""
-        return self._accept(self._line.read())
+        message = self._next_message()
+        (chunk,) = self._accepted([message] if isinstance(message, ChunkLent) else [], message)
+        return chunk
 
     def release(self, *chunks: HostChunk) -> None:
         with self._lock:
             with suppress(OSError):  # a lender that is gone wants nothing back
-                self._line.send(*(ReleaseChunk(chunk.index) for chunk in chunks))
+                self._line.send(ReleaseChunks(tuple(chunk.index for chunk in chunks)))
             self._num_released += len(chunks)
             self._hang_up_if_done()
 
@@ -465,17 +475,39 @@ class Loan:
             self._line.stop_reading()
             self._hang_up_if_done()
 
-    def _accept(self, message: Message | None) -> HostChunk:
-        """Return the chunk that the lender's message names; raise if the load is over."""
+    def _take_pinned(self, most: int) -> list[HostChunk]:
+        """Return the next chunk, pinned, and those behind it that have come and are."""
+        lent: list[ChunkLent] = []
+        message = self._next_message()
+        while isinstance(message, ChunkLent) and (not lent or self.segment.can_copy(message.cell)):
+            lent.append(message)
+            message = None
+            if len(lent) == most or not self._line.has_next():
+                break
+            message = self._next_message()
+        self._unread = message
+        chunks = self._accepted(lent, message)
+        self.segment.pin(chunks[0].cell)  # to be copied from next
+        return chunks
+
+    def _accepted(self, lent: Sequence[ChunkLent], message: Message | None) -> list[HostChunk]:
+        """Return the chunks that the lender has lent; raise if there are none, or the load is over."""
         with self._lock:
-            if self._is_over or not isinstance(message, ChunkLent):
+            if self._is_over or not lent:
                 self._is_over = True
                 self._hang_up_if_done()
                 raise self._failure(message)
-            self._num_yielded += 1
+            self._num_yielded += len(lent)
             self._is_over = self._num_yielded == self.num_chunks
-        data = self.segment.memory(message.cell, message.num_bytes)
-        return HostChunk(message.index, data, message.cell, message.delivery, message.is_shared)
+        return list(map(self._chunk, lent))
+
+    def _next_message(self) -> Message | None:
+        message, self._unread = self._unread, None
+        return self._line.read() if message is None else message
+
+    def _chunk(self, lent: ChunkLent) -> HostChunk:
+        data = self.segment.memory(lent.cell, lent.num_bytes)
+        return HostChunk(lent.index, data, lent.cell, lent.delivery, lent.is_shared)
 
     def _failure(self, message: Message | None) -> HearthError:
         if self._is_cancelled:

@@ -1,14 +1,16 @@
 """The stream of a CUDA device on which weights come from host memory. Knows nothing of loads.
 
-Copies are queued by threads that share the interpreter with the one that steps. A copy by torch lets go of
-it each time, and while a model computes each chunk of a load would wait longer for the interpreter than for
-the bus.
+Copies are queued by threads that share the interpreter with the one that steps. So those of many chunks are
+queued by one call, without the interpreter, where there is a C compiler. Else one by one, with it: a copy by
+torch lets go of it each time, and while a model computes each chunk of a load would wait longer for the
+interpreter than for the bus.
 """
 
 from __future__ import annotations
 
 import torch
 
+from hearth.cuda_batches import ByteCopy, batches_of
 from hearth.cuda_driver import CudaDriver
 
 
@@ -18,22 +20,29 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
         self._driver = CudaDriver(self._stream.device.index)
+        self.batches = batches_of(self._driver)  #: None: copies are queued one by one
+
+    @property
+    def handle(self) -> int:
+        """The stream, as the driver knows it."""
+        return int(self._stream.cuda_stream)
 
     @property
     def device(self) -> torch.device:
         """The device, with its index."""
         return self._stream.device
 
+    def current_handle(self) -> int:
+        """Return the calling thread's stream on this device, as the driver knows it."""
+        return int(torch.cuda.current_stream(self._stream.device).cuda_stream)
+
     def wait_for_current(self) -> None:
         """Have copies to come wait for what is queued now on the calling thread's stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def queue(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy of contiguous bytes; both have to stay until it has passed."""
-        assert destination.nbytes == source.nbytes, f"{destination.nbytes=} {source.nbytes=}"
-        self._driver.copy_from_host(
-            destination.data_ptr(), source.data_ptr(), source.nbytes, self._stream.cuda_stream
-        )
+    def queue(self, copy: ByteCopy) -> None:
+        """Queue a copy; its bytes have to stay until it has passed."""
+        self._driver.copy_from_host(copy.destination, copy.source, copy.num_bytes, self.handle)
 
     def record(self) -> torch.cuda.Event:
         """Return an event behind all copies that are queued; waiting for it costs no core."""

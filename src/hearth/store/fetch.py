@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -375,35 +375,39 @@ class Fetch:
                 while taken:
                     if self.is_over:
                         raise self._failure()
-                    self._fetcher.segment.pin(taken[0].cell)
                     yield taken.popleft()
         finally:
             self.release(*taken)
 
-    def batches(self) -> Iterator[list[HostChunk]]:
-        """Yield the chunks in order, all that are ready at once: beside busy readers the lock is not cheap.
+    def batches(self, most: int | None = None) -> Generator[list[HostChunk]]:
+        """Yield the chunks in order, those together that are ready to be copied: all, or at most so many.
+
+        Beside busy readers the lock is not cheap.
 
         Raises StoreError if one cannot be had, LoadCancelled after `cancel`.
         """
         at = 0
         while at < len(self._order):
-            batch = self._wait_for(at)
+            batch = self._wait_for(at, len(self._order) if most is None else at + most)
             if not batch:
                 raise self._failure()
+            self._fetcher.segment.pin(batch[0].cell)
             at += len(batch)
             yield batch
 
-    def _wait_for(self, at: int) -> list[HostChunk]:
-        """Return the chunk in this place, and what is ready behind it; nothing if the load is over."""
+    def _wait_for(self, at: int, end: int) -> list[HostChunk]:
+        """Return the chunk in this place, and what is ready before `end`; nothing if the load is over."""
+        can_copy = self._fetcher.segment.can_copy
         batch: list[HostChunk] = []
         with self.arrived:
             self.awaited = self._order[at]
             while self.awaited not in self.ready and not self.is_over:
                 self.arrived.wait()
             self.awaited = None
-            while at < len(self._order) and self._order[at] in self.ready:
-                batch.append(self.ready.pop(self._order[at]))
-                at += 1
+            for index in self._order[at:end]:
+                if index not in self.ready or (batch and not can_copy(self.ready[index].cell)):
+                    break
+                batch.append(self.ready.pop(index))
         return batch
 
     def _failure(self) -> StoreError:

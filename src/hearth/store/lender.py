@@ -35,7 +35,7 @@ from hearth.store.lending import (
     ModelRequests,
     OpenModel,
     PrefetchModel,
-    ReleaseChunk,
+    ReleaseChunks,
     RequestsCounted,
     UpstreamSeen,
     encode,
@@ -185,8 +185,8 @@ class _Session:
             case PrefetchModel(digest, directory):
                 if (model := self._model_to_load(digest, directory)) is not None:
                     self._start_prefetch(model)
-            case ReleaseChunk(index):
-                self._release(index)
+            case ReleaseChunks(indices):
+                self._release(indices)
             case CancelLoad():
                 if self._fetch is not None:
                     self._fetch.cancel()
@@ -331,12 +331,16 @@ class _Session:
         for rung, use in totals_by_rung(deliveries).items():
             self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
 
-    def _release(self, index: int) -> None:
+    def _release(self, indices: Sequence[int]) -> None:
+        """Take chunks back, all at once: then as many may follow, and they are lent at once as well."""
         with self._lock:
-            chunk = self._lent.pop(index, None)
-        if chunk is None or self._fetch is None:
-            raise ChunkMissing(f"a borrower gave back chunk {index}, which it does not have")
-        self._fetch.release(chunk)
+            chunks = [self._lent.pop(index, None) for index in indices]
+        if self._fetch is not None:
+            self._fetch.release(*(chunk for chunk in chunks if chunk is not None))
+        if None in chunks:
+            raise ChunkMissing(
+                f"a borrower gave back chunk {indices[chunks.index(None)]}, which it does not have"
+            )
 
     def _end(self) -> None:
         """Take back what the borrower still had, whether it closed or died."""

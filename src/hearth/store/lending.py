@@ -4,7 +4,7 @@
     (connects)                            LenderHello, with the segment's file descriptor
     OpenModel                             ModelOpened | Refused
     FetchChunks                           LoadBegan; ChunkLent, in order, as they are ready; Refused ends it
-    ReleaseChunk, one for each            ...
+    ReleaseChunks, until all are          ...
     CancelLoad                            sends no more; what is lent stays lent
     CountBytes                            BytesCounted
     MeasureHost                           HostMeasured
@@ -89,10 +89,10 @@ class ChunkLent:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseChunk:
-    """The borrower no longer needs a chunk."""
+class ReleaseChunks:
+    """The borrower no longer needs some chunks."""
 
-    index: int
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class Refused:
     reason: str
 
 
-_Load = OpenModel | ModelOpened | FetchChunks | LoadBegan | ChunkLent | ReleaseChunk | CancelLoad
+_Load = OpenModel | ModelOpened | FetchChunks | LoadBegan | ChunkLent | ReleaseChunks | CancelLoad
 _Prefetch = PrefetchModel | ModelPrefetched
 _Question = (
     CountBytes

@@ -10,30 +10,35 @@ copies are queued, on the device until they are done. A chunk is given back when
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
 
+from hearth.cuda_batches import ByteCopy
 from hearth.errors import LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
+from hearth.store.chunk_copies import ChunkCopies, copies_of
 from hearth.store.copy_stream import CopyStream
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import Manifest, StoredManifest
 from hearth.store.record import LoadRecord, Tally
 from hearth.store.standing_threads import StandingThreads
 
-#: Copies of one load that are queued at a time. Behind them the step's inputs and other loads get in,
-#: for all copies to a device pass one engine; with fewer, the engine would run dry when this thread is late.
-MAX_QUEUED_COPIES = 16
+#: Chunks that are given back together, for each time costs the interpreter, at both ends. The next chunk may
+#: come only into a cell that one of them holds: so they wait for others for no longer than this.
+NUM_GIVEN_BACK, GIVE_BACK_S = 8, 0.005
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +49,8 @@ class ChunkStream(Protocol):
     One thread iterates, another releases.
     """
 
-    def __iter__(self) -> Iterator[HostChunk]: ...
+    def batches(self, most: int) -> Generator[Sequence[HostChunk]]:
+        """Yield the chunks in order, those together that are ready to be copied, at most so many."""
 
     def release(self, *chunks: HostChunk) -> None: ...
 
@@ -69,30 +75,18 @@ def chunks_of(manifest: StoredManifest, parts: Iterable[ByteRange]) -> list[int]
     return sorted({index for part in parts for index in manifest.chunks_of(part)})
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A chunk whose copy is queued; it may be given back after the event."""
-
-    chunk: HostChunk
-    event: torch.cuda.Event | None  #: None: the copy was done at once
-
-    @property
-    def has_passed(self) -> bool:
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call] # as below
-
-
 class Loader:
     """Starts loads to one device, all on one copy stream. Any thread may call it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies = CopyStream(device) if device.type == "cuda" else None
+        self._stream = CopyStream(device) if device.type == "cuda" else None
         #: For all that has to be done beside the steps, and at once, on this device.
         self.threads = StandingThreads("hearth-load", begin=self._set_device)
 
     def _set_device(self) -> None:
-        if self._copies is not None:
-            torch.cuda.set_device(self._copies.device)  # which every thread has to say for itself
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)  # which every thread has to say for itself
 
     def load(
         self,
@@ -109,10 +103,11 @@ class Loader:
         `on_end` is called by the load's own thread, with the record or with why there is none. `is_idle`: the
         device is done with the memory when its chunks come; else copies wait for all that is queued now.
         """
-        if self._copies is not None and not is_idle:
+        if self._stream is not None and not is_idle:
             # The memory may have been somebody else's until a moment ago, on the stream of this thread.
-            self._copies.wait_for_current()
-        return Load(name, manifest, pieces, fetch, self._copies, on_end, self.threads)
+            self._stream.wait_for_current()
+        new_copies = partial(copies_of, stream=self._stream)
+        return Load(name, manifest, pieces, fetch, new_copies, on_end, self.threads)
 
 
 class LoadGate:
@@ -145,10 +140,11 @@ class Load:
         manifest: StoredManifest,
         pieces: Sequence[LoadPiece],
         fetch: Callable[[Sequence[int]], ChunkStream],
-        copies: CopyStream | None,
+        new_copies: Callable[[int], ChunkCopies],
         on_end: Callable[[LoadRecord | StoreError], None] | None,
         threads: StandingThreads,
     ) -> None:
+        """`new_copies` is asked for the copies of so many chunks."""
         for piece in pieces:
             assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
             assert len(piece.destination) == piece.part.end - piece.part.begin, f"{piece.part=}"
@@ -156,17 +152,17 @@ class Load:
         self._manifest = manifest
         self._pieces = sorted(pieces, key=lambda piece: piece.part.begin)
         self._first_piece = 0  #: that may have bytes of the chunks to come
-        self._copies = copies
         self._on_end = on_end
         self._tally = Tally(time.perf_counter())
         self._chunks = chunks_of(manifest, (piece.part for piece in self._pieces))
-        #: How many of `_chunks`, from the first, have their copies queued; `_events` are those of the copies.
-        self._num_queued = 0
-        self._events: list[torch.cuda.Event] = []
+        self._copies = new_copies(len(self._chunks))
+        self._num_queued = 0  #: how many of `_chunks`, from the first, have their copies queued
         self._record: LoadRecord | None = None
         self._error: BaseException | None = None
-        self._copied: SimpleQueue[_Copied | None] = SimpleQueue()
-        self._room = threading.Semaphore(MAX_QUEUED_COPIES)
+        self._is_over = False  #: nobody waits for a copy any more
+        #: Chunks whose copies are queued, in their order; None: there are no more.
+        self._copied: SimpleQueue[Sequence[HostChunk] | None] = SimpleQueue()
+        self._is_complete = False  #: that was said; of the thread that gives back alone
         #: Guards the fields above: the copying thread writes, whoever computes reads.
         self._progress = threading.Condition()
         self._source = fetch(self._chunks)
@@ -195,9 +191,8 @@ class Load:
                 self._progress.wait()
             if self._error is not None:  # also for what was queued: its cell may be somebody else's by now
                 raise self._failure()
-            event = self._events[position - 1] if self._events and position else None
-        if event is not None:
-            torch.cuda.current_stream(event.device).wait_event(event)
+            if position and not self._is_over:
+                self._copies.have_stream_wait(position - 1)
 
     def wait(self) -> LoadRecord:
         """Wait until all bytes are on the device. Raises StoreError as `wait_for`."""
@@ -208,6 +203,7 @@ class Load:
 
     def cancel(self) -> None:
         """Call the load off and wait until nothing more is written to its destinations."""
+        self._copies.stop()
         self._source.cancel()
         self._errand.join()
 
@@ -231,58 +227,85 @@ class Load:
         except Exception as error:  # the thread's top: whoever waits is told
             self._fail(error)
         outcome: LoadRecord | StoreError
-        if self._error is not None:
-            outcome = self._failure()
-        else:
-            outcome = self._tally.record(self.name, time.perf_counter())
-            with self._progress:
-                self._record = outcome
+        with self._progress:
+            self._is_over = True
+            if self._error is not None:
+                outcome = self._failure()
+            else:
+                outcome = self._record = self._tally.record(self.name, time.perf_counter())
+        self._copies.close()
         if self._on_end is not None:
             self._on_end(outcome)
 
     def _copy_all(self) -> None:
         asked_s = time.perf_counter()
-        for chunk in self._source:
-            self._tally.waited(time.perf_counter() - asked_s)
-            self._room.acquire()
-            try:
-                event = self._copy(chunk)
-            except BaseException:
-                self._source.release(chunk)
-                raise
-            self._copied.put(_Copied(chunk, event))
-            asked_s = time.perf_counter()
+        with closing(self._source.batches(self._copies.max_batch)) as batches:
+            for chunks in batches:
+                self._tally.waited(time.perf_counter() - asked_s)
+                self._copy(chunks)
+                asked_s = time.perf_counter()
+
+    def _copy(self, chunks: Sequence[HostChunk]) -> None:
+        """Queue the copies of chunks; those of which none is queued are given back at once.
+
+        Raises:
+            DeviceError: the device refuses it.
+            LoadCancelled: the load was called off.
+        """
+        num_before = self._copies.num_queued
+        try:
+            self._copies.queue([list(self._copies_of(chunk)) for chunk in chunks])
+        finally:
+            num_queued = self._copies.num_queued - num_before
+            if num_queued:
+                self._copied.put(chunks[:num_queued])
+                with self._progress:
+                    self._num_queued += num_queued
+                    self._progress.notify_all()
+            if num_queued < len(chunks):
+                self._source.release(*chunks[num_queued:])
+        if num_queued < len(chunks):
+            raise LoadCancelled(f"the load of `{self.name}` was called off")
 
     def _give_back(self) -> None:
-        """Give back each chunk once its copy has passed, while the other thread waits for the next one.
+        """Give back chunks once their copies have passed, while the other thread waits for the next ones.
 
         It needs a thread of its own: the cells that the copies hold may be all there are, and the next
         chunk, or another load's, can come only into one of them.
         """
-        queued: deque[_Copied | None] = deque()
-        while True:
-            if not queued:
-                queued.append(self._copied.get())
-            while not self._copied.empty():
-                queued.append(self._copied.get())
-            if (copied := queued.popleft()) is None:
-                return
-            passed = [copied]
+        queued: deque[HostChunk] = deque()
+        num_passed = 0
+        while self._collect(queued):
+            num_due = min(len(queued), NUM_GIVEN_BACK)
             try:
-                if copied.event is not None:
-                    copied.event.synchronize()
-                # With it go those behind it that have passed as well: each time costs the interpreter.
-                while queued and (following := queued[0]) is not None and following.has_passed:
-                    passed.append(following)
-                    queued.popleft()
-                self._note_first_layer(passed[-1].chunk)
+                self._copies.wait(num_passed + num_due - 1)
+                # With them go those behind them that have passed as well.
+                while num_due < len(queued) and self._copies.has_passed(num_passed + num_due):
+                    num_due += 1
+                self._note_first_layer(queued[num_due - 1])
             except Exception as error:  # the thread's top, as above
                 self._fail(error)
             finally:
-                self._source.release(*(one.chunk for one in passed))
-                self._room.release(len(passed))
+                num_passed += num_due
+                self._source.release(*(queued.popleft() for _ in range(num_due)))
+
+    def _collect(self, queued: deque[HostChunk]) -> bool:
+        """Add chunks whose copies are queued until there are enough, or it takes too long.
+
+        Returns False if there are none, and no more come.
+        """
+        try:
+            while len(queued) < NUM_GIVEN_BACK and not self._is_complete:
+                if (chunks := self._copied.get(timeout=GIVE_BACK_S if queued else None)) is None:
+                    self._is_complete = True
+                else:
+                    queued.extend(chunks)
+        except Empty:
+            pass
+        return bool(queued)
 
     def _fail(self, error: Exception) -> None:
+        self._copies.stop()
         with self._progress:
             self._error = self._error or error
             self._progress.notify_all()
@@ -290,29 +313,18 @@ class Load:
             log.error("load_broke model=%s", self.name, exc_info=error)
         self._source.cancel()
 
-    def _copy(self, chunk: HostChunk) -> torch.cuda.Event | None:
+    def _copies_of(self, chunk: HostChunk) -> Iterator[ByteCopy]:
+        """Yield what of a chunk goes where, and count it."""
         begin = self._manifest.chunk_range(chunk.index).begin
+        end = begin + len(chunk.data)
         self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
-        data = torch.frombuffer(chunk.data, dtype=torch.uint8)
-        event = None
-        for piece in self._pieces_before(begin, begin + len(data)):
-            low, high = max(piece.part.begin, begin), min(piece.part.end, begin + len(data))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.data)) - begin
+        for piece in self._pieces_before(begin, end):
+            low, high = max(piece.part.begin, begin), min(piece.part.end, end)
             if low < high:
-                target = piece.destination[low - piece.part.begin : high - piece.part.begin]
-                source = data[low - begin : high - begin]
-                if self._copies is None:
-                    target.copy_(source)
-                else:
-                    self._copies.queue(target, source)
+                destination = piece.destination.data_ptr() + low - piece.part.begin
+                yield ByteCopy(destination, address + low, high - low)
                 self._tally.num_bytes += high - low
-        if self._copies is not None:
-            event = self._copies.record()
-        with self._progress:
-            if event is not None:
-                self._events.append(event)
-            self._num_queued += 1
-            self._progress.notify_all()
-        return event
 
     def _pieces_before(self, begin: int, end: int) -> Iterator[LoadPiece]:
         """Yield the pieces that may have bytes from `begin` to `end`; nobody asks for earlier ones again.

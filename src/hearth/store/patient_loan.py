@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from hearth.errors import LenderGone, LoadCancelled
@@ -58,7 +58,12 @@ class PatientLoan:
         return self._loan.is_in_host
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order, from whoever lends.
+        """Yield the chunks in order, as `batches`."""
+        for batch in self.batches(1):
+            yield from batch
+
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
+        """Yield the chunks in order, from whoever lends, as `Loan.batches`.
 
         Raises what the lender met, LoadCancelled after `cancel`, LenderGone if no other lender comes in time.
         """
@@ -67,11 +72,11 @@ class PatientLoan:
         while True:
             num_before = num_yielded
             try:
-                for chunk in self._loan:
+                for batch in self._loan.batches(most):
                     with self._lock:
-                        self._loan_by_chunk[chunk.index] = self._loan
-                    num_yielded += 1
-                    yield chunk
+                        self._loan_by_chunk.update((chunk.index, self._loan) for chunk in batch)
+                    num_yielded += len(batch)
+                    yield batch
                 return
             except LenderGone as gone:
                 if num_yielded > num_before or not give_up_s:

@@ -178,9 +178,13 @@ class Pinning:
     def is_pinned(self, region: int) -> bool:
         return self._codes.get(region) == 0  # single operations of a dict are atomic
 
+    def is_settled(self, region: int) -> bool:
+        """True if a region is pinned, or cannot be."""
+        return region in self._codes  # as above
+
     def pin(self, region: int) -> None:
         """Return when a region whose pages are there is pinned, or cannot be: copies are slow then."""
-        if region in self._codes:  # as almost always; single operations of a dict are atomic
+        if self.is_settled(region):  # as almost always
             return
         self._touching.needed(region)
         with self._changed:

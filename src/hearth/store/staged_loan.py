@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from hearth.errors import LoadCancelled, StoreError
@@ -39,11 +39,17 @@ class StagedLoan:
     def is_in_host(self) -> bool:
         return self._loan.is_in_host
 
-    def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order. Raises as the loan does, StoreError also if a chunk cannot be read."""
-        for _ in range(self._loan.num_chunks):
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
+        """Yield the chunks in order, those together that can be copied from, at most so many.
+
+        Raises as `Loan.batches`, and StoreError if a chunk cannot be read.
+        """
+        num_left = self._loan.num_chunks
+        while num_left:
             self._look_ahead()
-            yield self._next()
+            batch = self._take_ahead(most)
+            num_left -= len(batch)
+            yield batch
 
     def release(self, *chunks: HostChunk) -> None:
         with self._lock:
@@ -89,6 +95,17 @@ class StagedLoan:
         self._staging.fill(slot, segment, chunk.cell, len(chunk.data))
         return slot
 
+    def _take_ahead(self, most: int) -> list[HostChunk]:
+        """Return the next chunk, when it can be copied from, and those behind it that can already."""
+        batch = [self._next()]
+        try:
+            while len(batch) < most and self._is_next_ready():
+                batch.append(self._next())
+        except BaseException:
+            self.release(*batch)
+            raise
+        return batch
+
     def _next(self) -> HostChunk:
         with self._lock:
             if not self._ahead:  # another thread has dropped it
@@ -102,6 +119,13 @@ class StagedLoan:
         except StoreError:
             self.release(chunk)
             raise
+
+    def _is_next_ready(self) -> bool:
+        with self._lock:
+            if not self._ahead:
+                return False
+            _, slot = self._ahead[0]
+        return slot is None or self._staging.is_filled(slot)
 
     def _drop_ahead(self) -> None:
         """Give back all chunks that nobody will be given."""

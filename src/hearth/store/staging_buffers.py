@@ -92,6 +92,10 @@ class StagingBuffers:
             ctypes.byref(self._slots[slot]), source.fd, source.offset(cell), self._address(slot), num_bytes
         )
 
+    def is_filled(self, slot: int) -> bool:
+        """True if `filled` need not wait."""
+        return self._threads.is_done(ctypes.byref(self._slots[slot]))
+
     def filled(self, slot: int, num_bytes: int) -> memoryview:
         """Return the bytes that a slot was to be filled with, when they are there.
 
@@ -135,6 +139,9 @@ class _FillThreads:
         self.ask.restype = None
         for call in (self._state, self._wait):
             call.argtypes, call.restype = (ctypes.POINTER(_Slot),), ctypes.c_int
+
+    def is_done(self, slot: object) -> bool:
+        return int(self._state(slot)) >= 0
 
     def wait(self, slot: object) -> int:
         """Return the error with which a slot was filled, 0 for none, when no thread fills it any more."""

@@ -20,6 +20,7 @@ import torch
 
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
+from hearth.cuda_batches import native_calls
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
@@ -99,12 +100,17 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     is_cuda = setup.kind == "cuda"
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
     times.note("keeper")
+    if is_cuda and HAS_TRITON:
+        native_calls(
+            KernelCache.open(Path(setup.kernels_path)).path
+        )  # before the first driver, to be kept there
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
-    graphs = _snapshot_graphs(setup, runtime, first_tokens)
+    cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
+    graphs = _snapshot_graphs(setup, runtime, first_tokens, cache)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
-        kernels=_kernels(setup, runtime, borrower, first_tokens, graphs),
+        kernels=None if cache is None else _kernels(cache, runtime, borrower, first_tokens, graphs),
         snapshots=_snapshots(setup, config, runtime, graphs),
         torch_limit=runtime.torch_limit,
         turns=TurnRules() if setup.turns else None,
@@ -146,16 +152,13 @@ def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
 
 
 def _kernels(
-    setup: WorkerSetup,
+    cache: KernelCache,
     runtime: Runtime,
     borrower: Borrower,
     first_tokens: FirstTokens,
     graphs: SnapshotGraphs | None,
-) -> ModelKernels | None:
-    if runtime.device.type != "cuda" or not HAS_TRITON:
-        return None
+) -> ModelKernels:
     COMPILATIONS.watch()
-    cache = KernelCache.open(Path(setup.kernels_path))
     learn = None if graphs is None else graphs.learn
     return ModelKernels(cache, runtime.device, borrower.describe, first_tokens, learn)
 
@@ -178,13 +181,13 @@ def _snapshots(
 
 
 def _snapshot_graphs(
-    setup: WorkerSetup, runtime: Runtime, first_tokens: FirstTokens
+    setup: WorkerSetup, runtime: Runtime, first_tokens: FirstTokens, cache: KernelCache | None
 ) -> SnapshotGraphs | None:
     """Return what keeps the graphs of engines, where another process could use them."""
     if setup.snapshots_path is None or not runtime.has_fixed_addresses:
         return None
     try:
-        return SnapshotGraphs(runtime.device, first_tokens)
+        return SnapshotGraphs(runtime.device, first_tokens, None if cache is None else cache.path)
     except DeviceError as error:
         log.warning("fallback snapshots=without_graphs reason=`%s`", error)
         return None

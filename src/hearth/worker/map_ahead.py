@@ -47,6 +47,10 @@ class MapAhead:
             if self._done < wanted and self._error is not None:
                 raise self._error
 
+    def is_ready(self, part: ByteRange) -> bool:
+        """True if `wait_for` would return at once."""
+        return self._done >= min(part.end, self._end)
+
     @property
     def is_done(self) -> bool:
         return self._done >= self._end

@@ -90,6 +90,7 @@ class Reports:
                 "graphs": len(self._uncaptured_models),
                 "staging": int(self._is_unstaged()),
                 "graphs_not_restored": sum(map(_num_unrestored, self._hosted.values())),
+                "graphs_restored_in_python": sum(map(_num_interpreted, self._hosted.values())),
             },
             models=tuple(self._uses(usage.holdings)),
             torch_limit_bytes=None if self._torch_limit is None else self._torch_limit.num_bytes,
@@ -135,6 +136,11 @@ class Reports:
 def _num_unrestored(hosted: HostedModel) -> int:
     graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
     return 0 if graphs is None else graphs.num_unrestored
+
+
+def _num_interpreted(hosted: HostedModel) -> int:
+    graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
+    return 0 if graphs is None else graphs.num_interpreted
 
 
 def _attends_slowly(hosted: HostedModel) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,8 @@ from hearth.engine.runner import Runner
 from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.native_rebuild import NativeRebuild
+from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.worker.first_tokens import FirstTokens
@@ -34,12 +37,18 @@ log = logging.getLogger(__name__)
 class SnapshotGraphs:
     """Graphs in snapshots of the models on one CUDA device. Any thread calls it."""
 
-    def __init__(self, device: torch.device, first_tokens: FirstTokens) -> None:
-        """Raises DeviceError where the driver cannot tell of graphs."""
+    def __init__(self, device: torch.device, first_tokens: FirstTokens, kernel_cache: Path | None) -> None:
+        """`kernel_cache`: where native code is kept; None: nowhere.
+
+        Raises:
+            DeviceError: the driver cannot tell of graphs.
+        """
         self._first_tokens = first_tokens
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
+        self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: written and used by the thread alone
         self._thread = ThreadPoolExecutor(1, "hearth-graphs", lambda: torch.cuda.set_device(device))
+        self._thread.submit(self._load_native_code, kernel_cache)
 
     def learn(self, graph: CapturedGraph) -> None:
         """Find the kernels of libraries that a graph is made of, captured here and never to be run."""
@@ -65,11 +74,18 @@ class SnapshotGraphs:
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
     ) -> RestoredGraphs:
         """Return the graphs of a snapshot, none of them restored yet. Raises GraphUnreadable."""
-        return RestoredGraphs(self._driver, self._handles, sections, mark, discard)
+        return RestoredGraphs(self._handles, sections, mark, discard)
 
     def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
         """Have the thread restore graphs."""
         self._thread.submit(self._restore, graphs, runner)
+
+    def _load_native_code(self, kernel_cache: Path | None) -> None:
+        """Compile what makes graphs, or find it compiled, while a worker starts and before any graph."""
+        try:
+            self._rebuild = NativeRebuild.load(self._driver, kernel_cache) or self._rebuild
+        except Exception:  # the thread's top: the interpreter serves
+            log.exception("fallback restore=interpreted")
 
     def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
         def rehearse(name: str) -> None:
@@ -79,7 +95,7 @@ class SnapshotGraphs:
                 self.learn(graph)
 
         try:
-            graphs.restore(rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
+            graphs.restore(self._rebuild, rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
         except Exception:  # the thread's top: the next model may do better
             log.exception("graphs_not_restored")
             graphs.stop()

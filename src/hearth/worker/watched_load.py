@@ -9,9 +9,9 @@ import math
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from hearth.errors import LoadCancelled, StoreError
 from hearth.memory.pool import Gap
@@ -115,7 +115,7 @@ class WatchedLoad:
             model.opened.name,
             manifest,
             pieces,
-            lambda chunks: _Watched(loan, watch, to.map_ahead.wait_for, tell),
+            lambda chunks: _Watched(loan, watch, to.map_ahead, tell),
             on_end=end,
             is_idle=True,  # whoever makes the places ready waits until the device is done with them
         )
@@ -191,35 +191,46 @@ class _Watch:
 
 
 class _Watched:
-    """A `ChunkStream` that prepares the place of each chunk, and tells how far it has come."""
+    """A `ChunkStream` whose chunks have places that can be written, and which tells how far it has come."""
 
     def __init__(
         self,
         stream: Loan | PatientLoan,
         watch: _Watch,
-        prepare: Callable[[ByteRange], None],
+        map_ahead: MapAhead,
         tell: Callable[[Progressed | AlmostLoaded], None],
     ) -> None:
-        self._stream, self._watch, self._prepare, self._tell = stream, watch, prepare, tell
+        self._stream, self._watch, self._map_ahead, self._tell = stream, watch, map_ahead, tell
         self._told_bytes = 0
         self._began_s = self._told_s = time.monotonic()
 
-    def __iter__(self) -> Iterator[HostChunk]:
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
         is_almost_loaded, watch = False, self._watch
-        for chunk in self._stream:
+        for chunks in self._stream.batches(most):
             # Of what is in host memory nothing has to be read: the rest comes as fast as what came before.
             if self._stream.is_in_host and not is_almost_loaded:
-                is_almost_loaded = watch.rest_s(chunk, time.monotonic() - self._began_s) <= MAX_HOLD_S
+                is_almost_loaded = watch.rest_s(chunks[0], time.monotonic() - self._began_s) <= MAX_HOLD_S
                 if is_almost_loaded:
                     self._tell(AlmostLoaded())
             try:
-                self._prepare(watch.manifest.chunk_range(chunk.index))
-            except BaseException:
-                self._stream.release(chunk)
-                raise
-            yield chunk
+                while chunks:
+                    mapped = self._mapped(chunks)
+                    chunks = chunks[len(mapped) :]
+                    yield mapped
+            finally:
+                if chunks:  # nobody copies them any more
+                    self._stream.release(*chunks)
         if not is_almost_loaded:  # every copy is queued
             self._tell(AlmostLoaded())
+
+    def _mapped(self, chunks: Sequence[HostChunk]) -> list[HostChunk]:
+        """Return the first of these chunks, once its place can be written, and those behind it whose can.
+
+        Raises as `MapAhead.wait_for`.
+        """
+        chunk_range, is_ready = self._watch.manifest.chunk_range, self._map_ahead.is_ready
+        self._map_ahead.wait_for(chunk_range(chunks[0].index))
+        return list(takewhile(lambda chunk: is_ready(chunk_range(chunk.index)), chunks))
 
     def release(self, *chunks: HostChunk) -> None:
         """Give back chunks, in their order, when their copies have passed."""

@@ -1,0 +1,93 @@
+/* Calls of CUDA's driver by the batch, without the interpreter.
+ *
+ * Each call takes microseconds, but a thread that makes them from Python either holds the interpreter's lock,
+ * which the thread of the steps needs, or lets go of it and waits to get it back. In here a thread makes all
+ * calls for dozens of megabytes and waits for the bus without it.
+ *
+ * The driver's functions come as pointers, so no header of CUDA is needed.
+ */
+#include <stddef.h>
+#include <stdint.h>
+
+/* In the order of `_CALLS` in cuda_batches.py. */
+typedef struct {
+    int (*map)(uint64_t address, size_t num_bytes, size_t offset, uint64_t handle, uint64_t flags);
+    int (*set_access)(uint64_t address, size_t num_bytes, const void *access, size_t num_access);
+    int (*unmap)(uint64_t address, size_t num_bytes);
+    int (*copy)(uint64_t destination, const void *source, size_t num_bytes, void *stream);
+    int (*create_event)(void **event, unsigned flags);
+    int (*record_event)(void *event, void *stream);
+    int (*wait_for_event)(void *event);
+    int (*wait_for_stream)(void *stream);
+} driver_calls;
+
+enum { MAP, SET_ACCESS, UNMAP, COPY, CREATE_EVENT, RECORD_EVENT, WAIT_FOR_EVENT, WAIT_FOR_STREAM };
+
+typedef struct {
+    int call;         /* the one that failed, by its place above */
+    int code;         /* of the driver; 0: none failed */
+    int64_t num_done; /* pages that are mapped, or chunks whose copies are queued */
+} outcome;
+
+enum { BLOCKING_SYNC_WITHOUT_TIMING = 3 };
+
+static int fails(outcome *result, int call, int code) {
+    if (code) {
+        result->call = call;
+        result->code = code;
+    }
+    return code;
+}
+
+/* Map handles one behind the other, and allow access to all of them; after a failure none is mapped. */
+void hearth_map(const driver_calls *driver, uint64_t address, size_t num_bytes, const uint64_t *handles,
+                int64_t num_handles, const void *access, outcome *result) {
+    int64_t num_mapped = 0;
+    result->code = 0;
+    while (num_mapped < num_handles &&
+           !fails(result, MAP,
+                  driver->map(address + num_mapped * num_bytes, num_bytes, 0, handles[num_mapped], 0)))
+        num_mapped++;
+    if (!result->code && num_mapped)
+        fails(result, SET_ACCESS, driver->set_access(address, num_mapped * num_bytes, access, 1));
+    if (result->code && num_mapped) {
+        int code = driver->unmap(address, num_mapped * num_bytes);
+        fails(result, UNMAP, code); /* the worse news: something stays mapped */
+        num_mapped = code ? num_mapped : 0;
+    }
+    result->num_done = num_mapped;
+}
+
+typedef struct {
+    uint64_t destination, source, num_bytes;
+} byte_copy;
+
+/* Queue the copies of chunks, and an event behind those of each, while at most `max_queued` chunks are under
+ * way. `copy_ends` has for each chunk the end of its copies, `events` room for those of all chunks of the load,
+ * of which `first` came before. Ends early once `is_stopped`. */
+void hearth_copy_chunks(const driver_calls *driver, void *stream, const byte_copy *copies,
+                        const int64_t *copy_ends, void **events, int64_t first, int64_t num_chunks,
+                        int64_t max_queued, const volatile int *is_stopped, outcome *result) {
+    int64_t copy = 0;
+    result->code = 0;
+    for (result->num_done = 0; result->num_done < num_chunks; result->num_done++) {
+        int64_t at = first + result->num_done;
+        if (at >= max_queued &&
+            fails(result, WAIT_FOR_EVENT, driver->wait_for_event(events[at - max_queued])))
+            return;
+        if (*is_stopped)
+            return;
+        for (; copy < copy_ends[result->num_done] && !result->code; copy++)
+            fails(result, COPY,
+                  driver->copy(copies[copy].destination, (const void *)(uintptr_t)copies[copy].source,
+                               copies[copy].num_bytes, stream));
+        if (!result->code)
+            fails(result, CREATE_EVENT, driver->create_event(&events[at], BLOCKING_SYNC_WITHOUT_TIMING));
+        if (!result->code)
+            fails(result, RECORD_EVENT, driver->record_event(events[at], stream));
+        if (result->code) {
+            driver->wait_for_stream(stream); /* some of the chunk's copies may be queued, and it is given back */
+            return;
+        }
+    }
+}

@@ -1,0 +1,115 @@
+"""CUDA graphs made again from packed bytes by one call of native code each (`native_rebuild.c`).
+
+The interpreter is free meanwhile, for steps of other models. Does what `rebuild.py` does, which serves where
+there is no C compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hearth.cuda_graphs import CudaGraphs
+from hearth.native_code import native_library
+from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
+from hearth.snapshot.rebuild import RestoredGraph
+
+_SOURCE = Path(__file__).with_suffix(".c")
+#: The driver's calls, in the order in which the C file has them.
+CALLS = (
+    *("cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphAddMemsetNode", "cuGraphAddMemcpyNode"),
+    *("cuGraphAddEmptyNode", "cuGraphKernelNodeSetAttribute", "cuGraphKernelNodeCopyAttributes"),
+    *("cuGraphAddDependencies_v2", "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphExecDestroy"),
+)
+_BUILT, _DAMAGED, _REFUSED = 0, 1, 2
+
+log = logging.getLogger(__name__)
+
+
+class _Rebuilt(ctypes.Structure):
+    """The result that the C file fills in."""
+
+    _fields_ = (
+        ("executable", ctypes.c_void_p),
+        ("num_nodes", ctypes.c_uint64),
+        ("call", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        *((name, ctypes.c_double) for name in ("check_s", "nodes_s", "attributes_s")),
+        *((name, ctypes.c_double) for name in ("edges_s", "instantiate_s", "destroy_s")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildTimes:
+    """Seconds of one graph, by what they went to."""
+
+    check_s: float
+    nodes_s: float
+    attributes_s: float
+    edges_s: float
+    instantiate_s: float
+    destroy_s: float
+
+
+class NativeRebuild:
+    """Native code that makes graphs. Any thread calls it, also several at a time."""
+
+    is_native = True
+
+    def __init__(self, driver: CudaGraphs, library: ctypes.CDLL) -> None:
+        self._driver = driver
+        self._calls = (ctypes.c_void_p * len(CALLS))(*map(driver.address, CALLS))
+        self._function: Callable[..., int] = library.hearth_rebuild_graph
+        library.hearth_rebuild_graph.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64),
+            *(ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(_Rebuilt)),
+        )
+
+    @staticmethod
+    def load(driver: CudaGraphs, cache: Path | None) -> NativeRebuild | None:
+        """Compile what makes graphs, or find it in `cache`; None, logged: it cannot be had here."""
+        try:
+            return NativeRebuild(driver, native_library(_SOURCE, cache))
+        except OSError as error:
+            reason = str(error).partition("\n")[0].replace("`", "")
+            log.warning("fallback restore=interpreted reason=`%s` remedy=`install a C compiler (cc)`", reason)
+            return None
+
+    def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
+        return self.timed(packed, functions)[0]
+
+    def timed(
+        self, packed: memoryview, functions: npt.NDArray[np.uint64]
+    ) -> tuple[RestoredGraph, RebuildTimes]:
+        """Make a graph, as a call does, and say how long its parts took."""
+        result, context, data = _Rebuilt(), self._driver.enter_context(), _aligned(packed)
+        outcome = self._function(
+            *(self._calls, context, data.ctypes.data, len(data)),
+            *(functions.ctypes.data, len(functions), ctypes.byref(result)),
+        )
+        if outcome == _REFUSED:
+            self._driver.refused(CALLS[result.call], result.code)
+        if outcome == _DAMAGED:
+            GraphNodes.unpack(packed)  # says in what
+            raise AssertionError(f"a graph that Python can read is damaged to C: {len(packed)=}")
+        if outcome != _BUILT:
+            raise MemoryError(f"no memory for the handles of a graph of {len(packed)} bytes")
+        times = RebuildTimes(*(getattr(result, name) for name in RebuildTimes.__slots__))
+        return RestoredGraph(self._driver, result.executable or 0, result.num_nodes), times
+
+
+def _aligned(packed: memoryview) -> npt.NDArray[np.uint8]:
+    """Return bytes as they are, if they begin where the driver wants them to, as in files; or a copy."""
+    data = np.frombuffer(packed, np.uint8)
+    if data.ctypes.data % ALIGNMENT == 0:
+        return data
+    room = np.empty(len(data) + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    room[begin : begin + len(data)] = data
+    return room[begin : begin + len(data)]

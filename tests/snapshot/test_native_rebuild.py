@@ -1,0 +1,195 @@
+"""Graphs made by native code and by the interpreter: the same of the same bytes, and the same errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hearth.cuda_graphs import (
+    GRAPH_NODE_TYPE_EMPTY,
+    GRAPH_NODE_TYPE_KERNEL,
+    GRAPH_NODE_TYPE_MEMCPY,
+    GRAPH_NODE_TYPE_MEMSET,
+    MEMCPY_NODE,
+    CudaGraphs,
+)
+from hearth.errors import DeviceError, GraphUnreadable, OutOfDeviceMemory
+from hearth.native_code import native_library
+from hearth.snapshot import native_rebuild
+from hearth.snapshot.graph_nodes import (
+    ATTRIBUTE,
+    EDGE,
+    NODE,
+    GraphNodes,
+    KernelId,
+    packed_kernels,
+    read_graph,
+)
+from hearth.snapshot.native_rebuild import CALLS, NativeRebuild
+from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
+from tests.snapshot.fake_driver import FakeDriver
+from tests.snapshot.fake_library import CONTEXT, FakeLibrary, graphs_over
+from tests.snapshot.random_graphs import functions_of, graphs, meaning_of
+
+LIBRARY = native_library(native_rebuild._SOURCE)
+
+
+def native(driver: CudaGraphs) -> NativeRebuild:
+    return NativeRebuild(driver, LIBRARY)
+
+
+WAYS: dict[str, Callable[[CudaGraphs], Rebuild]] = {"native": native, "interpreted": InterpretedRebuild}
+several_times = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+
+
+class Process:
+    """One that makes graphs, over a library of its own, with functions for all kernels of one graph."""
+
+    def __init__(self, way: str, graph: GraphNodes) -> None:
+        self.fake = FakeDriver()
+        self.library = FakeLibrary(self.fake)
+        self.functions = functions_of(self.fake, graph)
+        self.rebuild = WAYS[way](graphs_over(self.library))
+
+    def built(self, packed: memoryview) -> GraphNodes:
+        """The one graph that was made, read again and let go of."""
+        kernels = GraphNodes.unpack(packed).kernels
+        restored = self.rebuild(packed, self.functions)
+        assert not self.library.errors, self.library.errors
+        assert not self.fake.graphs, "the graph itself is kept"
+        assert self.library.contexts <= {CONTEXT}
+        (self.fake.graphs[1],) = self.fake.executables.values()
+        binaries = zip(self.functions.tolist(), kernels, strict=True)
+        again = read_graph(self.fake, 1, {at: one.binary for at, one in binaries if one.binary is not None})
+        assert restored.num_nodes == len(again.nodes)
+        del restored
+        assert not self.fake.executables
+        return again
+
+
+@given(graphs())
+@several_times
+def test_both_ways_make_the_graph_that_was_packed(graph: GraphNodes) -> None:
+    packed = memoryview(graph.pack())
+    for way in WAYS:
+        assert meaning_of(Process(way, graph).built(packed)) == meaning_of(graph), way
+
+
+@given(graphs(), st.data())
+@several_times
+def test_both_ways_refuse_the_same_bytes(graph: GraphNodes, data: st.DataObject) -> None:
+    """Of some flipped bits, or fewer bytes, both make the same, or both say what is damaged."""
+    packed = bytearray(graph.pack())
+    for _ in range(data.draw(st.integers(1, 3))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):
+        del packed[data.draw(st.integers(0, len(packed) - 1)) :]
+    found = dict[str, object]()
+    for way in WAYS:
+        try:
+            damaged = GraphNodes.unpack(memoryview(packed))
+            found[way] = meaning_of(Process(way, damaged).built(memoryview(packed)))
+        except GraphUnreadable:
+            with pytest.raises(GraphUnreadable) as caught:
+                _rebuild_unknown(Process(way, graph), memoryview(packed))
+            found[way] = str(caught.value)
+    assert found["native"] == found["interpreted"]
+
+
+def _rebuild_unknown(process: Process, packed: memoryview) -> None:
+    """As a snapshot is used: first its kernels are looked for, then a graph is made."""
+    kernels = [KernelId.unpack(kernel) for kernel in packed_kernels(packed)]
+    process.rebuild(packed, np.zeros(len(kernels), np.uint64))
+
+
+@pytest.fixture(scope="module")
+def example() -> GraphNodes:
+    """A graph with nodes of all kinds, three of one kernel with the same attributes, and edges with data."""
+    kernels = (
+        KernelId("product", None, ((0, 8), (8, 56), (64, 128)), 40, 0, 99_000, False),
+        KernelId("norm", "hash", ((0, 8),), 32, 16, 0, False),
+    )
+    kinds = [*[GRAPH_NODE_TYPE_KERNEL] * 5, GRAPH_NODE_TYPE_MEMSET, GRAPH_NODE_TYPE_MEMCPY]
+    nodes, blobs = np.zeros(8, NODE), np.random.default_rng(0).integers(0, 255, 8 * 256, np.uint8)
+    nodes["kind"] = [*kinds, GRAPH_NODE_TYPE_EMPTY]
+    nodes["kernel"], nodes["is_one_buffer"] = [0, 1, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0]
+    nodes["blob"] = np.arange(8) * 256
+    nodes["blob_bytes"] = [192, 8, 200, 8, 192, 40, 200, 0]
+    nodes["num_attributes"], nodes["grid"][:5], nodes["block"][:5] = [2, 1, 2, 0, 2, 0, 0, 0], 3, 128
+    copy = blobs[6 * 256 :][:200].view(MEMCPY_NODE)
+    copy["source_array"] = copy["target_array"] = 0
+    attributes = np.zeros(2, ATTRIBUTE)
+    attributes["id"], attributes["value"] = [2, 4], np.arange(64)
+    edges = np.zeros(8, EDGE)
+    edges["source"], edges["target"] = [0, 0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 3, 4, 5, 6, 7]
+    edges["data"]["from_port"][:4] = edges["data"]["type"][:4] = 1
+    return GraphNodes(kernels, nodes, attributes, edges, blobs)
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "cuGraphExecDestroy"])
+def test_a_call_that_the_driver_refuses_is_told_alike_and_leaves_nothing(
+    call: str, example: GraphNodes
+) -> None:
+    packed, told = memoryview(example.pack()), dict[str, str]()
+    for way in WAYS:
+        process = Process(way, example)
+        process.library.refusals[call] = (0, 719)
+        with pytest.raises(DeviceError) as caught:
+            process.rebuild(packed, process.functions)
+        told[way] = str(caught.value)
+        assert not process.fake.executables
+        # Where it cannot be destroyed it stays, whoever asks.
+        assert bool(process.fake.graphs) == (call == "cuGraphDestroy")
+    assert told["native"] == told["interpreted"]
+    assert call in told["native"]
+    assert "CUDA_ERROR_OF_A_TEST (719)" in told["native"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_that_runs_out_half_way_is_told_as_such(way: str, example: GraphNodes) -> None:
+    process = Process(way, example)
+    process.library.refusals["cuGraphAddKernelNode_v2"] = (1, 2)
+    with pytest.raises(OutOfDeviceMemory):
+        process.rebuild(memoryview(example.pack()), process.functions)
+    assert not process.fake.graphs
+
+
+def test_each_node_with_attributes_takes_one_call_but_the_first_of_its_kind(example: GraphNodes) -> None:
+    num_calls = []
+    for way in WAYS:
+        process = Process(way, example)
+        process.built(memoryview(example.pack()))
+        num_calls.append(process.library.num_calls)
+    assert num_calls[0] == num_calls[1]
+    assert num_calls[0]["cuGraphKernelNodeCopyAttributes"] > 0
+
+
+def test_bytes_that_lie_anywhere_are_taken(example: GraphNodes) -> None:
+    packed = bytes(3) + example.pack()
+    process = Process("native", example)
+    assert meaning_of(process.built(memoryview(packed)[3:])) == meaning_of(example)
+
+
+def test_the_parts_of_a_graphs_time_are_told(example: GraphNodes) -> None:
+    process = Process("native", example)
+    restored, times = process.rebuild.timed(memoryview(example.pack()), process.functions)
+    assert restored.num_nodes == len(example.nodes)
+    assert min(times.nodes_s, times.attributes_s, times.edges_s, times.instantiate_s) > 0.0
+
+
+def test_without_a_compiler_there_is_none_which_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = graphs_over(FakeLibrary(FakeDriver()))
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert NativeRebuild.load(driver, tmp_path) is None
+    (record,) = caplog.records
+    assert record.message.startswith("fallback restore=interpreted reason=")
+    monkeypatch.delenv("CC")
+    assert NativeRebuild.load(driver, tmp_path) is not None
