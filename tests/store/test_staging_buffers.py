@@ -69,8 +69,9 @@ class Rig:
     def num_lent(self) -> int:
         return self.tiers.fetcher.book.num_leased
 
-    def borrow(self) -> StagedLoan:
-        loan = borrow_chunks(self.borrower, self.borrowed, range(self.num_chunks))
+    def borrow(self, num_chunks: int | None = None) -> StagedLoan:
+        chunks = range(self.num_chunks if num_chunks is None else num_chunks)
+        loan = borrow_chunks(self.borrower, self.borrowed, chunks)
         assert isinstance(loan, StagedLoan)
         return loan
 
@@ -188,6 +189,27 @@ def test_a_load_called_off_in_the_middle_gives_back_every_slot_and_chunk(rig: Ri
     assert rig.num_free == NUM_SLOTS - 2  # they may still be copied from
     assert [bytes(chunk.data) for chunk in held] == [bytes_of(rig, 0), bytes_of(rig, 1)]
     loan.release(*held)
+    assert rig.num_free == NUM_SLOTS
+    assert eventually(lambda: rig.num_lent == 0)
+
+
+def test_a_chunk_that_was_lent_while_the_load_was_called_off_is_not_yielded(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those before it were dropped: it would be taken for the first of them."""
+    loan, fill, num_filled = rig.borrow(3), StagingBuffers.fill, 0
+
+    def cancel_at_third(staging: StagingBuffers, slot: int, source: Segment, cell: int, size: int) -> None:
+        nonlocal num_filled
+        num_filled += 1
+        if num_filled == 3:
+            loan.cancel()
+        fill(staging, slot, source, cell, size)
+
+    monkeypatch.setattr(StagingBuffers, "fill", cancel_at_third)
+    monkeypatch.setattr(Loan, "has_next", lambda loan: True)
+    with pytest.raises(LoadCancelled):
+        next(iter(loan))
     assert rig.num_free == NUM_SLOTS
     assert eventually(lambda: rig.num_lent == 0)
 

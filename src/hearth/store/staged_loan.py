@@ -33,7 +33,8 @@ class StagedLoan:
         #: Chunks that were lent and not yielded yet, each with its slot; None: it stays where it is.
         self._ahead: deque[tuple[HostChunk, int | None]] = deque()
         self._slots: dict[int, int] = {}  #: of chunks that were yielded, by their index
-        self._lock = threading.Lock()  #: guards these two: one thread yields, others release and cancel
+        self._is_cancelled = False
+        self._lock = threading.Lock()  #: guards these three: one thread yields, others release and cancel
 
     @property
     def is_in_host(self) -> bool:
@@ -60,6 +61,8 @@ class StagedLoan:
 
     def cancel(self) -> None:
         """Ask for no more chunks, and wake the thread that iterates."""
+        with self._lock:
+            self._is_cancelled = True
         self._loan.cancel()
         self._drop_ahead()
 
@@ -79,6 +82,10 @@ class StagedLoan:
             slot = self._stage(chunk, slot)
             with self._lock:
                 self._ahead.append((chunk, slot))
+                is_cancelled = self._is_cancelled
+            if is_cancelled:  # after it was lent, and what came before it was dropped
+                self._drop_ahead()
+                return
 
     def _stage(self, chunk: HostChunk, slot: int | None) -> int | None:
         """Return the slot that a chunk is on its way to; None: it can be copied from where it lies."""
