@@ -209,7 +209,7 @@ def test_a_chunk_that_was_lent_while_the_load_was_called_off_is_not_yielded(
     monkeypatch.setattr(StagingBuffers, "fill", cancel_at_third)
     monkeypatch.setattr(Loan, "has_next", lambda loan: True)
     with pytest.raises(LoadCancelled):
-        next(iter(loan))
+        next(each(loan))
     assert rig.num_free == NUM_SLOTS
     assert eventually(lambda: rig.num_lent == 0)
 
