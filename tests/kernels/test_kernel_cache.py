@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,13 @@ import pytest
 import triton
 
 from hearth.errors import DeviceError
-from hearth.kernels.kernel_cache import MAX_IDLE_S, CachedVariant, KernelCache, usage_of
+from hearth.kernels.kernel_cache import (
+    MAX_IDLE_S,
+    CachedVariant,
+    KernelCache,
+    hash_compiler_in_background,
+    usage_of,
+)
 from hearth.kernels.variants import Variant
 
 VARIANT = CachedVariant(Variant("hearth.kernels.norm", "_add_norm_kernel", "{}"), "ENTRY")
@@ -155,3 +162,25 @@ def test_the_place_that_kernels_take_is_counted_without_their_lists(cache: Kerne
     usage = usage_of(cache.path)
     assert (usage.num_entries, usage.num_bytes) == (1, 4)
     assert usage_of(cache.path / "nowhere").num_bytes == 0
+
+
+@pytest.mark.parametrize("error", [None, OSError("no such file")])
+def test_the_hash_of_the_compiler_is_found_by_a_thread_that_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: OSError | None
+) -> None:
+    assert callable(triton.runtime.cache.triton_key), "it has another name in this Triton"
+    names: list[str] = []
+
+    def triton_key() -> str:
+        names.append(threading.current_thread().name)
+        if error is not None:
+            raise error
+        return "key"
+
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", triton_key)
+    with caplog.at_level("INFO"):
+        thread = hash_compiler_in_background()
+        assert thread is not None
+        thread.join(60.0)
+    assert names == ["hearth-hash"]
+    assert ("compiler_not_hashed reason=OSError('no such file')" in caplog.text) == (error is not None)

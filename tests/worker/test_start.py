@@ -1,8 +1,9 @@
-"""How a worker prepares for loads that come before host memory is pinned."""
+"""What a worker sees to before its first load: buffers, and that nothing else is in its way."""
 
 from __future__ import annotations
 
 import tempfile
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from hearth.store.borrower import Borrower
 from hearth.store.lender import Lender
 from hearth.store.tiers import Tiers
 from hearth.types import WorkerId
-from hearth.worker.__main__ import _staging
+from hearth.worker import __main__ as worker
+from hearth.worker.first_tokens import FirstTokens
+from tests.store.stored import PATIENCE_S
 
 CELL_BYTES = 1 << 16
 
@@ -42,11 +45,27 @@ def test_a_worker_on_a_gpu_has_buffers_or_tells_why_loads_have_to_pin(
         closing(Lender(tiers, Path(folder) / "host.sock")),
         closing(Borrower(Path(folder) / "host.sock", is_device_up=False)) as borrower,
     ):
-        staging = _staging(setup_of("cuda", tmp_path / "kernels"), borrower)
+        staging = worker._staging(setup_of("cuda", tmp_path / "kernels"), borrower)
         assert not borrower.is_unstaged
         borrower.device_is_up(staging)
         assert (staging is not None, borrower.is_unstaged) == (has_compiler, not has_compiler)
         assert staging is None or staging.slot_bytes == CELL_BYTES
-        assert _staging(setup_of("cpu", tmp_path / "kernels"), borrower) is None
+        assert worker._staging(setup_of("cpu", tmp_path / "kernels"), borrower) is None
     told = "fallback staging=off reason=`cc failed` remedy=`install a C compiler (cc)`"
     assert caplog.text.count(told) == (not has_compiler)
+
+
+def test_host_memory_is_pinned_when_those_who_waited_have_their_first_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "PINNING_DELAY_S", 0.0)
+    first_tokens = FirstTokens()
+    worker._wait_for_calm(first_tokens)  # nobody waits
+    first_tokens.awaited(1)
+    waiting = threading.Thread(target=worker._wait_for_calm, args=(first_tokens,))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    first_tokens.served(1)
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -217,6 +218,26 @@ def _set_up_triton(path: Path) -> None:
         knobs.compilation.store_binary_only = True
     finally:
         knobs.propagate_env = before
+
+
+def hash_compiler_in_background() -> threading.Thread | None:
+    """Have a thread find the hash of Triton by which compiled kernels are named; None: there is no Triton.
+
+    Triton reads all of its own files for that, 500 MB, once in a process: 0.4 s that the first kernel would
+    wait for. No device is touched, and the interpreter is free nearly all of that time.
+    """
+    if not HAS_TRITON:
+        return None
+    thread = threading.Thread(target=_hash_compiler, name="hearth-hash", daemon=True)
+    thread.start()
+    return thread
+
+
+def _hash_compiler() -> None:
+    try:
+        triton.runtime.cache.triton_key()  # keeps its result
+    except (AttributeError, OSError) as error:  # the first kernel meets the same, or needs none of it
+        log.info("compiler_not_hashed reason=%r", error)
 
 
 def usage_of(path: Path) -> CacheUsage:

@@ -98,7 +98,6 @@ class Borrower:
         self.segment = self._pinned(segment)
         #: For loads from memory that is not pinned yet; None: they pin it.
         self.staging: StagingBuffers | None = None
-        self._delay: threading.Timer | None = None  #: until it is over, only what loads need is pinned
         #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
         self._manifests: dict[Digest, StoredManifest] = {}
         #: Files beside models that were the stored ones: of which digest, and in which state. As above.
@@ -110,11 +109,13 @@ class Borrower:
         self._is_closed = False
         self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
 
-    def device_is_up(self, staging: StagingBuffers | None = None, *, delay_s: float = 0.0) -> None:
+    def device_is_up(
+        self, staging: StagingBuffers | None = None, wait: Callable[[], None] | None = None
+    ) -> None:
         """Begin to pin, for the device that is current for the calling thread.
 
         `staging` is for loads from memory that is not pinned yet, and closed with this; None: they pin it.
-        `delay_s`: for so long nothing is pinned that no load needs.
+        Until `wait` returns, which a thread calls, nothing is pinned that no load needs.
         """
         if staging is not None:
             staging.pin()
@@ -122,11 +123,11 @@ class Borrower:
             self._is_device_up = True
             self.staging = staging
             segment = self.segment
-            if delay_s:
+            if wait is not None:
                 segment.load_began()  # as it were
-                self._delay = threading.Timer(delay_s, segment.load_ended)
-                self._delay.daemon = True
-                self._delay.start()
+                threading.Thread(
+                    target=_after, args=(wait, segment.load_ended), name="hearth-pin-later", daemon=True
+                ).start()
             self._pinned(segment)
 
     @property
@@ -294,8 +295,6 @@ class Borrower:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-        if self._delay is not None:
-            self._delay.cancel()
         while (line := self._take_standing()) is not None:
             line.close()
         if self.staging is not None:
@@ -525,6 +524,11 @@ class Loan:
             self._keep(self._line)
         else:
             self._line.close()
+
+
+def _after(wait: Callable[[], None], act: Callable[[], None]) -> None:
+    wait()
+    act()
 
 
 def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:

@@ -10,7 +10,9 @@ import logging
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
@@ -24,7 +26,7 @@ from hearth.cuda_batches import native_calls
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
-from hearth.kernels.kernel_cache import KernelCache
+from hearth.kernels.kernel_cache import KernelCache, hash_compiler_in_background
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
@@ -47,7 +49,8 @@ from hearth.worker.worker_loop import Inbox, WorkerLoop
 #: the usual 5 ms would show between two tokens.
 SWITCH_S = 0.0005
 #: For so long a worker that is up pins no host memory that no load needs: those who waited for it come first.
-PINNING_DELAY_S = 1.0
+#: If they wait for a first token then, it goes on until they have it, but not for longer than the second.
+PINNING_DELAY_S, MAX_PINNING_DELAY_S = 1.0, 30.0
 #: The longest reason that is said, in characters: more might wait for somebody to read.
 MAX_FAREWELL = 2000
 
@@ -98,6 +101,8 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
     is_cuda = setup.kind == "cuda"
+    if is_cuda:
+        hash_compiler_in_background()
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
     times.note("keeper")
     if is_cuda and HAS_TRITON:
@@ -129,7 +134,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
     # Not before: beside the pinning of host memory all of a start takes longer, and all that comes first.
-    borrower.device_is_up(staging, delay_s=PINNING_DELAY_S)
+    borrower.device_is_up(staging, wait=partial(_wait_for_calm, first_tokens))
     times.note("pinning")
     link = connect(setup.host, setup.port)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
@@ -137,6 +142,12 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     log.info("worker_started %s", times)
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
     return loop
+
+
+def _wait_for_calm(first_tokens: FirstTokens) -> None:
+    """Return when those who waited for this worker have come, and have their first tokens."""
+    time.sleep(PINNING_DELAY_S)
+    first_tokens.give_way(MAX_PINNING_DELAY_S)()
 
 
 def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
