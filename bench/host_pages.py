@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from hearth.memory.pages import Mark
+from hearth.memory.pages import Mark, PageRun, remap_each
 
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -71,6 +71,9 @@ class HostPages:
         for place in range(address, address + num_pages * self.page_bytes, self.page_bytes):
             del self.mapped[place]
             self._replace(place, _PROT_NONE, _ANONYMOUS, -1, 0)
+
+    def remap(self, runs: Sequence[PageRun]) -> Iterator[PageRun]:
+        return remap_each(self, runs)
 
     def _map(self, address: int, page: int) -> None:
         assert address not in self.mapped, f"{address=:#x} has page {self.mapped[address]}"

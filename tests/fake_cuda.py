@@ -23,7 +23,7 @@ class FakeCuda:
     """One driver at a time: what it notes is the library's."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
         library.fake_reset()
         self.driver = CudaDriver(0, library)
 
@@ -33,14 +33,14 @@ class FakeCuda:
 
     def refuse(self, name: str, num_before: int, code: int = 1) -> None:
         """Have a call be refused once so many of its kind have succeeded."""
-        (ctypes.c_char * 64).in_dll(self._library, "fake_refused").value = name.encode()
+        (ctypes.c_char * 64).in_dll(self.library, "fake_refused").value = name.encode()
         self._number("fake_num_before").value = num_before
-        ctypes.c_int.in_dll(self._library, "fake_code").value = code
+        ctypes.c_int.in_dll(self.library, "fake_code").value = code
 
     @property
     def calls(self) -> list[tuple[str, int, int, int]]:
         """All calls that were noted, with the arguments that matter."""
-        noted = (_Call * self._number("fake_num_calls").value).in_dll(self._library, "fake_calls")
+        noted = (_Call * self._number("fake_num_calls").value).in_dll(self.library, "fake_calls")
         return [(one.name.decode(), one.first, one.second, one.third) for one in noted]
 
     @property
@@ -59,7 +59,7 @@ class FakeCuda:
         return self._number("fake_max_queued").value
 
     def _number(self, name: str) -> ctypes.c_int64:
-        return ctypes.c_int64.in_dll(self._library, name)
+        return ctypes.c_int64.in_dll(self.library, name)
 
 
 @cache

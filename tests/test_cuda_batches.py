@@ -12,7 +12,7 @@ from typing import Protocol
 import pytest
 
 from hearth import cuda_batches
-from hearth.cuda_batches import BatchedCopies, ByteCopy, CudaBatches, batches_of
+from hearth.cuda_batches import BatchedCopies, ByteCopy, CudaBatches, HandleRun, batches_of
 from hearth.errors import DeviceError, OutOfDeviceMemory
 from tests.fake_cuda import FakeCuda, fake_cuda
 
@@ -24,6 +24,16 @@ class Mapping(Protocol):
     """Whoever maps pages."""
 
     def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None: ...
+
+
+class BatchedMapping:
+    """Maps by the batch, one run at a time."""
+
+    def __init__(self, batches: CudaBatches) -> None:
+        self._batches = batches
+
+    def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
+        assert list(self._batches.remap(num_bytes, [HandleRun(address, len(handles), handles)])) == [0]
 
 
 @pytest.fixture
@@ -39,7 +49,7 @@ def batches(cuda: FakeCuda) -> CudaBatches:
 
 @pytest.fixture(params=["batched", "single"])
 def mapping(cuda: FakeCuda, request: pytest.FixtureRequest) -> Mapping:
-    return batches(cuda) if request.param == "batched" else cuda.driver
+    return BatchedMapping(batches(cuda)) if request.param == "batched" else cuda.driver
 
 
 class TestMapping:
@@ -78,6 +88,60 @@ class TestMapping:
         cuda.refuse("cuMemUnmap", 0)
         with pytest.raises(DeviceError, match="refused cuMemUnmap"):
             mapping.map(ADDRESS, PAGE_BYTES, [5, 3])
+
+
+class TestRemapping:
+    RUNS = (
+        HandleRun(ADDRESS, 2),
+        HandleRun(ADDRESS + 8 * PAGE_BYTES, 1),
+        HandleRun(ADDRESS + PAGE_BYTES, 2, (7, 4)),
+        HandleRun(ADDRESS + 9 * PAGE_BYTES, 1, (6,)),
+    )
+
+    def mapped(self, cuda: FakeCuda) -> CudaBatches:
+        """Return what has mapped what these runs unmap."""
+        mapping = batches(cuda)
+        list(
+            mapping.remap(
+                PAGE_BYTES, [HandleRun(ADDRESS, 2, (4, 7)), HandleRun(self.RUNS[1].address, 1, (6,))]
+            )
+        )
+        return mapping
+
+    def test_runs_are_unmapped_and_mapped_in_their_order(self, cuda: FakeCuda) -> None:
+        mapping = self.mapped(cuda)
+        num_before = len(cuda.calls)
+        assert list(mapping.remap(PAGE_BYTES, self.RUNS)) == [0, 1, 2, 3]
+        assert [(name, address) for name, address, *_ in cuda.calls[num_before:]] == [
+            ("cuMemUnmap", ADDRESS),
+            ("cuMemUnmap", ADDRESS + 8 * PAGE_BYTES),
+            ("cuMemMap", ADDRESS + PAGE_BYTES),
+            ("cuMemMap", ADDRESS + 2 * PAGE_BYTES),
+            ("cuMemSetAccess", ADDRESS + PAGE_BYTES),
+            ("cuMemMap", ADDRESS + 9 * PAGE_BYTES),
+            ("cuMemSetAccess", ADDRESS + 9 * PAGE_BYTES),
+        ]
+        assert [call[3] for call in cuda.calls[num_before:] if call[0] == "cuMemMap"] == [7, 4, 6]
+
+    @pytest.mark.parametrize(
+        ("name", "num_before", "num_done", "num_pages"),
+        [
+            ("cuMemUnmap", 0, 0, 3),
+            ("cuMemUnmap", 1, 1, 1),
+            ("cuMemMap", 1, 2, 0),
+            ("cuMemMap", 2, 3, 2),
+            ("cuMemSetAccess", 1, 3, 2),
+        ],
+    )
+    def test_what_was_done_before_a_refusal_is_told_and_nothing_after_it_is(
+        self, name: str, num_before: int, num_done: int, num_pages: int, cuda: FakeCuda
+    ) -> None:
+        mapping = self.mapped(cuda)
+        cuda.refuse(name, num_before)
+        done: list[int] = []
+        with pytest.raises(DeviceError, match=f"refused {name}\\("):
+            done.extend(mapping.remap(PAGE_BYTES, self.RUNS))
+        assert (len(done), cuda.num_pages) == (num_done, num_pages)
 
 
 class Chunks:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hearth.memory.pages import Mark, Pages
+from hearth.memory.pages import Mark, PageRun, Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,19 @@ class CountedPages:
 
     def map(self, address: int, *pages: int) -> None:
         self._pages.map(address, *pages)
-        is_awaited = threading.get_ident() == self._thread
-        self._count(Maps(num_maps=len(pages), num_awaited=len(pages) if is_awaited else 0))
+        self._count_mapped(len(pages))
 
     def unmap(self, address: int, num_pages: int = 1) -> None:
         self._pages.unmap(address, num_pages)
         self._count(Maps(num_unmaps=num_pages))
+
+    def remap(self, runs: Sequence[PageRun]) -> Iterator[PageRun]:
+        for run in self._pages.remap(runs):
+            if run.pages:
+                self._count_mapped(run.num_pages)
+            else:
+                self._count(Maps(num_unmaps=run.num_pages))
+            yield run
 
     def mark(self) -> Mark:
         return self._pages.mark()
@@ -95,6 +102,10 @@ class CountedPages:
 
     def close(self) -> None:
         self._pages.close()
+
+    def _count_mapped(self, num_pages: int) -> None:
+        is_awaited = threading.get_ident() == self._thread
+        self._count(Maps(num_maps=num_pages, num_awaited=num_pages if is_awaited else 0))
 
     def _count(self, more: Maps) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ enum { MAP, SET_ACCESS, UNMAP, COPY, CREATE_EVENT, RECORD_EVENT, WAIT_FOR_EVENT,
 typedef struct {
     int call;         /* the one that failed, by its place above */
     int code;         /* of the driver; 0: none failed */
-    int64_t num_done; /* pages that are mapped, or chunks whose copies are queued */
+    int64_t num_done; /* runs of pages, or chunks whose copies are queued */
 } outcome;
 
 enum { BLOCKING_SYNC_WITHOUT_TIMING = 3 };
@@ -40,22 +40,36 @@ static int fails(outcome *result, int call, int code) {
 }
 
 /* Map handles one behind the other, and allow access to all of them; after a failure none is mapped. */
-void hearth_map(const driver_calls *driver, uint64_t address, size_t num_bytes, const uint64_t *handles,
-                int64_t num_handles, const void *access, outcome *result) {
+static int map(const driver_calls *driver, uint64_t address, size_t page_bytes, const uint64_t *handles,
+               int64_t num_handles, const void *access, outcome *result) {
     int64_t num_mapped = 0;
-    result->code = 0;
     while (num_mapped < num_handles &&
            !fails(result, MAP,
-                  driver->map(address + num_mapped * num_bytes, num_bytes, 0, handles[num_mapped], 0)))
+                  driver->map(address + num_mapped * page_bytes, page_bytes, 0, handles[num_mapped], 0)))
         num_mapped++;
-    if (!result->code && num_mapped)
-        fails(result, SET_ACCESS, driver->set_access(address, num_mapped * num_bytes, access, 1));
-    if (result->code && num_mapped) {
-        int code = driver->unmap(address, num_mapped * num_bytes);
-        fails(result, UNMAP, code); /* the worse news: something stays mapped */
-        num_mapped = code ? num_mapped : 0;
+    if (!result->code)
+        fails(result, SET_ACCESS, driver->set_access(address, num_mapped * page_bytes, access, 1));
+    if (result->code && num_mapped) /* that this fails is the worse news: something stays mapped */
+        fails(result, UNMAP, driver->unmap(address, num_mapped * page_bytes));
+    return result->code;
+}
+
+typedef struct {
+    uint64_t address, num_pages, num_handles; /* as many handles as pages, or none: they are unmapped */
+} page_run;
+
+/* Unmap and map runs of pages, in their order, until one is refused. */
+void hearth_remap(const driver_calls *driver, size_t page_bytes, const page_run *runs, int64_t num_runs,
+                  const uint64_t *handles, const void *access, outcome *result) {
+    result->code = 0;
+    for (result->num_done = 0; result->num_done < num_runs; result->num_done++) {
+        const page_run *run = &runs[result->num_done];
+        if (run->num_handles
+                ? map(driver, run->address, page_bytes, handles, run->num_handles, access, result)
+                : fails(result, UNMAP, driver->unmap(run->address, run->num_pages * page_bytes)))
+            return;
+        handles += run->num_handles;
     }
-    result->num_done = num_mapped;
 }
 
 typedef struct {

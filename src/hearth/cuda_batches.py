@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -50,6 +50,15 @@ class ByteCopy:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class HandleRun:
+    """Pages one behind the other, and the handles to be mapped there; without any they are unmapped."""
+
+    address: int
+    num_pages: int
+    handles: Sequence[int] = ()
+
+
 class CudaBatches:
     """The batched calls of one device's driver. Any thread may call them."""
 
@@ -59,15 +68,23 @@ class CudaBatches:
         self._library = library
         self._calls = (ctypes.c_void_p * len(_CALLS))(*map(driver.address, _CALLS))
 
-    def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
-        """Map handles one behind the other, as `CudaDriver.map` does: all or none of them."""
+    def remap(self, page_bytes: int, runs: Sequence[HandleRun]) -> Iterator[int]:
+        """Unmap and map runs, in their order, and yield the number of each that was.
+
+        Raises:
+            DeviceError: one was refused, of which nothing is mapped then; the rest is not tried.
+        """
+        fields = [field for run in runs for field in (run.address, run.num_pages, len(run.handles))]
+        handles = [handle for run in runs for handle in run.handles]
         outcome = _Outcome()
         self.driver.enter_context()
-        self._library.hearth_map(
-            *(self._calls, ctypes.c_uint64(address), ctypes.c_size_t(num_bytes)),
-            *((ctypes.c_uint64 * len(handles))(*handles), ctypes.c_int64(len(handles))),
-            *(ctypes.byref(self.driver.access()), ctypes.byref(outcome)),
+        self._library.hearth_remap(
+            *(self._calls, ctypes.c_size_t(page_bytes)),
+            *((ctypes.c_uint64 * len(fields))(*fields), ctypes.c_int64(len(runs))),
+            *((ctypes.c_uint64 * len(handles))(*handles), ctypes.byref(self.driver.access())),
+            ctypes.byref(outcome),
         )
+        yield from range(outcome.num_done)
         self.check(outcome)
 
     def copy_chunks(
@@ -188,7 +205,7 @@ def batches_of(driver: CudaDriver) -> CudaBatches | None:
 def _compiled(cache: Path | None) -> ctypes.CDLL | None:
     try:
         library = native_library(Path(__file__).with_suffix(".c"), cache)
-        library.hearth_map.restype = library.hearth_copy_chunks.restype = None
+        library.hearth_remap.restype = library.hearth_copy_chunks.restype = None
         return library
     except (OSError, AttributeError) as error:
         log.warning(

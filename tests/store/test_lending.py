@@ -32,7 +32,16 @@ from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.lender import Lender
 from hearth.store.lender_line import LenderLine
-from hearth.store.lending import CancelLoad, ChunkLent, LenderHello, ReleaseChunks, encode, received, send
+from hearth.store.lending import (
+    CancelLoad,
+    ChunkLent,
+    LenderHello,
+    Refused,
+    ReleaseChunks,
+    encode,
+    received,
+    send,
+)
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import TOKENIZER, WEIGHTS, Manifest, read_manifest
 from hearth.store.segment import Segment
@@ -345,6 +354,50 @@ def test_calling_off_needs_no_answer_and_hangs_up_after_the_last_release() -> No
         assert next(heard) == CancelLoad()
         loan.release(held)
         assert list(heard) == [ReleaseChunks((0,))]
+
+
+def test_chunks_that_have_come_are_taken_together_as_far_as_they_are_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair()
+    with closing(Segment.create(6, CELL_BYTES)) as segment, theirs:
+        pinned: list[int] = []
+        monkeypatch.setattr(segment, "can_copy", lambda cell: cell != 1)
+        monkeypatch.setattr(segment, "pin", pinned.append)
+        loan = Loan(LenderLine(ours, segment), "m", 7, keep=lambda line: None, is_in_host=True)
+        lent = [ChunkLent(at, at, CELL_BYTES, None, is_shared=False) for at in range(6)]
+        send(theirs, *lent, Refused("ChunkMissing", "the last one is gone"))
+        batches = loan.batches(3)
+
+        taken = [next(batches) for _ in range(3)]
+
+        assert [[chunk.index for chunk in batch] for batch in taken] == [[0], [1, 2, 3], [4, 5]]
+        assert pinned == [0, 1, 4]
+        with pytest.raises(ChunkMissing, match="the last one is gone"):
+            next(batches)
+        for batch in taken:
+            loan.release(*batch)
+        assert list(received(theirs)) == [
+            ReleaseChunks((0,)),
+            ReleaseChunks((1, 2, 3)),
+            ReleaseChunks((4, 5)),
+        ]
+
+
+def test_a_borrower_that_gives_back_what_it_does_not_have_is_dropped_and_leaves_nothing_lent(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with lending(tmp_path, path) as (tiers, lender):
+        borrower = Borrower(path)
+        borrowed = borrower.open(model)
+        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
+        next(iter(loan))
+
+        loan._line.send(ReleaseChunks((0, 0)))
+
+        assert eventually(lambda: lender.num_sessions == 0 and tiers.fetcher.book.num_leased == 0)
+        loan._line.close()
+        borrower.close()
 
 
 def test_a_loan_that_was_called_off_before_it_began_says_so(model: Path, tmp_path: Path, path: Path) -> None:

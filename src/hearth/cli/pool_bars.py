@@ -31,6 +31,7 @@ LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
 #: What each fallback of a worker means, for people.
 FALLBACKS = {
     "address": "at another address than planned",
+    "driver_batches": "worker whose loads slow its steps: there is no C compiler",
     "graphs": "models so far whose steps are launched kernel by kernel: torch frees what captured ones use",
     "graphs_not_restored": "of snapshots, captured instead",
     "graphs_restored_in_python": "of snapshots, node by node, which slows others: there is no C compiler",

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import torch
 
-from hearth.cuda_batches import batches_of
+from hearth.cuda_batches import HandleRun, batches_of
 from hearth.cuda_driver import (
     DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
     DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
@@ -21,7 +21,7 @@ from hearth.cuda_driver import (
     CudaDriver,
 )
 from hearth.errors import DeviceError, OutOfDeviceMemory
-from hearth.memory.pages import Mark
+from hearth.memory.pages import Mark, PageRun, remap_each
 from hearth.policy.memory.space_slots import NUM_SLOTS
 
 #: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.
@@ -62,8 +62,8 @@ class CudaPages:
         self._handles: list[int] = []
         self._driver = CudaDriver(self._device.index)
         self._batches = batches_of(self._driver)
-        if self._batches is None:
-            self._go_without("batches", "no C compiler: pages are mapped one by one, with the interpreter")
+        if self._batches is None:  # as was logged
+            self._fallbacks["driver_batches"] += 1
         if not self._driver.has(DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
             raise DeviceError(f"{self._device} cannot map memory by pages")
         self._is_exportable = self._can(
@@ -109,16 +109,24 @@ class CudaPages:
         self._driver.free_address(address, SPACE_BYTES)
 
     def map(self, address: int, *pages: int) -> None:
-        calls = self._driver if self._batches is None else self._batches
-        calls.map(address, self._page_bytes, [self._handles[page] for page in pages])
+        self._driver.map(address, self._page_bytes, [self._handles[page] for page in pages])
 
     def unmap(self, address: int, num_pages: int = 1) -> None:
         self._driver.unmap(address, num_pages * self._page_bytes)
 
+    def remap(self, runs: Sequence[PageRun]) -> Iterator[PageRun]:
+        """Make all calls of the driver at once, and leave the interpreter to others meanwhile."""
+        if self._batches is None:
+            return remap_each(self, runs)
+        handle_runs = [
+            HandleRun(run.address, run.num_pages, [self._handles[page] for page in run.pages]) for run in runs
+        ]
+        return (runs[at] for at in self._batches.remap(self._page_bytes, handle_runs))
+
     def mark(self) -> Mark:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return _EventMark(event)
 
     def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
         if not num_bytes:
@@ -193,6 +201,17 @@ class CudaPages:
         return self._driver.create(
             self._page_bytes, is_exportable=self._is_exportable, is_rdma_capable=self._is_rdma_capable
         )
+
+
+class _EventMark:
+    """A mark that is passed by now is not waited for: that would let go of the interpreter."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def synchronize(self) -> None:
+        if not self._event.query():  # type: ignore[no-untyped-call] # torch leaves it untyped
+            self._event.synchronize()
 
 
 def create_patiently(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.memory.pages import Mark, Pages
+from hearth.memory.pages import Mark, PageRun, Pages
 
 Wipe = Callable[[torch.Tensor], None]
 
@@ -167,13 +167,15 @@ class PageTable:
         """Call the driver. What it refuses is not in the books, and what it has done before that is."""
         there = dict(stale_pages)
         try:
-            for run in self._runs(remap.stale):
-                self._pages.unmap(run[0], len(run))
-                for place in run:
-                    del there[place]
-            for run in self._runs(tuple(remap.pages)):
-                self._pages.map(run[0], *(remap.pages[place] for place in run))
-                there.update((place, remap.pages[place]) for place in run)
+            for run in self._pages.remap(self._page_runs(remap)):
+                places = range(
+                    run.address, run.address + run.num_pages * self._pages.page_bytes, self._pages.page_bytes
+                )
+                if run.pages:
+                    there.update(zip(places, run.pages, strict=True))
+                else:
+                    for place in places:
+                        del there[place]
         finally:
             with self.lock:
                 for place, page in there.items():
@@ -194,6 +196,13 @@ class PageTable:
                 if place in self._mapped:
                     stale.add(place)
         return _Remap(pages, tuple(sorted(stale)))
+
+    def _page_runs(self, remap: _Remap) -> list[PageRun]:
+        stale = [PageRun(run[0], len(run)) for run in self._runs(remap.stale)]
+        return stale + [
+            PageRun(run[0], len(run), tuple(remap.pages[place] for place in run))
+            for run in self._runs(tuple(remap.pages))
+        ]
 
     def _runs(self, places: Sequence[int]) -> Iterator[list[int]]:
         """Yield sorted places, those together that follow each other."""

@@ -9,7 +9,8 @@ pages    | 0 | 1 | 2 | 3 | ... | num_pages - 1 |                        created 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +21,15 @@ class Mark(Protocol):
 
     def synchronize(self) -> None:
         """Return when all work before it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Places that follow each other, and the pages to be mapped there; without any they are unmapped."""
+
+    address: int
+    num_pages: int
+    pages: tuple[int, ...] = ()
 
 
 class Pages(Protocol):
@@ -59,6 +69,13 @@ class Pages(Protocol):
     def unmap(self, address: int, num_pages: int = 1) -> None:
         """Unmap pages that the device is done with."""
 
+    def remap(self, runs: Sequence[PageRun]) -> Iterator[PageRun]:
+        """Unmap and map runs in their order, as `unmap` and `map` do, and yield each that was.
+
+        Raises:
+            DeviceError: one was refused, which is as it was before; the rest is not tried.
+        """
+
     def mark(self) -> Mark:
         """Return a mark behind what is queued now on the calling thread's current stream."""
 
@@ -67,3 +84,13 @@ class Pages(Protocol):
 
     def close(self) -> None:
         """Release all pages. Nothing may be mapped."""
+
+
+def remap_each(pages: Pages, runs: Sequence[PageRun]) -> Iterator[PageRun]:
+    """Do what `Pages.remap` does by a call for each run."""
+    for run in runs:
+        if run.pages:
+            pages.map(run.address, *run.pages)
+        else:
+            pages.unmap(run.address, run.num_pages)
+        yield run

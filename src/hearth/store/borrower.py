@@ -481,7 +481,7 @@ class Loan:
         while isinstance(message, ChunkLent) and (not lent or self.segment.can_copy(message.cell)):
             lent.append(message)
             message = None
-            if len(lent) == most or not self._line.has_next():
+            if len(lent) == most or not self._line.has_received:
                 break
             message = self._next_message()
         self._unread = message

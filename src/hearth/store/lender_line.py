@@ -39,6 +39,11 @@ class LenderLine:
         del self._unread[:end]
         return parse(line)
 
+    @property
+    def has_received(self) -> bool:
+        """True if `read` has a message without asking the system, which would let go of the interpreter."""
+        return b"\n" in self._unread
+
     def has_next(self) -> bool:
         """True if `read` would return without waiting for the lender."""
         try:

@@ -105,13 +105,11 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         hash_compiler_in_background()
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
     times.note("keeper")
-    if is_cuda and HAS_TRITON:
-        native_calls(
-            KernelCache.open(Path(setup.kernels_path)).path
-        )  # before the first driver, to be kept there
+    cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
+    if cache is not None:
+        native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
-    cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
     graphs = _snapshot_graphs(setup, runtime, first_tokens, cache)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),

@@ -1,0 +1,213 @@
+"""Loads whose copies are queued one by one or by the batch, to a fake device: the same comes of both."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Generator
+
+import pytest
+import torch
+
+from hearth.cuda_batches import BatchedCopies, ByteCopy, batches_of
+from hearth.errors import LoadCancelled, StoreError
+from hearth.models.layout import ByteRange
+from hearth.store.chunk_copies import ChunkCopies, SingleCopies
+from hearth.store.fetch import HostChunk
+from hearth.store.loader import Load, LoadPiece
+from hearth.store.standing_threads import StandingThreads
+from tests.fake_cuda import FakeCuda, fake_cuda
+from tests.store.stored import CHUNK_BYTES, PATIENCE_S, model_of, parts_of, until
+
+NUM_CHUNKS, MAX_QUEUED, STREAM = 41, 16, 7
+PARTS = parts_of(1, NUM_CHUNKS)
+DATA = b"".join(PARTS)
+MANIFEST = model_of("m", PARTS).manifest
+#: Every second KiB of the model: most chunks have several copies.
+PIECES = [ByteRange(at, at + 1024) for at in range(0, len(DATA), 2048)]
+
+
+class Event:
+    """An event of the fake device, as torch has them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self._handle = library, ctypes.c_void_p()
+        assert library.cuEventCreate(ctypes.byref(self._handle), 3) == 0
+        assert library.cuEventRecord(self._handle, STREAM) == 0
+
+    def synchronize(self) -> None:
+        if self._library.cuEventSynchronize(self._handle):
+            raise RuntimeError("the copies failed")
+
+    def query(self) -> bool:
+        return bool(self._library.cuEventQuery(self._handle) == 0)
+
+
+class Stream:
+    """A copy stream of the fake device."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def queue(self, copy: ByteCopy) -> None:
+        self._cuda.driver.copy_from_host(copy.destination, copy.source, copy.num_bytes, STREAM)
+
+    def record(self) -> Event:
+        return Event(self._cuda.library)
+
+
+class Shelf:
+    """A `ChunkStream` that has lent so many chunks at a time, as a keeper with a window does."""
+
+    def __init__(self, window: int = 32) -> None:
+        self.released: list[int] = []
+        self.batches_given: list[int] = []
+        self._window, self._is_cancelled = window, False
+        self._changed = threading.Condition()
+
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
+        at = 0
+        while at < NUM_CHUNKS:
+            with self._changed:
+                while at - len(self.released) >= self._window and not self._is_cancelled:
+                    assert self._changed.wait(PATIENCE_S)
+                if self._is_cancelled:
+                    raise LoadCancelled("called off")
+                end = min(NUM_CHUNKS, at + most, len(self.released) + self._window)
+            self.batches_given.append(end - at)
+            yield [HostChunk(i, memoryview(bytearray(PARTS[i])), 0, None) for i in range(at, end)]
+            at = end
+
+    def release(self, *chunks: HostChunk) -> None:
+        with self._changed:
+            self.released += [chunk.index for chunk in chunks]
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        with self._changed:
+            self._is_cancelled = True
+            self._changed.notify_all()
+
+
+class Setting:
+    """A fake device, a load to it, and where its bytes go."""
+
+    def __init__(self, kind: str) -> None:
+        self.cuda = fake_cuda()
+        self.target = [torch.zeros(part.end - part.begin, dtype=torch.uint8) for part in PIECES]
+        self._kind = kind
+
+    def begin(self, shelf: Shelf, on_end: Callable[[object], None] | None = None) -> Load:
+        pieces = [LoadPiece(part, target) for part, target in zip(PIECES, self.target, strict=True)]
+        threads = StandingThreads("test", idle_s=1.0)
+        return Load("m", MANIFEST, pieces, lambda _: shelf, self._copies, on_end, threads)
+
+    def num_there(self) -> int:
+        """Return how many of the pieces have come."""
+        return sum(
+            target.numpy().tobytes() == DATA[part.begin : part.end]
+            for part, target in zip(PIECES, self.target, strict=True)
+        )
+
+    def _copies(self, num_chunks: int) -> ChunkCopies:
+        if self._kind == "single":
+            return SingleCopies(Stream(self.cuda))  # type: ignore[arg-type] # no torch device
+        batches = batches_of(self.cuda.driver)
+        assert batches is not None, "tests need a C compiler"
+        return BatchedCopies(batches, STREAM, lambda: 9, num_chunks, MAX_QUEUED)
+
+
+@pytest.fixture(params=["batched", "single"])
+def setting(request: pytest.FixtureRequest) -> Setting:
+    return Setting(request.param)
+
+
+def test_all_bytes_come_and_chunks_are_given_back_in_order(setting: Setting) -> None:
+    setting.cuda.set_times(pass_ns=200_000)
+    shelf = Shelf()
+    record = setting.begin(shelf).wait()
+    assert record.num_bytes == sum(part.end - part.begin for part in PIECES)
+    assert setting.num_there() == len(PIECES)
+    assert shelf.released == list(range(NUM_CHUNKS))
+    assert setting.cuda.max_queued <= MAX_QUEUED
+
+
+def test_both_copy_the_same_in_the_same_order() -> None:
+    noted: list[list[str | int]] = []
+    for kind in ("batched", "single"):
+        setting = Setting(kind)
+        setting.begin(Shelf()).wait()
+        piece_at = {target.data_ptr(): piece for piece, target in enumerate(setting.target)}
+        noted.append(
+            [
+                "chunk" if name == "cuEventRecord" else piece_at[address]
+                for name, address, _, _ in setting.cuda.calls
+                if name in ("cuMemcpyHtoDAsync_v2", "cuEventRecord")
+            ]
+        )
+    assert noted[0] == noted[1]
+    assert [piece for piece in noted[0] if piece != "chunk"] == list(range(len(PIECES)))
+    assert noted[0][:6] == [0, 1, "chunk", 2, 3, "chunk"]
+
+
+def test_copies_are_queued_by_the_batch_as_chunks_come_and_not_more_at_once() -> None:
+    setting, shelf = Setting("batched"), Shelf()
+    setting.cuda.set_times(pass_ns=500_000)
+    setting.begin(shelf).wait()
+    assert max(shelf.batches_given) == BatchedCopies.max_batch
+    assert len(shelf.batches_given) < NUM_CHUNKS / 2
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_few_cells_are_given_back_though_no_batch_is_full(window: int, setting: Setting) -> None:
+    setting.begin(Shelf(window)).wait()
+    assert setting.num_there() == len(PIECES)
+
+
+def test_a_refused_copy_breaks_the_load_and_everything_is_given_back(setting: Setting) -> None:
+    setting.cuda.refuse("cuMemcpyHtoDAsync_v2", num_before=20)
+    ends: list[object] = []
+    shelf = Shelf()
+    load = setting.begin(shelf, ends.append)
+    with pytest.raises(StoreError, match="refused cuMemcpyHtoDAsync_v2"):
+        load.wait()
+    with pytest.raises(StoreError, match="refused cuMemcpyHtoDAsync_v2"):
+        load.wait_for(ByteRange(0, 1))
+    assert sorted(shelf.released) == list(range(sum(shelf.batches_given)))
+    assert len(ends) == 1
+
+
+def test_copies_that_fail_later_break_the_load(setting: Setting) -> None:
+    setting.cuda.refuse("cuEventSynchronize", num_before=1)
+    shelf = Shelf()
+    with pytest.raises(StoreError, match="broke"):
+        setting.begin(shelf).wait()
+    assert sorted(shelf.released) == list(range(sum(shelf.batches_given)))
+
+
+def test_a_load_that_is_called_off_in_the_middle_copies_nothing_more(setting: Setting) -> None:
+    setting.cuda.set_times(pass_ns=20_000_000)
+    shelf = Shelf()
+    load = setting.begin(shelf)
+    until(lambda: setting.num_there() >= 20)
+    load.cancel()
+    num_there = setting.num_there()
+    assert num_there < len(PIECES)
+    with pytest.raises(LoadCancelled):
+        load.wait()
+    assert sorted(shelf.released) == list(range(sum(shelf.batches_given)))
+    if isinstance(load._copies, BatchedCopies):
+        assert setting.cuda.num_events == 0
+
+
+def test_a_layer_waits_on_its_stream_for_just_its_chunks() -> None:
+    setting = Setting("batched")
+    setting.cuda.set_times(pass_ns=2_000_000)
+    load = setting.begin(Shelf())
+    load.wait_for(ByteRange(0, 3 * CHUNK_BYTES))
+    (waited,) = [call for call in setting.cuda.calls if call[0] == "cuStreamWaitEvent"]
+    assert waited == ("cuStreamWaitEvent", 9, 2, 0)
+    load.wait()
+    load.wait_for(ByteRange(0, len(DATA)))  # nothing to wait for any more
+    assert [call for call in setting.cuda.calls if call[0] == "cuStreamWaitEvent"] == [waited]
+    assert setting.cuda.num_events == 0

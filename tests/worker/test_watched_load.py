@@ -1,0 +1,122 @@
+"""Loads whose places are mapped ahead of them: no chunk is copied before its place is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+from hearth.errors import DeviceError
+from hearth.memory.pool import Gap
+from hearth.models.layout import ByteRange
+from hearth.store.fetch import HostChunk
+from hearth.store.loader import Loader
+from hearth.store.standing_threads import StandingThreads
+from hearth.worker import map_ahead as mapping
+from hearth.worker.map_ahead import MapAhead
+from hearth.worker.watched_load import (
+    AlmostLoaded,
+    Destination,
+    LoadNews,
+    ModelBroken,
+    WatchedLoad,
+    WeightsLoaded,
+)
+from tests.store.stored import CHUNK_BYTES, PATIENCE_S, model_of, parts_of, until
+
+
+class Lent:
+    """A loan of all chunks of a model, given together as far as they are asked for."""
+
+    is_in_host = True
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.released: list[int] = []
+        self.num_taken = 0
+
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
+        begins = range(0, len(self._data), CHUNK_BYTES)
+        for first in range(0, len(begins), 4):
+            batch = [
+                HostChunk(first + at, memoryview(bytearray(self._data[begin : begin + CHUNK_BYTES])), 0, None)
+                for at, begin in enumerate(begins[first : first + 4])
+            ]
+            self.num_taken += len(batch)
+            yield batch
+
+    def release(self, *chunks: HostChunk) -> None:
+        self.released += [chunk.index for chunk in chunks]
+
+    def cancel(self) -> None:
+        pass
+
+
+class Rig:
+    """A load whose places are mapped as the test allows it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        parts = parts_of(3, 10)
+        self.manifest, self.data = model_of("m", parts).manifest, b"".join(parts)
+        self.loan, self.news = Lent(self.data), SimpleQueue[LoadNews]()
+        self.base = torch.zeros(self.manifest.num_bytes, dtype=torch.uint8)
+        self.allowed = threading.Semaphore(0)
+        self.error: DeviceError | None = None
+        monkeypatch.setattr(mapping, "FIRST_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(mapping, "MOST_BYTES", CHUNK_BYTES)
+
+    def begin(self) -> WatchedLoad:
+        whole = ByteRange(0, self.manifest.num_bytes)
+        map_ahead = MapAhead(self._map, [whole], StandingThreads("test", idle_s=1.0))
+        to = Destination([Gap(whole, self.base)], map_ahead, {}, self.manifest.layout)
+        borrowed = type("Model", (), {"manifest": self.manifest, "opened": type("Opened", (), {"name": "m"})})
+        return WatchedLoad(borrowed, self.loan, to, Loader(torch.device("cpu")), self.news.put)  # type: ignore[arg-type] # what a load needs of them
+
+    def num_there(self) -> int:
+        """Return how many chunks have come, from the first."""
+        there = self.base.numpy().tobytes()
+        return next(
+            (
+                at // CHUNK_BYTES
+                for at in range(0, len(there), CHUNK_BYTES)
+                if there[at : at + CHUNK_BYTES] != self.data[at : at + CHUNK_BYTES]
+            ),
+            len(self.manifest.chunks),
+        )
+
+    def _map(self, part: ByteRange) -> None:
+        assert self.allowed.acquire(timeout=PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+
+
+def test_chunks_are_copied_as_their_places_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    rig.begin()
+    for num_mapped in range(1, 7):
+        rig.allowed.release()
+        until(lambda: rig.num_there() == num_mapped)  # noqa: B023 - waited for in this turn
+    rig.allowed.release(len(rig.manifest.chunks))
+    while not isinstance(heard := rig.news.get(timeout=PATIENCE_S), WeightsLoaded):
+        assert not isinstance(heard, ModelBroken)
+    assert rig.base.numpy().tobytes() == rig.data
+    assert rig.loan.released == list(range(len(rig.manifest.chunks)))
+
+
+def test_a_place_that_cannot_be_mapped_breaks_the_load_and_gives_all_chunks_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch)
+    rig.begin()
+    rig.allowed.release(2)
+    until(lambda: rig.num_there() == 2)
+    rig.error = DeviceError("the device refused it")
+    rig.allowed.release()
+    while isinstance(heard := rig.news.get(timeout=PATIENCE_S), AlmostLoaded):
+        pass
+    assert isinstance(heard, ModelBroken)
+    assert "the device refused it" in heard.failure.reason
+    assert sorted(rig.loan.released) == list(range(rig.loan.num_taken)) == [0, 1, 2, 3]
