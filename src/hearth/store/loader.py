@@ -38,7 +38,7 @@ from hearth.store.standing_threads import StandingThreads
 
 #: Chunks that are given back together, for each time costs the interpreter, at both ends. The next chunk may
 #: come only into a cell that one of them holds: so they wait for others for no longer than this.
-NUM_GIVEN_BACK, GIVE_BACK_S = 8, 0.005
+NUM_GIVEN_BACK, GIVE_BACK_S = 8, 0.002
 
 log = logging.getLogger(__name__)
 
