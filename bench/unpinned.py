@@ -71,7 +71,7 @@ WAYS = [
     Way(),
     Way(find_s=FOUND_S),
     *(Way(threads) for threads in (4, 8, 12, 14, 16)),
-    *(Way(14, slots) for slots in (8, 32)),
+    *(Way(14, slots) for slots in (6, 8, 12, 16, 32)),
     *(Way(14, piece_bytes=size) for size in (256 << 10, 4 << 20)),
     Way(is_busy=True),
     Way(14, is_busy=True),
