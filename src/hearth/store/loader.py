@@ -37,8 +37,8 @@ from hearth.store.record import LoadRecord, Tally
 from hearth.store.standing_threads import StandingThreads
 
 #: Chunks that are given back together, for each time costs the interpreter, at both ends. The next chunk may
-#: come only into a cell or a buffer that one of them holds: so they are few (see `staging_buffers.NUM_SLOTS`),
-#: and wait for others for no longer than this.
+#: come only into a cell or a buffer that one of them holds: so they are few (`staging_buffers.NUM_SLOTS`) and
+#: wait for others for no longer than this.
 NUM_GIVEN_BACK, GIVE_BACK_S = 4, 0.002
 
 log = logging.getLogger(__name__)
