@@ -19,9 +19,10 @@ typedef struct {
     int (*record_event)(void *event, void *stream);
     int (*wait_for_event)(void *event);
     int (*wait_for_stream)(void *stream);
+    int (*destroy_event)(void *event);
 } driver_calls;
 
-enum { MAP, SET_ACCESS, UNMAP, COPY, CREATE_EVENT, RECORD_EVENT, WAIT_FOR_EVENT, WAIT_FOR_STREAM };
+enum { MAP, SET_ACCESS, UNMAP, COPY, CREATE_EVENT, RECORD_EVENT, WAIT_FOR_EVENT };
 
 typedef struct {
     int call;         /* the one that failed, by its place above */
@@ -104,4 +105,11 @@ void hearth_copy_chunks(const driver_calls *driver, void *stream, const byte_cop
             return;
         }
     }
+}
+
+/* Destroy events that have passed; those that were never made are null. */
+void hearth_destroy_events(const driver_calls *driver, void **events, int64_t num_events) {
+    for (int64_t at = 0; at < num_events; at++)
+        if (events[at])
+            driver->destroy_event(events[at]);
 }

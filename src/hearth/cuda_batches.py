@@ -28,8 +28,9 @@ _CALLS = (
     "cuEventRecord",
     "cuEventSynchronize",
     "cuStreamSynchronize",
+    "cuEventDestroy_v2",
 )
-_NUM_ARGUMENTS = (5, 4, 2, 4, 2, 2, 1, 1)
+_NUM_ARGUMENTS = (5, 4, 2, 4, 2, 2, 1, 1, 1)
 _ERROR_NOT_READY = 600  # as `cuda.h` has it
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,11 @@ class CudaBatches:
         )
         return outcome
 
+    def destroy_events(self, events: ctypes.Array[ctypes.c_void_p]) -> None:
+        """Destroy events that `copy_chunks` has made. Nobody waits for one of them any more."""
+        self.driver.enter_context()
+        self._library.hearth_destroy_events(self._calls, events, ctypes.c_int64(len(events)))
+
     def check(self, outcome: _Outcome) -> None:
         """Raise DeviceError if a call of the driver failed."""
         if outcome.code:
@@ -180,8 +186,7 @@ class BatchedCopies:
 
     def close(self) -> None:
         """Give the events back. Everything has passed."""
-        for event in filter(None, self._events):
-            self._driver.code_of("cuEventDestroy_v2", ctypes.c_void_p(event))
+        self._batches.destroy_events(self._events)
         self._events = (ctypes.c_void_p * 0)()
 
 
@@ -205,7 +210,8 @@ def batches_of(driver: CudaDriver) -> CudaBatches | None:
 def _compiled(cache: Path | None) -> ctypes.CDLL | None:
     try:
         library = native_library(Path(__file__).with_suffix(".c"), cache)
-        library.hearth_remap.restype = library.hearth_copy_chunks.restype = None
+        for call in (library.hearth_remap, library.hearth_copy_chunks, library.hearth_destroy_events):
+            call.restype = None
         return library
     except (OSError, AttributeError) as error:
         log.warning(
