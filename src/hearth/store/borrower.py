@@ -437,7 +437,7 @@ class Loan:
         """
         num_left = self.num_chunks
         while num_left:
-            batch = self._take_pinned(min(most, num_left))
+            batch = self._accept(min(most, num_left))
             num_left -= len(batch)
             yield batch
 
@@ -474,7 +474,7 @@ class Loan:
             self._line.stop_reading()
             self._hang_up_if_done()
 
-    def _take_pinned(self, most: int) -> list[HostChunk]:
+    def _accept(self, most: int) -> list[HostChunk]:
         """Return the next chunk, pinned, and those behind it that have come and are."""
         lent: list[ChunkLent] = []
         message = self._next_message()
