@@ -12,6 +12,7 @@ import torch
 from hearth.cuda_batches import BatchedCopies, ByteCopy, batches_of
 from hearth.errors import LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
+from hearth.store import loader
 from hearth.store.chunk_copies import ChunkCopies, SingleCopies
 from hearth.store.fetch import HostChunk
 from hearth.store.loader import Load, LoadPiece
@@ -59,7 +60,9 @@ class Stream:
 class Shelf:
     """A `ChunkStream` that has lent so many chunks at a time, as a keeper with a window does."""
 
-    def __init__(self, window: int = 32) -> None:
+    def __init__(self, window: int = 32, release_batch: int = 8) -> None:
+        self.release_batch = release_batch
+        self.released_at_once: list[int] = []
         self.released: list[int] = []
         self.batches_given: list[int] = []
         self._window, self._is_cancelled = window, False
@@ -81,6 +84,7 @@ class Shelf:
     def release(self, *chunks: HostChunk) -> None:
         with self._changed:
             self.released += [chunk.index for chunk in chunks]
+            self.released_at_once.append(len(chunks))
             self._changed.notify_all()
 
     def cancel(self) -> None:
@@ -156,6 +160,17 @@ def test_copies_are_queued_by_the_batch_as_chunks_come_and_not_more_at_once() ->
     setting.begin(shelf).wait()
     assert max(shelf.batches_given) == BatchedCopies.max_batch
     assert len(shelf.batches_given) < NUM_CHUNKS / 2
+
+
+@pytest.mark.parametrize("release_batch", [1, 5, 8])
+def test_chunks_are_given_back_as_many_at_once_as_suits_their_stream(
+    release_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "GIVE_BACK_S", PATIENCE_S)
+    setting, shelf = Setting("batched"), Shelf(release_batch=release_batch)
+    setting.cuda.set_times(pass_ns=1_000_000)
+    setting.begin(shelf).wait()
+    assert min(shelf.released_at_once[:-1]) >= release_batch
 
 
 @pytest.mark.parametrize("window", [1, 3])

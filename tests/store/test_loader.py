@@ -62,6 +62,8 @@ class Hand(SimpleQueue[HostChunk | Exception]):
         self.wanted = list(chunks)
         return self
 
+    release_batch = 8
+
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         num_left = len(self.wanted)
         while num_left:

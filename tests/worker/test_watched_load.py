@@ -32,6 +32,7 @@ class Lent:
     """A loan of all chunks of a model, given together as far as they are asked for."""
 
     is_in_host = True
+    release_batch = 8
 
     def __init__(self, data: bytes) -> None:
         self._data = data

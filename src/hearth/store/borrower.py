@@ -14,7 +14,7 @@ from typing import Generic, TypeAlias, TypeVar
 from hearth.errors import ChunkCorrupt, HearthError, LenderGone, LoadCancelled, ModelNotOpen, StoreError
 from hearth.store.adapter_manifest import AdapterManifest, of_adapter
 from hearth.store.description import read_description
-from hearth.store.fetch import HostChunk
+from hearth.store.fetch import RELEASE_BATCH, HostChunk
 from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.lender_line import LenderLine
 from hearth.store.lending import (
@@ -429,6 +429,11 @@ class Loan:
         """Yield the chunks in order, as `batches`."""
         for batch in self.batches(1):
             yield from batch
+
+    @property
+    def release_batch(self) -> int:
+        """See `ChunkStream`."""
+        return RELEASE_BATCH
 
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         """Yield the chunks in order, those together that have come and are pinned, at most so many.

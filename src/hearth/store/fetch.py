@@ -34,6 +34,8 @@ from hearth.types import ChunkId, Rung
 
 #: Chunks of one load that hold a cell at a time: being read, waiting to be copied, or being copied.
 WINDOW = 32
+#: Chunks that a load best gives back together, a quarter of those.
+RELEASE_BATCH = WINDOW // 4
 #: Disks want several requests at once; from memory, reading and hashing want all cores but two (of 16).
 NUM_READERS = 14
 #: And as many again for object storage, from the first load on of a model that came from there.
@@ -378,6 +380,11 @@ class Fetch:
                     yield taken.popleft()
         finally:
             self.release(*taken)
+
+    @property
+    def release_batch(self) -> int:
+        """See `ChunkStream`."""
+        return RELEASE_BATCH
 
     def batches(self, most: int | None = None) -> Generator[list[HostChunk]]:
         """Yield the chunks in order, those together that are ready to be copied: all, or at most so many.

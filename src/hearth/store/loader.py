@@ -36,10 +36,8 @@ from hearth.store.manifest import Manifest, StoredManifest
 from hearth.store.record import LoadRecord, Tally
 from hearth.store.standing_threads import StandingThreads
 
-#: Chunks that are given back together, for each time costs the interpreter, at both ends. The next chunk may
-#: come only into a cell or a buffer that one of them holds: so they are few (`staging_buffers.NUM_SLOTS`) and
-#: wait for others for no longer than this.
-NUM_GIVEN_BACK, GIVE_BACK_S = 4, 0.002
+#: For so long chunks wait for others to be given back with: the next one may come only into a cell of theirs.
+GIVE_BACK_S = 0.002
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +47,10 @@ class ChunkStream(Protocol):
 
     One thread iterates, another releases.
     """
+
+    @property
+    def release_batch(self) -> int:
+        """Chunks that are best given back together: each time costs the interpreter, at both ends."""
 
     def batches(self, most: int) -> Generator[Sequence[HostChunk]]:
         """Yield the chunks in order, those together that are ready to be copied, at most so many."""
@@ -277,7 +279,7 @@ class Load:
         queued: deque[HostChunk] = deque()
         num_passed = 0
         while self._collect(queued):
-            num_due = min(len(queued), NUM_GIVEN_BACK)
+            num_due = min(len(queued), self._source.release_batch)
             try:
                 self._copies.wait(num_passed + num_due - 1)
                 # With them go those behind them that have passed as well.
@@ -296,7 +298,7 @@ class Load:
         Returns False if there are none, and no more come.
         """
         try:
-            while len(queued) < NUM_GIVEN_BACK and not self._is_complete:
+            while len(queued) < self._source.release_batch and not self._is_complete:
                 if (chunks := self._copied.get(timeout=GIVE_BACK_S if queued else None)) is None:
                     self._is_complete = True
                 else:

@@ -57,6 +57,11 @@ class PatientLoan:
         """True if all chunks that the present lender was asked for were in host memory."""
         return self._loan.is_in_host
 
+    @property
+    def release_batch(self) -> int:
+        """See `ChunkStream`."""
+        return self._loan.release_batch
+
     def __iter__(self) -> Iterator[HostChunk]:
         """Yield the chunks in order, as `batches`."""
         for batch in self.batches(1):

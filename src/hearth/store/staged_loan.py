@@ -17,6 +17,8 @@ from hearth.store.fetch import HostChunk
 from hearth.store.manifest import StoredManifest
 from hearth.store.staging_buffers import StagingBuffers
 
+#: Slots that are given back together: as many are filled meanwhile (`staging_buffers.NUM_SLOTS`).
+RELEASE_BATCH = 4
 #: How long a chunk waits for a slot. Other loads may have them all, and wait for memory of a device.
 SLOT_PATIENCE_S = 0.05
 
@@ -39,6 +41,10 @@ class StagedLoan:
     @property
     def is_in_host(self) -> bool:
         return self._loan.is_in_host
+
+    @property
+    def release_batch(self) -> int:
+        return RELEASE_BATCH
 
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         """Yield the chunks in order, those together that can be copied from, at most so many.

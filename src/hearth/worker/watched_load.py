@@ -204,6 +204,11 @@ class _Watched:
         self._told_bytes = 0
         self._began_s = self._told_s = time.monotonic()
 
+    @property
+    def release_batch(self) -> int:
+        """See `ChunkStream`."""
+        return self._stream.release_batch
+
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         is_almost_loaded, watch = False, self._watch
         for chunks in self._stream.batches(most):
