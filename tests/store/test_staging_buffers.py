@@ -268,6 +268,21 @@ def test_until_it_is_time_nothing_is_pinned_that_no_load_needs(rig: Rig) -> None
         assert eventually(lambda: segment.pinned_bytes == segment.num_bytes)
 
 
+def test_memory_that_cannot_be_pinned_is_copied_from_by_slots(rig: Rig) -> None:
+    rig.driver.codes = [2]  # out of memory, of one region
+    rig.driver.may_register.set()
+    rig.tiers.segment.touch_in_background()
+    segment = rig.borrower.segment
+    segment.wait_pinned()
+    loan = rig.borrow()
+    for chunk in each(loan):
+        lies_there = _address(chunk.data) == _address(segment.memory(chunk.cell, len(chunk.data)))
+        assert lies_there == segment.is_pinned(chunk.cell)
+        assert bytes(chunk.data) == bytes_of(rig, chunk.index)
+        loan.release(chunk)
+    assert 0 < segment.pinned_bytes < segment.num_bytes
+
+
 def test_chunks_larger_than_a_slot_go_by_none(rig: Rig) -> None:
     with closing(StagingBuffers(CELL_BYTES // 2, 1)) as small:
         rig.borrower.staging, kept = small, rig.borrower.staging

@@ -172,8 +172,8 @@ class Pinning:
 
     @property
     def is_complete(self) -> bool:
-        """True if everything is pinned that can be."""
-        return len(self._codes) == len(self._regions)
+        """True if everything is pinned."""
+        return len(self._codes) == len(self._regions) and not any(self._codes.values())
 
     def is_pinned(self, region: int) -> bool:
         return self._codes.get(region) == 0  # single operations of a dict are atomic

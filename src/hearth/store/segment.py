@@ -110,8 +110,7 @@ class Segment:
             pinning.pin(cell // self._region_cells)
 
     @property
-    def is_ready(self) -> bool:
-        """True if all is pinned that can be."""
+    def is_all_pinned(self) -> bool:
         return (pinning := self._pinning) is not None and pinning.is_complete
 
     def is_pinned(self, cell: int) -> bool:

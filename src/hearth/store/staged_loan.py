@@ -160,6 +160,6 @@ def borrow_chunks(
     """Begin a load, by slots unless all of the lender's memory is pinned. Raises as `Borrower.fetch`."""
     loan = borrower.fetch(model, chunks)
     staging, segment = borrower.staging, loan.segment
-    if staging is None or segment.cell_bytes > staging.slot_bytes or segment.is_ready:
+    if staging is None or segment.cell_bytes > staging.slot_bytes or segment.is_all_pinned:
         return loan
     return StagedLoan(loan, staging)

@@ -67,10 +67,6 @@ class StagingBuffers:
     def slot_bytes(self) -> int:
         return self._ring.cell_bytes
 
-    @property
-    def num_bytes(self) -> int:
-        return self._ring.num_bytes
-
     def touch(self) -> None:
         """Have the kernel make the pages of all slots in the background: the longer part of pinning them."""
         self._ring.touch_in_background()
