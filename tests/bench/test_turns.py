@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.service.client import Answer, Event, Reply, completion
-from bench.turns import beside
+from bench.turns import beside, lock
 from bench.turns.__main__ import append_run, read_runs
 from bench.turns.arms import Run, Traffic
 from bench.turns.journal import doings, entries
@@ -353,3 +353,11 @@ def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed() ->
     times = beside.measured(replace(beside.SMALL, seconds=0.1), torch.device("cpu"))
     assert times.crossings
     assert len(times.alone) == len(times.beside)
+
+
+def test_models_come_in_turn_while_steps_of_python_are_timed(tmp_path: Path) -> None:
+    with lock._Rig.of(beside.SMALL.scale, torch.device("cpu"), tmp_path) as rig:
+        alone, beside_loads, crossings = rig.measure(0.1)
+    assert len(crossings) > 1
+    assert len(alone) + len(beside_loads) <= len(rig._steps)
+    assert rig._steps
