@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.host_pages import HostPages
 from bench.service.client import Answer, Event, Reply, completion
-from bench.turns import beside
+from bench.turns import beside, host_time
 from bench.turns.__main__ import append_run, read_runs
 from bench.turns.arms import Run, Traffic
 from bench.turns.journal import doings, entries
@@ -365,3 +365,12 @@ def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed(
     assert times.crossings
     assert len(spaces) == min(2 + len(times.crossings), 1 + len(beside.WAITING)), "mapped anew each time"
     assert len(times.alone) == len(times.beside)
+
+
+def test_the_time_of_a_workers_loop_is_told_by_its_parts_while_models_take_turns() -> None:
+    found = host_time.measured(num_requests=16, num_pages=host_time.NUM_PAGES, seconds=1.0)
+
+    assert found.num_turns > 1
+    assert found.calls["engine"] > 10
+    assert found.beside_us > 0.0
+    assert sum(found.us_per_step.values()) == pytest.approx(found.beside_us + found.engine_us)
