@@ -39,7 +39,7 @@ from bench.reuse.worker import WorkerClient, working
 from bench.shape import Shape
 from bench.turns.setting import H200
 from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, workspace_bytes
+from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine
 from hearth.engine.runner import Runner, StepResult
 from hearth.messages import HostModel, ModelTurn, Sampling, StartRequest, StepDone
@@ -221,7 +221,7 @@ def orders_of(place: Path, profile: Profile) -> dict[ModelId, HostModel]:
         spec = ModelSpec(shape.arch, DTYPES[shape.dtype], CONTEXT, LIMITS, frozenset())
         block_bytes = shape.kv_bytes_per_token * LIMITS.block_tokens
         floor_bytes = _in_pages((1 + CONTEXT // LIMITS.block_tokens) * block_bytes)
-        standing_bytes = 4 * PAGE_BYTES
+        standing_bytes = _in_pages(tables_bytes(spec))
         orders[ModelId(name)] = HostModel(
             model=ModelId(name),
             hosting=0,
@@ -322,8 +322,9 @@ def measured(
     rules = TurnRules(front_bytes=2 * GIB // GPU_PAGE_BYTES * PAGE_BYTES)
     with tempfile.TemporaryDirectory(prefix="hearth-host-") as place, made_up(device, profiler):
         orders = orders_of(Path(place), profile)
-        # The workspace is far larger beside such models than beside real ones.
+        # Workspace and tables are far larger beside these than beside real models, where tables take a page.
         budget_bytes = num_pages * PAGE_BYTES + max(one.workspace_bytes for one in orders.values())
+        budget_bytes += sum(one.standing_bytes - PAGE_BYTES for one in orders.values())
         with working(setting, Path(place), orders, budget_bytes, rules, is_mapped=True) as worker:
             for model in orders:
                 worker.host(model)
