@@ -32,6 +32,7 @@ from queue import SimpleQueue
 import torch
 
 from bench.report import Row, arguments, emit, tell
+from hearth.cuda_batches import ByteCopy
 from hearth.store import staging_buffers as staging_module
 from hearth.store.copy_stream import CopyStream
 from hearth.store.manifest import CHUNK_BYTES
@@ -70,7 +71,7 @@ WAYS = [
     Way(),
     Way(find_s=FOUND_S),
     *(Way(threads) for threads in (4, 8, 12, 14, 16)),
-    *(Way(14, slots) for slots in (8, 32)),
+    *(Way(14, slots) for slots in (6, 8, 12, 16, 32)),
     *(Way(14, piece_bytes=size) for size in (256 << 10, 4 << 20)),
     Way(is_busy=True),
     Way(14, is_busy=True),
@@ -104,14 +105,12 @@ class _Copies:
 
     def copy(self, chunk: int, data: memoryview) -> torch.cuda.Event | None:
         begin = chunk * self._chunk_bytes
-        target, source = (
-            self._target[begin : begin + len(data)],
-            torch.frombuffer(data, dtype=torch.uint8),
-        )
+        target = self._target[begin : begin + len(data)]
+        source = torch.frombuffer(data, dtype=torch.uint8)
         if self._stream is None:
             target.copy_(source)
             return None
-        self._stream.queue(target, source)
+        self._stream.queue(ByteCopy(target.data_ptr(), source.data_ptr(), len(data)))
         return self._stream.record()
 
 

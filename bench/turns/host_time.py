@@ -1,6 +1,6 @@
 """What does a worker's loop take of each step besides its engine, while models take turns? Needs no GPU.
 
-python -m bench.turns.host_time [--requests N] [--pages N] [--seconds S] [--no-turns] [--profile]
+python -m bench.turns.host_time [--requests N] [--pages N] [--seconds S] [--profile]
 
 Eight models as those of `bench.turns`, with as many pages of weights in as many pages of memory, but pages of
 16 KiB of host memory and engines that compute nothing: a step takes as long as the kept profile of an H200
@@ -22,7 +22,7 @@ import json
 import pstats
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -39,10 +39,10 @@ from bench.reuse.worker import WorkerClient, working
 from bench.shape import Shape
 from bench.turns.setting import H200
 from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, workspace_bytes
+from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine
 from hearth.engine.runner import Runner, StepResult
-from hearth.messages import HostModel, ModelLoaded, ModelTurn, Sampling, StartRequest, StepDone
+from hearth.messages import HostModel, ModelTurn, Sampling, StartRequest, StepDone
 from hearth.models.dtypes import DTYPES
 from hearth.policy.batch.plan import StepPlan
 from hearth.policy.turns.turn_policy import TurnRules
@@ -68,8 +68,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (16, 160), (20, 300)
 _KV = {"1B": (1, 8), "3B": (2, 8), "7B": (4, 16)}
 _WARM_S = 2.0
 SIZES = {"host_bytes": 160 * MIB, "chunk_bytes": PAGE_BYTES}
-
-
+#: Of the worker, that look at the time.
 TIMED_MODULES = ("turns", "worker_loop", "hosted_models", "reclaimer", "report")
 #: Parts of the loop whose time is told apart, none within another, by the name that they have here.
 PARTS: Mapping[str, tuple[type, str]] = {
@@ -99,22 +98,40 @@ class Spent:
     def copy(self) -> Spent:
         return Spent(self.all_s, self.told_s, dict(self.seconds), dict(self.calls))
 
-    def since(self, before: Spent) -> dict[str, object]:
-        """Return the microseconds of each step since then, and of each call of a part."""
-        calls = {part: self.calls[part] - before.calls[part] for part in PARTS}
-        parts_s = {part: self.seconds[part] - before.seconds[part] for part in PARTS}
-        num_steps, in_engine = calls["engine"], ("engine", "flush")
-        beside_s = self.all_s - before.all_s - sum(parts_s[part] for part in in_engine)
-        rest_s = beside_s - sum(spent_s for part, spent_s in parts_s.items() if part not in in_engine)
-        return {
-            "beside_engine_us": round(1e6 * beside_s / num_steps, 1),
-            "beside_engine_and_loads_us": round(1e6 * (beside_s - parts_s["load"]) / num_steps, 1),
-            "num_steps": num_steps,
-            "us_per_step": {part: round(1e6 * spent_s / num_steps, 1) for part, spent_s in parts_s.items()}
-            | {"rest": round(1e6 * rest_s / num_steps, 1)},
-            "us_per_call": {part: round(1e6 * parts_s[part] / max(1, calls[part]), 1) for part in PARTS},
-            "calls": calls,
-        }
+    def since(self, before: Spent) -> Spent:
+        return Spent(
+            self.all_s - before.all_s,
+            self.told_s - before.told_s,
+            {part: self.seconds[part] - before.seconds[part] for part in PARTS},
+            {part: self.calls[part] - before.calls[part] for part in PARTS},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostTime:
+    """Processor time of the thread that steps, in microseconds a step. All parts make up the first two."""
+
+    beside_us: float  #: besides engines
+    engine_us: float
+    us_per_step: Mapping[str, float]  #: by part
+    us_per_call: Mapping[str, float]
+    calls: Mapping[str, int]
+    num_turns: int  #: that began, also before it was measured
+
+    @staticmethod
+    def of(spent: Spent, num_turns: int) -> HostTime:
+        num_steps = spent.calls["engine"]
+        us_per_step = {part: 1e6 * part_s / num_steps for part, part_s in spent.seconds.items()}
+        us_per_step["rest"] = 1e6 * (spent.all_s - spent.told_s) / num_steps
+        engine_us = us_per_step["engine"] + us_per_step["flush"]
+        return HostTime(
+            beside_us=sum(us_per_step.values()) - engine_us,
+            engine_us=engine_us,
+            us_per_step=us_per_step,
+            us_per_call={part: 1e6 * spent.seconds[part] / max(1, spent.calls[part]) for part in PARTS},
+            calls=spent.calls,
+            num_turns=num_turns,
+        )
 
 
 class SkippingClock:
@@ -204,7 +221,7 @@ def orders_of(place: Path, profile: Profile) -> dict[ModelId, HostModel]:
         spec = ModelSpec(shape.arch, DTYPES[shape.dtype], CONTEXT, LIMITS, frozenset())
         block_bytes = shape.kv_bytes_per_token * LIMITS.block_tokens
         floor_bytes = _in_pages((1 + CONTEXT // LIMITS.block_tokens) * block_bytes)
-        standing_bytes = 4 * PAGE_BYTES
+        standing_bytes = _in_pages(tables_bytes(spec))
         orders[ModelId(name)] = HostModel(
             model=ModelId(name),
             hosting=0,
@@ -236,7 +253,7 @@ class Clients:
     def __init__(self, worker: WorkerClient, num_requests: int) -> None:
         self._worker, self._draw = worker, Random(1)
         self._runs = itertools.count(1)
-        self.num_turns = self.num_loads = 0
+        self.num_turns = 0
         self._num_asked = 0  #: requests that have not ended
         for _ in range(num_requests):
             self._ask()
@@ -255,14 +272,12 @@ class Clients:
 
     def _hear(self) -> int:
         """Return how many answers have ended with what is told next."""
-        match self._worker.until(StepDone, ModelTurn, ModelLoaded).fact:
+        match self._worker.until(StepDone, ModelTurn).fact:
             case StepDone(finished=finished):
                 self._num_asked -= len(finished)
                 return len(finished)
             case ModelTurn(ended=None):
                 self.num_turns += 1
-            case ModelLoaded():
-                self.num_loads += 1
         return 0
 
     def _ask(self) -> None:
@@ -291,37 +306,35 @@ def made_up(device: MadeUpDevice, profiler: cProfile.Profile | None) -> Iterator
         patches.enter_context(patch.object(WorkerLoop, "run", profiled))
         for module in TIMED_MODULES:
             patches.enter_context(patch(f"hearth.worker.{module}.time", device.clock))
-        for part, (owner, name) in PARTS.items() if profiler is None else ():
+        for part, (owner, name) in PARTS.items() if profiler is None else [("engine", PARTS["engine"])]:
             patches.enter_context(patch.object(owner, name, device.timed(part)))
         yield
 
 
-def measured(options: Namespace) -> dict[str, object]:
-    """Return what each step took of the thread that steps, in microseconds, and how many there were."""
+def measured(
+    num_requests: int, num_pages: int, seconds: float, profiler: cProfile.Profile | None = None
+) -> HostTime:
+    """Return what each step took of the thread that steps; with a profiler, parts are not told apart."""
     profile = Profile.load("h200")
-    profiler = cProfile.Profile(time.thread_time) if options.profile else None
     shapes = {_KV[kind][0]: profile.shape(kind) for kind in _KV}
     device, scale = MadeUpDevice(shapes), Scale(EngineConfig(**asdict(LIMITS)), **SIZES)
     setting = Setting(scale, CPU, Loader(CPU), host_pages)
-    rules = None if options.no_turns else TurnRules(front_bytes=2 * GIB // GPU_PAGE_BYTES * PAGE_BYTES)
+    rules = TurnRules(front_bytes=2 * GIB // GPU_PAGE_BYTES * PAGE_BYTES)
     with tempfile.TemporaryDirectory(prefix="hearth-host-") as place, made_up(device, profiler):
         orders = orders_of(Path(place), profile)
-        # The workspace is far larger beside such models than beside real ones.
-        budget_bytes = options.pages * PAGE_BYTES + max(one.workspace_bytes for one in orders.values())
+        # Workspace and tables are far larger beside these than beside real models, where tables take a page.
+        budget_bytes = num_pages * PAGE_BYTES + max(one.workspace_bytes for one in orders.values())
+        budget_bytes += sum(one.standing_bytes - PAGE_BYTES for one in orders.values())
         with working(setting, Path(place), orders, budget_bytes, rules, is_mapped=True) as worker:
             for model in orders:
                 worker.host(model)
-            clients = Clients(worker, options.requests)
+            clients = Clients(worker, num_requests)
             clients.serve(device.clock, _WARM_S)
             before = device.spent.copy()
-            clients.serve(device.clock, options.seconds)
-            after = device.spent.copy()
+            clients.serve(device.clock, seconds)
+            spent = device.spent.copy().since(before)
             clients.finish()
-    if profiler is not None:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
-        pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
-        return {}
-    return {**after.since(before), "num_turns": clients.num_turns, "num_loads": clients.num_loads}
+    return HostTime.of(spent, clients.num_turns)
 
 
 def main() -> None:
@@ -333,9 +346,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="at any time")
     parser.add_argument("--pages", type=int, default=NUM_PAGES, help="of the device")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--no-turns", action="store_true", help="needs pages for all models")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes; slows it down")
-    print(json.dumps(measured(parser.parse_args())))
+    parser.add_argument("--profile", action="store_true", help="print where the time goes instead")
+    options = parser.parse_args()
+    profiler = cProfile.Profile(time.thread_time) if options.profile else None
+    found = measured(options.requests, options.pages, options.seconds, profiler)
+    if profiler is None:
+        print(json.dumps(asdict(found)))
+    else:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from hearth.errors import DeviceError, OutOfDeviceMemory
@@ -101,15 +101,21 @@ class CudaDriver:
         self.call("cuMemGetAllocationGranularity", ctypes.byref(value), ctypes.byref(properties), minimum)
         return value.value
 
-    def create(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> int:
-        """A handle to memory that is mapped nowhere yet. Raises OutOfDeviceMemory if there is none."""
+    def creator(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> Callable[[], int]:
+        """Return what makes a handle, at each call, to memory that is mapped nowhere yet; for one thread.
+
+        A worker makes thousands when it starts, so what they have in common is made once. The call raises
+        OutOfDeviceMemory if there is none.
+        """
         properties, handle = self._properties(is_exportable, is_rdma_capable), ctypes.c_ulonglong()
-        self.call(
-            "cuMemCreate",
-            *(ctypes.byref(handle), ctypes.c_size_t(num_bytes), ctypes.byref(properties)),
-            ctypes.c_ulonglong(0),
-        )
-        return handle.value
+        size, flags = ctypes.c_size_t(num_bytes), ctypes.c_ulonglong(0)
+        arguments = (ctypes.byref(handle), size, ctypes.byref(properties), flags)
+
+        def create() -> int:
+            self.call("cuMemCreate", *arguments)
+            return handle.value
+
+        return create
 
     def release(self, handle: int) -> None:
         self.call("cuMemRelease", ctypes.c_ulonglong(handle))

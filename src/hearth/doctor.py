@@ -101,8 +101,8 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
     if not is_native():
         notes.append(
             "no C compiler (cc): chunks are read by the interpreter, which is slower from memory when many "
-            "are read at once, loads of a worker that has just started wait until host memory is pinned, and "
-            "on a GPU loads hold up the steps of other models; install one, as Triton needs it too"
+            "are read at once; on a GPU loads hold up the steps of other models, and the first of them wait "
+            "until host memory is pinned; install one, as Triton needs it too"
         )
     if has_cuda and (obstacle := native_obstacle()) is not None:
         notes.append(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.host_pages import HostPages
 from bench.service.client import Answer, Event, Reply, completion
-from bench.turns import beside, lock
+from bench.turns import beside, host_time, lock
 from bench.turns.__main__ import append_run, read_runs
 from bench.turns.arms import Run, Traffic
 from bench.turns.journal import doings, entries
@@ -373,3 +373,12 @@ def test_models_come_in_turn_while_steps_of_python_are_timed(tmp_path: Path) -> 
     assert len(crossings) > 1
     assert len(alone) + len(beside_loads) <= len(rig._steps)
     assert rig._steps
+
+
+def test_the_time_of_a_workers_loop_is_told_by_its_parts_while_models_take_turns() -> None:
+    found = host_time.measured(num_requests=16, num_pages=host_time.NUM_PAGES, seconds=1.0)
+
+    assert found.num_turns > 1
+    assert found.calls["engine"] > 10
+    assert found.beside_us > 0.0
+    assert sum(found.us_per_step.values()) == pytest.approx(found.beside_us + found.engine_us)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import triton
+from triton.backends.nvidia import compiler as nvidia
 
 from hearth.errors import DeviceError
 from hearth.kernels.kernel_cache import (
@@ -18,9 +19,10 @@ from hearth.kernels.kernel_cache import (
     CachedVariant,
     KernelCache,
     hash_compiler_in_background,
+    prepare_to_load,
     usage_of,
 )
-from hearth.kernels.variants import Variant
+from hearth.kernels.variants import TargetDriver, Variant
 
 VARIANT = CachedVariant(Variant("hearth.kernels.norm", "_add_norm_kernel", "{}"), "ENTRY")
 
@@ -184,3 +186,17 @@ def test_the_hash_of_the_compiler_is_found_by_a_thread_that_breaks_nothing(
         thread.join(60.0)
     assert names == ["hearth-hash"]
     assert ("compiler_not_hashed reason=OSError('no such file')" in caplog.text) == (error is not None)
+
+
+def test_the_version_of_the_compiler_is_known_before_kernels_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(nvidia, "get_ptxas_version", lambda arch: asked.append(arch) or "13.0")
+    monkeypatch.setattr(triton.runtime.driver, "_active", TargetDriver(90))
+    with caplog.at_level("INFO"):
+        prepare_to_load()
+        assert asked == [90]
+        monkeypatch.setattr(triton.runtime.driver, "_active", object())
+        prepare_to_load()
+    assert "loading_not_prepared reason=AttributeError" in caplog.text

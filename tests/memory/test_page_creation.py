@@ -85,11 +85,14 @@ class SlowDriver:
     def __init__(self, num_refusals: int) -> None:
         self._num_refusals = num_refusals
 
-    def create(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> int:
-        self._num_refusals -= 1
-        if self._num_refusals >= 0:
-            raise OutOfDeviceMemory("no memory")
-        return 7
+    def creator(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> Callable[[], int]:
+        def create() -> int:
+            self._num_refusals -= 1
+            if self._num_refusals >= 0:
+                raise OutOfDeviceMemory("no memory")
+            return 7
+
+        return create
 
     def release(self, handle: int) -> None:
         assert handle == 7

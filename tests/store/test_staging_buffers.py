@@ -19,6 +19,7 @@ from hearth.errors import LoadCancelled, StoreError
 from hearth.store import staged_loan as staged_loans
 from hearth.store.borrower import BorrowedModel, Borrower, Loan
 from hearth.store.convert import convert
+from hearth.store.fetch import HostChunk
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import WEIGHTS
@@ -95,6 +96,13 @@ def rig(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield Rig(driver, model, path, tiers, borrower, staging, borrowed, (model / WEIGHTS).read_bytes())
 
 
+def each(loan: StagedLoan, most: int = 1) -> Iterator[HostChunk]:
+    """Yield the chunks of a loan, as many as `most` of which are yielded at once."""
+    for batch in loan.batches(most):
+        assert 1 <= len(batch) <= most
+        yield from batch
+
+
 def bytes_of(rig: Rig, index: int) -> bytes:
     part = rig.borrowed.manifest.chunk_range(index)
     return rig.stored[part.begin : part.end]
@@ -102,7 +110,7 @@ def bytes_of(rig: Rig, index: int) -> bytes:
 
 def test_chunks_come_in_order_by_slots_while_nothing_of_their_memory_is_pinned(rig: Rig) -> None:
     loan, slots = rig.borrow(), set()
-    for index, chunk in enumerate(loan):
+    for index, chunk in enumerate(each(loan, most=3)):
         assert (chunk.index, bytes(chunk.data)) == (index, bytes_of(rig, index))
         slots.add(torch.frombuffer(chunk.data, dtype=torch.uint8).data_ptr())
         loan.release(chunk)
@@ -129,7 +137,7 @@ def test_a_load_by_slots_has_all_bytes(rig: Rig) -> None:
 def test_loads_at_once_share_the_slots(rig: Rig) -> None:
     def load() -> bytes:
         loan, found = rig.borrow(), b""
-        for chunk in loan:
+        for chunk in each(loan, most=3):
             found += bytes(chunk.data)
             loan.release(chunk)
         return found
@@ -143,7 +151,7 @@ def test_loads_at_once_share_the_slots(rig: Rig) -> None:
 def test_a_chunk_whose_memory_is_pinned_stays_where_it_is(rig: Rig) -> None:
     rig.driver.may_register.set()
     loan, segment = rig.borrow(), rig.borrower.segment
-    chunks = iter(loan)
+    chunks = each(loan)
     first = next(chunks)
     for cell in range(0, NUM_CELLS, 16):
         segment.pin(cell)
@@ -166,7 +174,7 @@ def test_where_others_have_all_slots_a_load_pins_what_it_needs(
     assert None not in taken
     assert rig.staging.take(0.0) is None
     loan = rig.borrow()
-    first = next(iter(loan))
+    first = next(each(loan))
     assert bytes(first.data) == bytes_of(rig, 0)
     assert rig.borrower.segment.is_pinned(first.cell)
     loan.cancel()
@@ -175,7 +183,7 @@ def test_where_others_have_all_slots_a_load_pins_what_it_needs(
 
 def test_a_load_called_off_in_the_middle_gives_back_every_slot_and_chunk(rig: Rig) -> None:
     loan = rig.borrow()
-    chunks = iter(loan)
+    chunks = each(loan)
     held = [next(chunks), next(chunks)]
     loan.cancel()
     with pytest.raises(LoadCancelled):
@@ -203,7 +211,7 @@ def test_a_chunk_that_was_lent_while_the_load_was_called_off_is_not_yielded(
     monkeypatch.setattr(StagingBuffers, "fill", cancel_at_third)
     monkeypatch.setattr(Loan, "has_next", lambda loan: True)
     with pytest.raises(LoadCancelled):
-        next(iter(loan))
+        next(each(loan))
     assert rig.num_free == NUM_SLOTS
     assert eventually(lambda: rig.num_lent == 0)
 
@@ -258,6 +266,21 @@ def test_until_it_is_time_nothing_is_pinned_that_no_load_needs(rig: Rig) -> None
         is_time.set()
         rig.tiers.segment.touch_in_background()
         assert eventually(lambda: segment.pinned_bytes == segment.num_bytes)
+
+
+def test_memory_that_cannot_be_pinned_is_copied_from_by_slots(rig: Rig) -> None:
+    rig.driver.codes = [2]  # out of memory, of one region
+    rig.driver.may_register.set()
+    rig.tiers.segment.touch_in_background()
+    segment = rig.borrower.segment
+    segment.wait_pinned()
+    loan = rig.borrow()
+    for chunk in each(loan):
+        lies_there = _address(chunk.data) == _address(segment.memory(chunk.cell, len(chunk.data)))
+        assert lies_there == segment.is_pinned(chunk.cell)
+        assert bytes(chunk.data) == bytes_of(rig, chunk.index)
+        loan.release(chunk)
+    assert 0 < segment.pinned_bytes < segment.num_bytes
 
 
 def test_chunks_larger_than_a_slot_go_by_none(rig: Rig) -> None:

@@ -20,6 +20,7 @@ from hearth.control.deploy import collect, collect_snapshots
 from hearth.control.deployments import Deployments
 from hearth.control.devices import Devices
 from hearth.control.driver import Driver
+from hearth.control.exchange_batches import ExchangeBatches
 from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
@@ -117,16 +118,18 @@ async def running(
         process_log = ProcessLog(data_dir.log_path, to_stderr=logs_to_stderr())
         stack.callback(process_log.close)
         stack.push_async_callback(LogRotation(data_dir.log_path).close)
-        sinks: list[Callable[[ExchangeRecord], None]] = [metrics.count_response]
+        writers: list[Callable[[ExchangeRecord], None]] = []
         if isinstance(tracing, Tracing):
-            sinks.append(tracing.trace)
+            writers.append(tracing.trace)
         access_log = None
         if service.access_log != "off":
             line_format = LINE_FORMATS[service.access_log]
             access_log = AccessLog(data_dir.access_log_path, line_format, metrics)
             stack.callback(access_log.close)
             stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
-            sinks.append(access_log.write)
+            writers.append(access_log.write)
+        batches = ExchangeBatches(writers)
+        stack.callback(batches.flush)  # before what they write to is closed
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         supervisor = Supervisor(
@@ -186,7 +189,7 @@ async def running(
                 )
                 + snapshots.notes
             ),
-            exchange_sinks=sinks,
+            exchange_sinks=[metrics.count_response, batches.add] if writers else [metrics.count_response],
         )
         yield gateway
         observer.close()

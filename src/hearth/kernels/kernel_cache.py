@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -239,6 +240,18 @@ def _hash_compiler() -> None:
         triton.runtime.cache.triton_key()  # keeps its result
     except (AttributeError, OSError) as error:  # the first kernel meets the same, or needs none of it
         log.info("compiler_not_hashed reason=%r", error)
+
+
+def prepare_to_load() -> None:
+    """Find out what Triton asks once before it loads kernels to the current device: its compiler's version.
+
+    That takes a process of its own.
+    """
+    try:
+        target = triton.runtime.driver.active.get_current_target()
+        triton.compiler.make_backend(target).hash()  # keeps the version
+    except (AttributeError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.info("loading_not_prepared reason=%r", error)  # as above
 
 
 def usage_of(path: Path) -> CacheUsage:

@@ -159,7 +159,7 @@ class CudaPages:
         while self._is_rdma_capable or self._is_exportable:
             try:
                 handles = list[int]()
-                create_patiently(self._create_one, handles, 1)  # memory that is not free yet says nothing
+                create_patiently(self._creator(), handles, 1)  # memory that is not free yet says nothing
                 self._driver.release(handles[0])
                 return
             except DeviceError as error:
@@ -186,7 +186,7 @@ class CudaPages:
 
     def _create(self) -> None:
         try:
-            create_patiently(self._create_one, self._handles, self._num_pages)
+            create_patiently(self._creator(), self._handles, self._num_pages)
         except DeviceError as error:
             had_bytes, wanted_bytes = (
                 num * self._page_bytes for num in (len(self._handles), self._num_pages)
@@ -197,8 +197,8 @@ class CudaPages:
                 "end what else uses it, or lower `service.memory_bytes`"
             ) from error
 
-    def _create_one(self) -> int:
-        return self._driver.create(
+    def _creator(self) -> Callable[[], int]:
+        return self._driver.creator(
             self._page_bytes, is_exportable=self._is_exportable, is_rdma_capable=self._is_rdma_capable
         )
 

@@ -443,7 +443,6 @@ class Loan:
         num_left = self.num_chunks
         while num_left:
             batch = self._accept(min(most, num_left))
-            self.segment.pin(batch[0].cell)  # to be copied from next
             num_left -= len(batch)
             yield batch
 
@@ -458,7 +457,8 @@ class Loan:
 
     def take(self) -> HostChunk:
         """Return the next chunk, which may not be pinned. Raises as iterating does."""
-        (chunk,) = self._accept(1)
+        message = self._next_message()
+        (chunk,) = self._accepted([message] if isinstance(message, ChunkLent) else [], message)
         return chunk
 
     def release(self, *chunks: HostChunk) -> None:
@@ -480,7 +480,7 @@ class Loan:
             self._hang_up_if_done()
 
     def _accept(self, most: int) -> list[HostChunk]:
-        """Return the chunks that the lender's next messages name; raise if the load is over."""
+        """Return the next chunk, pinned, and those behind it that have come and are."""
         lent: list[ChunkLent] = []
         message = self._next_message()
         while isinstance(message, ChunkLent) and (not lent or self.segment.can_copy(message.cell)):
@@ -490,6 +490,12 @@ class Loan:
                 break
             message = self._next_message()
         self._unread = message
+        chunks = self._accepted(lent, message)
+        self.segment.pin(chunks[0].cell)  # to be copied from next
+        return chunks
+
+    def _accepted(self, lent: Sequence[ChunkLent], message: Message | None) -> list[HostChunk]:
+        """Return the chunks that the lender has lent; raise if there are none, or the load is over."""
         with self._lock:
             if self._is_over or not lent:
                 self._is_over = True

@@ -172,15 +172,15 @@ class Pinning:
 
     @property
     def is_complete(self) -> bool:
-        """True if everything is pinned that can be."""
-        return len(self._codes) == len(self._regions)
+        """True if everything is pinned."""
+        return len(self._codes) == len(self._regions) and not any(self._codes.values())
+
+    def is_pinned(self, region: int) -> bool:
+        return self._codes.get(region) == 0  # single operations of a dict are atomic
 
     def is_settled(self, region: int) -> bool:
         """True if a region is pinned, or cannot be."""
-        return region in self._codes  # single operations of a dict are atomic
-
-    def is_pinned(self, region: int) -> bool:
-        return self._codes.get(region) == 0  # as above
+        return region in self._codes  # as above
 
     def pin(self, region: int) -> None:
         """Return when a region whose pages are there is pinned, or cannot be: copies are slow then."""

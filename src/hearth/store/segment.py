@@ -109,18 +109,17 @@ class Segment:
         if (pinning := self._pinning) is not None:
             pinning.pin(cell // self._region_cells)
 
-    def can_copy(self, cell: int) -> bool:
-        """True if `pin` would return at once."""
-        return (pinning := self._pinning) is None or pinning.is_settled(cell // self._region_cells)
-
     @property
-    def is_ready(self) -> bool:
-        """True if all is pinned that can be."""
+    def is_all_pinned(self) -> bool:
         return (pinning := self._pinning) is not None and pinning.is_complete
 
     def is_pinned(self, cell: int) -> bool:
         """True if a device copies from a cell at its full speed."""
         return (pinning := self._pinning) is not None and pinning.is_pinned(cell // self._region_cells)
+
+    def can_copy(self, cell: int) -> bool:
+        """True if `pin` would return at once."""
+        return (pinning := self._pinning) is None or pinning.is_settled(cell // self._region_cells)
 
     def load_began(self) -> None:
         """Make ready no cells but those that the load needs, until as many have ended."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from hearth.errors import LoadCancelled, StoreError
@@ -17,6 +17,8 @@ from hearth.store.fetch import HostChunk
 from hearth.store.manifest import StoredManifest
 from hearth.store.staging_buffers import StagingBuffers
 
+#: Slots that are given back together: as many are filled meanwhile (`staging_buffers.NUM_SLOTS`).
+RELEASE_BATCH = 4
 #: How long a chunk waits for a slot. Other loads may have them all, and wait for memory of a device.
 SLOT_PATIENCE_S = 0.05
 
@@ -42,19 +44,19 @@ class StagedLoan:
 
     @property
     def release_batch(self) -> int:
-        """See `ChunkStream`. Slots are few, and those to come wait for them."""
-        return 1
-
-    def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order. Raises as the loan does, StoreError also if a chunk cannot be read."""
-        for _ in range(self._loan.num_chunks):
-            self._look_ahead()
-            yield self._next()
+        return RELEASE_BATCH
 
     def batches(self, most: int) -> Generator[list[HostChunk]]:
-        """Yield the chunks in order, each as soon as it can be copied, as iterating does."""
-        for chunk in self:
-            yield [chunk]
+        """Yield the chunks in order, those together that can be copied from, at most so many.
+
+        Raises as `Loan.batches`, and StoreError if a chunk cannot be read.
+        """
+        num_left = self._loan.num_chunks
+        while num_left:
+            self._look_ahead()
+            batch = self._take_ahead(most)
+            num_left -= len(batch)
+            yield batch
 
     def release(self, *chunks: HostChunk) -> None:
         with self._lock:
@@ -106,6 +108,17 @@ class StagedLoan:
         self._staging.fill(slot, segment, chunk.cell, len(chunk.data))
         return slot
 
+    def _take_ahead(self, most: int) -> list[HostChunk]:
+        """Return the next chunk, when it can be copied from, and those behind it that can already."""
+        batch = [self._next()]
+        try:
+            while len(batch) < most and self._is_next_ready():
+                batch.append(self._next())
+        except BaseException:
+            self.release(*batch)
+            raise
+        return batch
+
     def _next(self) -> HostChunk:
         with self._lock:
             if not self._ahead:  # another thread has dropped it
@@ -119,6 +132,13 @@ class StagedLoan:
         except StoreError:
             self.release(chunk)
             raise
+
+    def _is_next_ready(self) -> bool:
+        with self._lock:
+            if not self._ahead:
+                return False
+            _, slot = self._ahead[0]
+        return slot is None or self._staging.is_filled(slot)
 
     def _drop_ahead(self) -> None:
         """Give back all chunks that nobody will be given."""
@@ -140,6 +160,6 @@ def borrow_chunks(
     """Begin a load, by slots unless all of the lender's memory is pinned. Raises as `Borrower.fetch`."""
     loan = borrower.fetch(model, chunks)
     staging, segment = borrower.staging, loan.segment
-    if staging is None or segment.cell_bytes > staging.slot_bytes or segment.is_ready:
+    if staging is None or segment.cell_bytes > staging.slot_bytes or segment.is_all_pinned:
         return loan
     return StagedLoan(loan, staging)

@@ -24,8 +24,8 @@ from hearth.native_code import native_library
 from hearth.store.segment import Segment
 
 #: Slots of a worker. What the processor's cache holds of them is copied from there: 48 GB/s, 40 with twice as
-#: many (docs/log.md). With fewer, those that are copied from would be all there are.
-NUM_SLOTS = 8
+#: many (docs/log.md). Four are given back at a time, as many are filled meanwhile, and two copied from.
+NUM_SLOTS = 10
 #: Bytes that one thread reads at a time.
 PIECE_BYTES = 1 << 20
 #: Cores that are left to others while slots are filled, and the most threads that are of any use.
@@ -67,10 +67,6 @@ class StagingBuffers:
     def slot_bytes(self) -> int:
         return self._ring.cell_bytes
 
-    @property
-    def num_bytes(self) -> int:
-        return self._ring.num_bytes
-
     def touch(self) -> None:
         """Have the kernel make the pages of all slots in the background: the longer part of pinning them."""
         self._ring.touch_in_background()
@@ -92,6 +88,10 @@ class StagingBuffers:
         self._threads.ask(
             ctypes.byref(self._slots[slot]), source.fd, source.offset(cell), self._address(slot), num_bytes
         )
+
+    def is_filled(self, slot: int) -> bool:
+        """True if `filled` need not wait."""
+        return self._threads.is_done(ctypes.byref(self._slots[slot]))
 
     def filled(self, slot: int, num_bytes: int) -> memoryview:
         """Return the bytes that a slot was to be filled with, when they are there.
@@ -136,6 +136,9 @@ class _FillThreads:
         self.ask.restype = None
         for call in (self._state, self._wait):
             call.argtypes, call.restype = (ctypes.POINTER(_Slot),), ctypes.c_int
+
+    def is_done(self, slot: object) -> bool:
+        return int(self._state(slot)) >= 0
 
     def wait(self, slot: object) -> int:
         """Return the error with which a slot was filled, 0 for none, when no thread fills it any more."""

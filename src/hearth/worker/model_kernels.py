@@ -15,7 +15,7 @@ from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.errors import HearthError
-from hearth.kernels.kernel_cache import KernelCache
+from hearth.kernels.kernel_cache import KernelCache, prepare_to_load
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.messages import PrepareModel
 from hearth.sizes import StepLimits
@@ -48,6 +48,7 @@ class ModelKernels:
         self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
         self._rehearsed: set[str] = set()  #: lists of kernels whose first steps were rehearsed, or failed to
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
+        self._thread.submit(prepare_to_load)
         self._thread.submit(_prune, cache)
 
     def load(self, manifest: Manifest, limits: StepLimits) -> bool:

@@ -111,12 +111,14 @@ class Turns:
         """Note that all of a model is there."""
         if self._policy is not None:
             self._policy.loaded(model, time.monotonic())
+            self.look_again()
 
     def forget(self, model: ModelId) -> None:
         """Forget a model that is hosted no longer."""
         if self._policy is not None:
             self._policy.forget(model)
             self._since_s.pop(model, None)
+            self.look_again()
 
     # Whose turn it is.
 

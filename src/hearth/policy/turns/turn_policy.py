@@ -146,7 +146,7 @@ class _BoundMemory:
     workspace_bytes: int
 
 
-class _Known(dict[ModelId, WeightsView]):
+class _WeightsMemo(dict[ModelId, WeightsView]):
     """Weights of models, each looked at when it is asked for first."""
 
     def __init__(self, look: Callable[[ModelId], WeightsView]) -> None:
@@ -276,7 +276,7 @@ class TurnPolicy:
         `weights_of` is asked once for each model: nothing is loaded or taken meanwhile.
         """
         self.wake_s = self.stands_s = math.inf
-        weights_of = _Known(weights_of).__getitem__
+        weights_of = _WeightsMemo(weights_of).__getitem__
         changes: list[TurnChange] = []
         for model, one in self._models.items():
             if one.turn is not None and not one.wants_turn:

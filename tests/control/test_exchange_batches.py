@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from hearth.control import exchange_batches
+from hearth.control.exchange_batches import MAX_WAITING, ExchangeBatches
+from hearth.control.exchange_record import ExchangeRecord
+
+
+def test_records_are_handed_on_when_enough_wait_and_one_sink_is_done_before_the_next() -> None:
+    async def scene() -> None:
+        told: list[tuple[str, str]] = []
+        batches = ExchangeBatches(
+            [lambda one: told.append(("first", one.path)), lambda one: told.append(("second", one.path))]
+        )
+        for index in range(MAX_WAITING - 1):
+            batches.add(ExchangeRecord("GET", f"/{index}"))
+        assert told == []
+
+        batches.add(ExchangeRecord("GET", f"/{MAX_WAITING - 1}"))
+
+        paths = [f"/{index}" for index in range(MAX_WAITING)]
+        assert told == [("first", path) for path in paths] + [("second", path) for path in paths]
+
+    asyncio.run(scene())
+
+
+def test_a_record_that_no_other_follows_is_handed_on_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_batches, "DELAY_S", 0.001)
+
+    async def scene() -> None:
+        told: asyncio.Queue[ExchangeRecord] = asyncio.Queue()
+        batches = ExchangeBatches([told.put_nowait])
+        for path in ("/one", "/two"):  # twice, for the timer is to begin anew
+            batches.add(ExchangeRecord("GET", path))
+            async with asyncio.timeout(30):
+                assert (await told.get()).path == path
+
+    asyncio.run(scene())
+
+
+def test_the_end_of_the_service_leaves_nothing_waiting() -> None:
+    async def scene() -> None:
+        told: list[ExchangeRecord] = []
+        batches = ExchangeBatches([told.append])
+        batches.add(ExchangeRecord())
+        batches.flush()
+        assert len(told) == 1
+        batches.flush()
+        assert len(told) == 1
+
+    asyncio.run(scene())
