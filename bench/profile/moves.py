@@ -33,7 +33,7 @@ from bench.reuse.setting import Setting
 from bench.reuse.worker import WorkerClient, working
 from bench.shape import Shape
 from hearth.config import StoreConfig
-from hearth.engine.assemble import ModelSpec, workspace_bytes
+from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
 from hearth.memory.cuda_pages import PAGE_BYTES
 from hearth.messages import (
     CancelRequest,
@@ -311,10 +311,13 @@ def _budget_bytes(scale: Scale, device: torch.device) -> int:
     most = 0
     for shape in scale.shapes:
         spec = ModelSpec(shape.arch, DTYPES[shape.dtype], _context(scale), scale.limits, frozenset())
-        workspace = workspace_bytes(spec, device)
-        most = max(
-            most, sum(pages(size) for size in (shape.weights_bytes, workspace, _kv_bytes(scale, shape)))
+        sizes = (
+            shape.weights_bytes,
+            workspace_bytes(spec, device),
+            tables_bytes(spec),
+            _kv_bytes(scale, shape),
         )
+        most = max(most, sum(map(pages, sizes)))
     return (most + SPARE_PAGES) * scale.page_bytes
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -234,13 +234,19 @@ class HostStream:
         self._segment, self._model, self._chunks, self._prepare = segment, model, chunks, prepare
         self._is_cancelled = False
 
-    def __iter__(self) -> Iterator[HostChunk]:
+    @property
+    def release_batch(self) -> int:
+        """See `ChunkStream`. Nobody waits for what is given back."""
+        return 1
+
+    def batches(self, most: int) -> Generator[list[HostChunk]]:
+        """Yield each chunk as soon as its place is prepared."""
         for index in self._chunks:
             if self._is_cancelled:
                 raise LoadCancelled(f"the load of `{self._model.id}` was called off")
             part, cell = self._model.manifest.chunk_range(index), self._model.cells[index]
             self._prepare(part)
-            yield HostChunk(index, self._segment.memory(cell, part.end - part.begin), cell, None)
+            yield [HostChunk(index, self._segment.memory(cell, part.end - part.begin), cell, None)]
 
     def release(self, *chunks: HostChunk) -> None:
         pass

@@ -446,7 +446,10 @@ def test_what_is_captured_ahead_is_what_a_step_runs() -> None:
 
     runner.graphs = None
     runner.run_padding(shape)
-    assert torch.equal(runner.decoder.logits[: shape.num_logits], replayed)
+    # Rows of padding read memory that nobody has written: it may hold anything, but the same each time.
+    torch.testing.assert_close(
+        runner.decoder.logits[: shape.num_logits], replayed, rtol=0, atol=0, equal_nan=True
+    )
     assert [graph.num_replays for graph in captures.made] == [1, 0, 0, 0, 0]
 
 
