@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from hearth.kernels.adapter_rows import (
     TargetFactors,
     cut_adapter_shares,
 )
-from hearth.kernels.lora import add_adapters_reference, add_adapters_triton
+from hearth.kernels.lora import add_adapters_reference, add_adapters_triton, project_with_adapters
 from hearth.sizes import ADAPTER_PROJECTIONS, FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK, TARGET_FIELDS
 from tests.kernels.cases import assert_close, crossed, random
 
@@ -141,6 +142,28 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
         assert torch.equal(out[without], base[without]), "a row without an adapter was touched"
         assert around[0].isnan().all()
         assert around[-1].isnan().all()
+    del tables
+
+
+@pytest.mark.parametrize("tile_rows", [16, 64])
+def test_a_product_is_run_before_its_adapters_are_added(tile_rows: int) -> None:
+    case, dtype = CASES["gaps between slices"], torch.float32
+    x = random(len(case.choices), case.num_inputs, device="cpu", seed=1)
+    base = random(len(x), case.num_outputs, device="cpu", seed=2)
+    groups, tables = groups_of(case, "cpu", dtype)
+    rows = AdapterRows.of(groups, tile_rows, "cpu", min_shares=7)
+    expected = base.clone()
+    add_adapters_reference(x, rows, TARGET, out=expected)
+    scratch = garbage((4 * len(x) * MAX_SHRUNK_RANK,), "cpu", torch.float32)
+
+    by_torch, by_kernels = (garbage((len(x), case.num_outputs), "cpu", dtype) for _ in range(2))
+    project_with_adapters(partial(by_torch.copy_, base), x, rows, TARGET, scratch=scratch, out=by_torch)
+    add_adapters_triton(
+        x, rows, TARGET, scratch=scratch, out=by_kernels, product=partial(by_kernels.copy_, base)
+    )
+
+    assert_close(by_torch, expected)
+    assert_close(by_kernels, expected)
     del tables
 
 

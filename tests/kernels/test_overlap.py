@@ -55,6 +55,35 @@ def test_kernels_that_overlap_are_found() -> None:
     assert len(overlapping_kernels()) >= 7
 
 
+class NotedKernel:
+    """Stands in for a kernel, and notes how it is compiled."""
+
+    arg_names = ("x", "OVERLAPS")
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, object]] = []
+
+    def warmup(self, *args: object, grid: tuple[int, ...], **options: object) -> None:
+        self.options.append(options)
+
+
+def test_a_kernel_overlaps_where_the_device_can_unless_it_is_told_not_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel, x = NotedKernel(), torch.empty(1, device="meta")
+    monkeypatch.setattr(jit, "can_overlap", lambda: True)
+    jit.launch(kernel, (1,), x)
+    jit.launch(kernel, (1,), x, OVERLAPS=False)
+    monkeypatch.setattr(jit, "can_overlap", lambda: False)
+    jit.launch(kernel, (1,), x)
+
+    assert kernel.options == [
+        {"OVERLAPS": True, "launch_pdl": True},
+        {"OVERLAPS": False},
+        {"OVERLAPS": False},
+    ]
+
+
 class Chain:
     """Layers whose every kernel reads what the one before wrote, and overwrites what that one read."""
 

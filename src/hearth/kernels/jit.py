@@ -89,18 +89,16 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
     """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler.
 
     A kernel that takes `OVERLAPS` may start while the one before it drains, where the device can do that
-    (`overlap.py`); any other starts when the one before it has ended. The first argument is a tensor. If it
-    is a meta tensor the kernel is compiled and not run.
+    (`overlap.py`), unless False is given for it; any other starts when the one before it has ended. The first
+    argument is a tensor. If it is a meta tensor the kernel is compiled and not run.
     """
     out, launches, overlaps = args[0], _launches(), can_overlap()
     assert isinstance(out, torch.Tensor), f"{type(out)=}"
     key = launch_key(kernel, args, options, overlaps)
     if launches.launch(key, grid, args):
         return
-    if "OVERLAPS" in kernel.arg_names:
-        options["OVERLAPS"] = overlaps
-        if overlaps:
-            options["launch_pdl"] = True
+    if "OVERLAPS" in kernel.arg_names and options.setdefault("OVERLAPS", overlaps):
+        options["launch_pdl"] = True
     if out.is_meta:
         kernel.warmup(*args, grid=tuple(grid), **options)
     else:

@@ -2,7 +2,9 @@
 
 An adapter multiplies twice, `a @ x` of few numbers and `b` times these, so there are two launches for all of
 a projection: the first shrinks the rows of each tile and leaves the result in scratch, in parts where many
-programs share one sum; the second adds up the parts, expands them and adds that to the output.
+programs share one sum; the second adds up the parts, expands them and adds that to the output. The first
+needs nothing of the projection's own product. In steps of few rows, which wait for memory, a captured graph
+has both side by side: the library's kernels leave multiprocessors idle.
 
 Lists of rows and shares lie on the device at fixed addresses, and a share names the table of its adapter, by
 which a program finds factors and their ranks. So one captured launch serves any adapters, of any ranks, and
@@ -13,29 +15,43 @@ then all that counts is to have enough bytes on their way from memory at any tim
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from hearth.kernels.adapter_blocks import AdapterBlocks, adapter_blocks
 from hearth.kernels.adapter_rows import AdapterRows
+from hearth.kernels.branch import run_beside
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.lora_expand import expand_triton
 from hearth.kernels.lora_shrink import shrink_triton
-from hearth.sizes import MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
 
 
-def add_adapters(
-    x: torch.Tensor, rows: AdapterRows, target: int, *, scratch: torch.Tensor | None, out: torch.Tensor
+def project_with_adapters(
+    product: Callable[[], object],
+    x: torch.Tensor,
+    rows: AdapterRows,
+    target: int,
+    *,
+    scratch: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
-    """Add `b @ (a @ x)` to the rows of `out` whose adapter has factors for `target`, as its tables count.
+    """Run `product`, which sets `out`, and add `b @ (a @ x)` to rows whose adapter has factors for `target`.
 
-    x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat) is for the CUDA path: it has room
-    for MAX_SHRUNK_RANK numbers a row, and that ADAPTER_SPLITS times where tiles are of few rows.
+    x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat) is for the CUDA path, and nothing
+    that `product` reads or writes: it has room for MAX_SHRUNK_RANK numbers a row, and that ADAPTER_SPLITS
+    times where tiles are of few rows.
     """
-    if runs_triton(x):
-        assert scratch is not None, "the CUDA path needs scratch"
+    if not runs_triton(x):
+        product()
+        add_adapters_reference(x, rows, target, out=out)
+    elif rows.tile_rows > ADAPTER_TILE_ROWS:
+        product()
         add_adapters_triton(x, rows, target, scratch=scratch, out=out)
     else:
-        add_adapters_reference(x, rows, target, out=out)
+        add_adapters_triton(x, rows, target, scratch=scratch, out=out, product=product)
 
 
 def add_adapters_reference(x: torch.Tensor, rows: AdapterRows, target: int, *, out: torch.Tensor) -> None:
@@ -59,9 +75,16 @@ def add_adapters_triton(
     scratch: torch.Tensor,
     out: torch.Tensor,
     blocks: AdapterBlocks | None = None,
+    product: Callable[[], object] | None = None,
 ) -> None:
+    """`product` sets `out`, beside the first product of adapters."""
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
     num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
-    shrink_triton(x, rows, target, blocks, out=scratch)
-    expand_triton(scratch, rows, target, blocks, out=out)
+    is_beside = product is not None
+    shrink = partial(shrink_triton, x, rows, target, blocks, out=scratch, is_beside=is_beside)
+    if product is None:
+        shrink()
+    else:
+        run_beside(x.device, product, shrink)
+    expand_triton(scratch, rows, target, blocks, out=out, is_beside=is_beside)

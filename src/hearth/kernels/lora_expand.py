@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.adapter_blocks import AdapterBlocks
+from hearth.kernels.adapter_blocks import AdapterBlocks, beside_options
 from hearth.kernels.adapter_rows import (
     FACTOR_ALIGNMENT,
     FIELDS,
@@ -21,9 +21,15 @@ from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
 
 
 def expand_triton(
-    shrunk: torch.Tensor, rows: AdapterRows, target: int, blocks: AdapterBlocks, *, out: torch.Tensor
+    shrunk: torch.Tensor,
+    rows: AdapterRows,
+    target: int,
+    blocks: AdapterBlocks,
+    *,
+    out: torch.Tensor,
+    is_beside: bool = False,
 ) -> None:
-    """Add `b` times what `shrink_triton` has left to the rows of `out`."""
+    """Add `b` times what `shrink_triton` has left to the rows of `out`. `is_beside`: see `beside_options`."""
     num_rows, n = out.shape
     assert out.is_contiguous(), f"{out.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
@@ -48,6 +54,7 @@ def expand_triton(
         ROW_R=blocks.expand_ranks,
         ROW_N=blocks.expand_outputs,
         STAGES=blocks.num_stages,
+        **beside_options(is_beside),
         num_warps=blocks.num_warps,
         num_stages=1,  # but where a loop says more
         maxnreg=blocks.max_registers,

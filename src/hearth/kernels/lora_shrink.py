@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.adapter_blocks import AdapterBlocks
+from hearth.kernels.adapter_blocks import AdapterBlocks, beside_options
 from hearth.kernels.adapter_rows import FIELDS, TOTAL_RANK, AdapterRows, load_share
 from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
@@ -12,9 +12,18 @@ from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
 
 
 def shrink_triton(
-    x: torch.Tensor, rows: AdapterRows, target: int, blocks: AdapterBlocks, *, out: torch.Tensor
+    x: torch.Tensor,
+    rows: AdapterRows,
+    target: int,
+    blocks: AdapterBlocks,
+    *,
+    out: torch.Tensor,
+    is_beside: bool = False,
 ) -> None:
-    """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK]."""
+    """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK].
+
+    `is_beside`: see `beside_options`.
+    """
     num_rows, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
@@ -39,6 +48,7 @@ def shrink_triton(
         ROW_K=blocks.shrink_inputs,
         EVEN_K=k % blocks.inputs == 0,
         STAGES=blocks.num_stages,
+        **beside_options(is_beside),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         maxnreg=blocks.max_registers,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -26,7 +26,7 @@ from hearth.kernels.activation import activate
 from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.decode_attention import decode_attention
 from hearth.kernels.linear import add_linear, linear
-from hearth.kernels.lora import add_adapters
+from hearth.kernels.lora import project_with_adapters
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
@@ -283,10 +283,11 @@ class Decoder:
         adapters: AdapterRows | None,
     ) -> torch.Tensor:
         """Run a projection, and add what the adapters of the rows say."""
-        _linear(x, weights, out)
-        if adapters is not None:
-            scratch = self._scratch(projection)
-            add_adapters(x, adapters, target_index(layer, projection), scratch=scratch, out=out)
+        product = partial(_linear, x, weights, out)
+        if adapters is None:
+            return product()
+        target, scratch = target_index(layer, projection), self._scratch(projection)
+        project_with_adapters(product, x, adapters, target, scratch=scratch, out=out)
         return out
 
     def _scratch(self, projection: Projection) -> torch.Tensor:
