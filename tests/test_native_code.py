@@ -80,11 +80,15 @@ def test_a_compiler_that_is_missing_fails_or_hangs_is_named(
     slow = source.with_name("slow-cc")
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o700)
+    odd = source.with_name("odd-cc")
+    odd.write_text("#!/bin/sh\nprintf 'error in \\377.c' >&2\nexit 1\n")
+    odd.chmod(0o700)
     monkeypatch.setattr(native_code, "COMPILER_S", 0.1)
     for compiler, text in (
         ("/nowhere/cc", "/nowhere/cc"),
         ("false", "false failed"),
         (str(slow), "took more than"),
+        (str(odd), "odd-cc failed: error in \ufffd.c"),
     ):
         monkeypatch.setenv("CC", compiler)
         with pytest.raises(OSError, match=text):

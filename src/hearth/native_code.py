@@ -38,13 +38,15 @@ def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
             return ctypes.CDLL(str(_compiled(compiler, source, Path(folder))))
     _check_private(cache)
     kept = cache / f"{source.stem}-{_key(compiler, source)}.so"
-    with suppress(OSError):  # none yet, or one that was not whole on disk when the machine stopped
+    with suppress(OSError):  # none yet, or one of another machine
         library = ctypes.CDLL(str(kept))
         os.utime(kept)  # what nobody uses is removed some day
         return library
     with tempfile.TemporaryDirectory(prefix=".native-", dir=cache) as folder:
-        # Under its name it is always whole, whoever else is making it now.
-        return ctypes.CDLL(str(_compiled(compiler, source, Path(folder)).replace(kept)))
+        made = _compiled(compiler, source, Path(folder))
+        _write_through(made)
+        # Under its name it is always whole, whoever else is making it now, and whenever the machine stops.
+        return ctypes.CDLL(str(made.replace(kept)))
 
 
 def _compiled(compiler: str, source: Path, folder: Path) -> Path:
@@ -52,12 +54,21 @@ def _compiled(compiler: str, source: Path, folder: Path) -> Path:
     library = folder / f"{source.stem}.so"
     command = [compiler, *_FLAGS, "-o", str(library), str(source)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILER_S, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=COMPILER_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{compiler} took more than {COMPILER_S:g} s for {source.name}") from error
     if done.returncode:
-        raise OSError(f"{compiler} failed: {done.stderr.strip()[:200]}")
+        raise OSError(f"{compiler} failed: {done.stderr.decode(errors='replace').strip()[:200]}")
     return library
+
+
+def _write_through(path: Path) -> None:
+    """Have a file's bytes on disk: code of which a part is zeros may load, and would end the process."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _key(compiler: str, source: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,15 @@ def test_both_ways_refuse_the_same_bytes(graph: GraphNodes, data: st.DataObject)
                 _rebuild_unknown(Process(way, graph), memoryview(packed))
             found[way] = str(caught.value)
     assert found["native"] == found["interpreted"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_ends_beyond_all_that_can_be_told_is_damage(way: str, example: GraphNodes) -> None:
+    kernel = replace(example.kernels[0], parameters=((2**32 - 8, 2**32 - 8),))
+    damaged = replace(example, kernels=(kernel, example.kernels[1]))
+    process = Process(way, example)
+    with pytest.raises(GraphUnreadable, match="fewer parameters than the kernel has"):
+        process.rebuild(memoryview(damaged.pack()), process.functions)
 
 
 def _rebuild_unknown(process: Process, packed: memoryview) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hearth.cuda_batches import BatchedCopies, ByteCopy, batches_of
-from hearth.errors import LoadCancelled, StoreError
+from hearth.errors import DeviceError, LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
 from hearth.store import loader
 from hearth.store.chunk_copies import ChunkCopies, SingleCopies
@@ -52,6 +52,9 @@ class Stream:
 
     def queue(self, copy: ByteCopy) -> None:
         self._cuda.driver.copy_from_host(copy.destination, copy.source, copy.num_bytes, STREAM)
+
+    def drain(self) -> None:
+        self._cuda.driver.call("cuStreamSynchronize", ctypes.c_void_p(STREAM))
 
     def record(self) -> Event:
         return Event(self._cuda.library)
@@ -190,6 +193,22 @@ def test_a_refused_copy_breaks_the_load_and_everything_is_given_back(setting: Se
         load.wait_for(ByteRange(0, 1))
     assert sorted(shelf.released) == list(range(sum(shelf.batches_given)))
     assert len(ends) == 1
+    assert ("cuStreamSynchronize", STREAM, 0, 0) in setting.cuda.calls, "a part of a chunk may be under way"
+
+
+def test_events_that_cannot_be_given_back_break_the_load_and_it_ends(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(copies: ChunkCopies) -> None:
+        raise DeviceError("the device is gone")
+
+    for kind in (BatchedCopies, SingleCopies):
+        monkeypatch.setattr(kind, "close", refuse)
+    ends: list[object] = []
+    load = setting.begin(Shelf(), ends.append)
+    with pytest.raises(StoreError, match="the device is gone"):
+        load.wait()
+    assert [type(end) for end in ends] == [LoadCancelled]
 
 
 def test_copies_that_fail_later_break_the_load(setting: Setting) -> None:

@@ -181,6 +181,34 @@ def test_where_others_have_all_slots_a_load_pins_what_it_needs(
     loan.release(first)
 
 
+def test_a_load_that_found_no_slot_waits_for_none_until_there_is_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its chunks would wait as long as the first."""
+    waits, take = list[float](), StagingBuffers.take
+
+    def note(staging: StagingBuffers, most_s: float) -> int | None:
+        waits.append(most_s)
+        return take(staging, most_s)
+
+    monkeypatch.setattr(staged_loans, "SLOT_PATIENCE_S", 0.01)
+    monkeypatch.setattr(StagingBuffers, "take", note)
+    taken = [take(rig.staging, 0.0) for _ in range(NUM_SLOTS)]
+    loan = rig.borrow()
+    rig.driver.may_register.set()  # while a load is under way none but that one pins
+    chunks = each(loan)
+    for _ in range(40):  # of more than one region
+        loan.release(next(chunks))
+    assert waits.count(0.01) == 1
+    for slot in taken:
+        assert slot is not None
+        rig.staging.give_back(slot)
+    for chunk in chunks:
+        assert bytes(chunk.data) == bytes_of(rig, chunk.index)
+        loan.release(chunk)
+    assert rig.num_free == NUM_SLOTS
+
+
 def test_a_load_called_off_in_the_middle_gives_back_every_slot_and_chunk(rig: Rig) -> None:
     loan = rig.borrow()
     chunks = each(loan)

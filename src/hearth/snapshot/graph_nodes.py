@@ -225,7 +225,7 @@ class GraphNodes:
         _demand(edges["source"] < edges["target"], "an edge against the order of nodes")
         for kind, num_bytes in _STRUCTURE_BYTES.items():
             _demand(nodes["blob_bytes"][nodes["kind"] == kind] == num_bytes, "a structure of another size")
-        wanted = np.array([kernel.parameter_bytes for kernel in self.kernels], np.uint32)
+        wanted = np.array([kernel.parameter_bytes for kernel in self.kernels], np.uint64)
         own = nodes[is_kernel]
         _demand(own["blob_bytes"] >= wanted[own["kernel"]], "fewer parameters than the kernel has")
 

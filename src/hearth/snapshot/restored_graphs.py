@@ -138,7 +138,7 @@ class RestoredGraphs:
             give_way()
             if not coming or coming is not self._coming:  # nobody wants them any more
                 break
-            name = next(iter(coming))
+            name, *_ = list(coming)  # in one go: the thread that asks may add some
             try:
                 packed = self._sections[GRAPH_PREFIX + name]
                 functions = self._functions(name, packed_kernels(packed), kinds, shown)

@@ -33,7 +33,11 @@ class ChunkCopies(Protocol):
     def num_queued(self) -> int: ...
 
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
-        """Queue the copies of the next chunks, as there is room; fewer of them once it is stopped."""
+        """Queue the copies of the next chunks, as there is room; fewer of them once it is stopped.
+
+        Raises:
+            DeviceError: the device refused it. Of a chunk that does not count as queued no copy is under way.
+        """
 
     def stop(self) -> None: ...
 
@@ -75,10 +79,15 @@ class SingleCopies:
                 self.wait(self.num_queued - MAX_QUEUED_CHUNKS)
             if self._is_stopped:
                 return
-            for copy in copies:
-                self._copy(copy)
-            if self._stream is not None:
-                self._events.append(self._stream.record())
+            try:
+                for copy in copies:
+                    self._copy(copy)
+                if self._stream is not None:
+                    self._events.append(self._stream.record())
+            except BaseException:
+                if self._stream is not None:
+                    self._stream.drain()  # some of the chunk's copies may be queued, and it is given back
+                raise
             self.num_queued += 1
 
     def stop(self) -> None:

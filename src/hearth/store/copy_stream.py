@@ -8,6 +8,8 @@ interpreter than for the bus.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from hearth.cuda_batches import ByteCopy, batches_of
@@ -43,6 +45,11 @@ class CopyStream:
     def queue(self, copy: ByteCopy) -> None:
         """Queue a copy; its bytes have to stay until it has passed."""
         self._driver.copy_from_host(copy.destination, copy.source, copy.num_bytes, self.handle)
+
+    def drain(self) -> None:
+        """Return when nothing that was queued is under way, whatever came of it."""
+        with suppress(RuntimeError):  # torch's, of a device that is broken: nothing is under way there
+            self._stream.synchronize()
 
     def record(self) -> torch.cuda.Event:
         """Return an event behind all copies that are queued; waiting for it costs no core."""

@@ -229,14 +229,18 @@ class Load:
                 giver.join()
         except Exception as error:  # the thread's top: whoever waits is told
             self._fail(error)
-        outcome: LoadRecord | StoreError
         with self._progress:
             self._is_over = True
+        try:
+            self._copies.close()
+        except Exception as error:  # as above: a device that is broken, of which nobody has told so far
+            self._fail(error)
+        outcome: LoadRecord | StoreError
+        with self._progress:
             if self._error is not None:
                 outcome = self._failure()
             else:
                 outcome = self._record = self._tally.record(self.name, time.perf_counter())
-        self._copies.close()
         if self._on_end is not None:
             self._on_end(outcome)
 

@@ -19,7 +19,7 @@ from hearth.store.staging_buffers import StagingBuffers
 
 #: Slots that are given back together: as many are filled meanwhile (`staging_buffers.NUM_SLOTS`).
 RELEASE_BATCH = 4
-#: How long a chunk waits for a slot. Other loads may have them all, and wait for memory of a device.
+#: How long a load waits for a slot. Other loads may have them all, and wait for memory of a device.
 SLOT_PATIENCE_S = 0.05
 
 
@@ -32,6 +32,8 @@ class StagedLoan:
     def __init__(self, loan: Loan, staging: StagingBuffers) -> None:
         """`staging` has slots that any chunk of the loan fits into."""
         self._loan, self._staging = loan, staging
+        #: For a slot, after one was there; of the thread that iterates.
+        self._patience_s = SLOT_PATIENCE_S
         #: Chunks that were lent and not yielded yet, each with its slot; None: it stays where it is.
         self._ahead: deque[tuple[HostChunk, int | None]] = deque()
         self._slots: dict[int, int] = {}  #: of chunks that were yielded, by their index
@@ -101,7 +103,8 @@ class StagedLoan:
                 self._staging.give_back(slot)
             return None
         if slot is None:
-            slot = self._staging.take(SLOT_PATIENCE_S)
+            slot = self._staging.take(self._patience_s)
+        self._patience_s = 0.0 if slot is None else SLOT_PATIENCE_S
         if slot is None:
             segment.pin(chunk.cell)
             return None
