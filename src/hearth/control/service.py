@@ -128,8 +128,8 @@ async def running(
             stack.callback(access_log.close)
             stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
             writers.append(access_log.write)
-        batches = ExchangeBatches(writers)
-        stack.callback(batches.flush)  # before what they write to is closed
+        batches = ExchangeBatches(writers, metrics)
+        stack.callback(batches.close)  # before what they write to is closed
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         supervisor = Supervisor(
