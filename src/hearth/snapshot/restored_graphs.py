@@ -138,7 +138,7 @@ class RestoredGraphs:
             give_way()
             if not coming or coming is not self._coming:  # nobody wants them any more
                 break
-            name = next(iter(coming))
+            name, *_ = coming  # in one go: an iterator breaks where `want_adapters` adds to them meanwhile
             try:
                 packed = self._sections[GRAPH_PREFIX + name]
                 functions = self._functions(name, packed_kernels(packed), kinds, shown)
