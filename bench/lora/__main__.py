@@ -6,7 +6,9 @@ python -m bench.lora [--save] [--parts PART ...] [--layers N] [--quick]
     steps       decode steps of 32 and 64 requests among 128 adapters, of mixed ranks and of one, over the
                 bare model; its own steps while adapters are there; steps in which no row has one, which is
                 the floor of the launches
+    odd         steps of adapters of odd ranks, most of which change some projections alone
     prompts     steps with two prompts of 1024 tokens beside these requests, likewise
+    eight_bit   steps over the model in int8 and fp8
 
 Each answer is printed as a line of JSON as soon as it is there, and one that fails costs no other. `--quick`
 has eight layers and few cases.
@@ -18,14 +20,16 @@ import json
 import sys
 import traceback
 from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from bench.lora import kernels, steps
-from bench.lora.random_adapters import RANKS
+from bench.lora.random_adapters import ODD, RANKS
 from bench.report import arguments, keep, step
 
-PARTS = ("kernels", "steps", "prompts")
+PARTS = ("kernels", "steps", "odd", "prompts", "eight_bit")
+#: The parts over the model as it is.
+WHOLE = {"steps", "odd", "prompts"}
 
 Answer = dict[str, object]
 
@@ -36,14 +40,30 @@ def answers(given: Namespace) -> Iterator[Answer]:
         choices = kernels.BLOCKS if given.quick else kernels.BLOCKS[:1]
         for name, num_rows in cases:
             yield from _surviving(lambda name=name, rows=num_rows: kernels.measure(name, rows, choices))
-    if "steps" in given.parts or "prompts" in given.parts:
-        with step("engine"):
-            engine = steps.new_engine(given.layers)
-        names = ["mixed", "8"] if given.quick else list(RANKS)
-        if "steps" in given.parts:
-            yield from _surviving(lambda: steps.measure(engine, names))
-        if "prompts" in given.parts:
-            yield from _surviving(lambda: steps.measure(engine, names[:1], num_prompts=2))
+    names = ["mixed", "8"] if given.quick else list(RANKS)
+    if WHOLE & set(given.parts):
+        yield from _surviving(lambda: _whole(given, names))
+    if "eight_bit" in given.parts:
+        for quant in ("int8", "fp8"):
+            yield from _surviving(lambda quant=quant: _quantised(given, quant, names[:2]))
+
+
+def _whole(given: Namespace, names: Sequence[str]) -> Iterator[Answer]:
+    with step("engine"):
+        engine = steps.new_engine(given.layers)
+    if "steps" in given.parts:
+        yield from _surviving(lambda: steps.measure(engine, names))
+    if "odd" in given.parts:
+        yield from _surviving(lambda: steps.measure(engine, [ODD]))
+    if "prompts" in given.parts:
+        yield from _surviving(lambda: steps.measure(engine, names[:1], num_prompts=2))
+
+
+def _quantised(given: Namespace, quant: str, names: Sequence[str]) -> Iterator[Answer]:
+    with step(f"engine in {quant}"):
+        engine = steps.new_engine(given.layers, quant)
+    for answer in steps.measure(engine, names):
+        yield {**answer, "step": f"{answer['step']}, {quant}"}
 
 
 def _surviving(part: Callable[[], Iterator[Answer]]) -> Iterator[Answer]:

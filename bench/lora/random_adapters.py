@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from hearth.types import AdapterId
 CUDA = torch.device("cuda", 0)
 #: The ranks of the adapters of a set, in turn.
 RANKS: Mapping[str, Sequence[int]] = {"mixed": (8, 16, 32, 64), "8": (8,), "16": (16,), "64": (64,)}
+#: The name of a set of odd ranks, most of which change some projections alone.
+ODD = "odd"
 
 
 def slice_sizes(dimensions: Dimensions) -> Mapping[Projection, Sequence[int]]:
@@ -32,10 +34,26 @@ def slice_sizes(dimensions: Dimensions) -> Mapping[Projection, Sequence[int]]:
     }
 
 
-def layout_of_rank(dimensions: Dimensions, rank: int) -> AdapterLayout:
+def layouts_of(dimensions: Dimensions, name: str) -> list[AdapterLayout]:
+    """Return the layouts of the adapters of a set, in turn: those of `RANKS`, or ones of ODD."""
+    if name != ODD:
+        return [layout_of_rank(dimensions, rank) for rank in RANKS[name]]
+    return [
+        query_value_layout(dimensions, 3, "bfloat16"),
+        layout_of_rank(dimensions, 12, (Projection.UP, Projection.DOWN)),
+        layout_of_rank(dimensions, 33),
+        layout_of_rank(dimensions, 100, (Projection.O,)),
+    ]
+
+
+def layout_of_rank(
+    dimensions: Dimensions, rank: int, projections: Collection[Projection] = tuple(Projection)
+) -> AdapterLayout:
     targets = []
     for layer in dimensions.layers:
         for projection, sizes in slice_sizes(dimensions).items():
+            if projection not in projections:
+                continue
             slices = tuple(AdapterSlice(sum(sizes[:at]), size, rank) for at, size in enumerate(sizes))
             inputs = projection_shape(dimensions, projection)[1]
             targets.append(AdapterTarget(layer, projection, inputs, slices))
@@ -76,13 +94,13 @@ class AdapterSet:
     num_bytes: Sequence[int]  #: of each
 
     @staticmethod
-    def add_to(engine: Engine, ranks: Sequence[int], count: int) -> AdapterSet:
-        dimensions = engine.runner.decoder.arch.dimensions
-        layouts = {rank: layout_of_rank(dimensions, rank) for rank in set(ranks)}
+    def add_to(engine: Engine, name: str, count: int) -> AdapterSet:
+        """Add so many adapters of a set (`layouts_of`)."""
+        layouts = layouts_of(engine.runner.decoder.arch.dimensions, name)
         ids, num_bytes = [], []
         for number in range(count):
-            layout = layouts[ranks[number % len(ranks)]]
-            ids.append(AdapterId(f"{number} of {ranks}"))
+            layout = layouts[number % len(layouts)]
+            ids.append(AdapterId(f"{number} of {name}"))
             num_bytes.append(layout.num_bytes)
             engine.add_adapter(ids[-1], layout, random_pieces(layout))
         return AdapterSet(ids, num_bytes)

@@ -12,7 +12,7 @@ import torch
 
 from bench.engine.bounds import BYTES_PER_S
 from bench.llama7b import SHAPE
-from bench.lora.random_adapters import CUDA, RANKS, AdapterSet
+from bench.lora.random_adapters import CUDA, AdapterSet
 from bench.random_engine import random_weights
 from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, assemble, own_limits
@@ -26,9 +26,9 @@ GREEDY = SamplingParams(temperature=0.0)
 NUM_ADAPTERS, CONTEXT, ROUNDS = 128, 192, 30
 
 
-def new_engine(num_layers: int) -> Engine:
+def new_engine(num_layers: int, quant: str = "none") -> Engine:
     """Return an engine over a model of so many layers, none of whose kernels are compiled before."""
-    shape = replace(SHAPE, config={**SHAPE.config, "num_hidden_layers": num_layers})
+    shape = replace(SHAPE, config={**SHAPE.config, "num_hidden_layers": num_layers}, quant=quant)
     arch, dtype = shape.arch, DTYPES[shape.dtype]
     limits = own_limits(CONFIG, arch, dtype, CUDA)
     spec = ModelSpec(arch, dtype, arch.max_positions, limits, eos_ids=frozenset())
@@ -104,7 +104,7 @@ def measure(engine: Engine, names: Sequence[str], num_prompts: int = 0) -> Itera
     bare = {batch: plans(batch, prompts, [None] * (batch + num_prompts)) for batch in batches}
     base_ms = {batch: device_ms(engine, bare[batch]) for batch in batches}
     for name in names:
-        adapters = AdapterSet.add_to(engine, RANKS[name], NUM_ADAPTERS)
+        adapters = AdapterSet.add_to(engine, name, NUM_ADAPTERS)
         for batch in batches:
             own = adapters.ids[: batch + num_prompts]
             given = plans(batch, prompts, own)

@@ -39,8 +39,9 @@ ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS = 16, 64
 #: Projections that an adapter may change. The work of each is cut into so many shares at least, and at least
 #: so many for each tile, so that programs have about as much to do as each other; numbers of each share.
 ADAPTER_PROJECTIONS, ADAPTER_SHARES, _TILE_SHARES, ADAPTER_SHARE_FIELDS = 4, 528, 4, 2
-#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/adapter_rows.py`).
-TARGET_FIELDS = 16
+#: Numbers by which kernels find the factors of an adapter for one projection (`kernels/adapter_rows.py`), and
+#: how many parts of its outputs have factors of their own, at most.
+TARGET_FIELDS, MAX_ADAPTER_SLICES = 16, 3
 #: Rows of an adapter's second factors lie a multiple of so many numbers apart, which kernels load at a time.
 FACTOR_ROW_ALIGNMENT = 8
 #: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
@@ -423,6 +424,18 @@ def max_adapter_tiles(num_rows: int, max_seqs: int) -> int:
 def adapter_shares(num_tiles: int, least: int = ADAPTER_SHARES) -> int:
     """The most shares that the work of so many tiles is cut into, for each projection."""
     return max(least, _TILE_SHARES * num_tiles)
+
+
+def target_fields(a: int, slices: Sequence[tuple[int, int, int, int]]) -> list[int]:
+    """The numbers by which kernels find the factors of a target (`kernels/adapter_rows.py`).
+
+    `a` and the first number of each slice are addresses; then come its rank, the first of its outputs and how
+    many these are.
+    """
+    missing = [(0, 0, 0, 0)] * (MAX_ADAPTER_SLICES - len(slices))
+    b, ranks, begins, sizes = zip(*slices, *missing, strict=True)
+    fields = [a, *b, *ranks, *begins, *sizes, sum(ranks)]
+    return fields + [0] * (TARGET_FIELDS - len(fields))
 
 
 def adapter_table_buffer(num_layers: int) -> Buffer:

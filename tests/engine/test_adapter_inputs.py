@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,9 +18,13 @@ from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.kernels.adapter_rows import BEGIN_BIT, NUM_BIT, AdapterRows
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
+from hearth.models.dtypes import DTYPES
+from hearth.models.layout import COMPUTED_DTYPES
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
-from hearth.sizes import Dimensions, PackedAdapters
+from hearth.sizes import ADAPTER_PROJECTIONS, TARGET_FIELDS, Dimensions, PackedAdapters
 from hearth.types import AdapterId, RequestId
+from tests.models.test_adapter_layout import SIZES as SIZES_OF_LAYOUTS
+from tests.models.test_adapter_layout import targets
 
 MAX_SEQS, MAX_TOKENS = 40, 400
 IDS = [AdapterId(name) for name in ("a", "b", "c")]
@@ -170,3 +175,38 @@ def test_a_table_says_where_every_factor_lies() -> None:
         *(2, 0, 0),
     ]
     assert not fields[0, [0, 2, 3]].any()
+
+
+@given(targets(), st.sampled_from(COMPUTED_DTYPES))
+@settings(deadline=None, max_examples=40)
+def test_a_table_without_tensors_says_the_same(chosen: list[AdapterTarget], dtype: str) -> None:
+    """A layout knows all of an adapter's table but addresses, so that no factor needs a tensor of its own."""
+    layout = AdapterLayout.of(chosen, dtype)
+    pieces = [torch.zeros(part.end - part.begin + 64, dtype=torch.uint8) for _, part in layout.layers]
+    table = AdapterTable(SIZES_OF_LAYOUTS, DTYPES[dtype], Uploads(torch.device("cpu")))
+    table.bind(IDS[0], layout, pieces)
+    bound = table[IDS[0]]
+
+    expected = torch.zeros(
+        SIZES_OF_LAYOUTS.num_layers * ADAPTER_PROJECTIONS, TARGET_FIELDS, dtype=torch.int64
+    )
+    weights = [0] * ADAPTER_PROJECTIONS
+    for index, factors in bound.factors.items():
+        expected[index] = torch.tensor(factors.fields)
+        weights[index % ADAPTER_PROJECTIONS] += factors.num_numbers
+    assert torch.equal(bound.table.view(-1, TARGET_FIELDS), expected)
+    assert bound.weights == tuple(weights)
+
+
+def test_factors_have_no_tensors_where_kernels_read_the_table() -> None:
+    table = AdapterTable(DIMENSIONS, torch.float32, Uploads(torch.device("meta")))
+    layout = AdapterLayout.of([AdapterTarget(0, Projection.O, 8, (AdapterSlice(0, 8, 2),))], "float32")
+    piece = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    kept = weakref.ref(piece)
+    table.bind(IDS[0], layout, [piece])
+    del piece
+
+    assert not table[IDS[0]].factors
+    assert kept() is not None, "whoever has added an adapter need not keep its bytes"
+    table.unbind(IDS[0])
+    assert kept() is None

@@ -155,12 +155,14 @@ def test_shares_cover_every_row_once_and_none_weighs_much_more_than_the_mean(
     chosen: list[tuple[int, tuple[int, ...]]], tile_rows: int, min_shares: int
 ) -> None:
     begins = np.cumsum([0, *(num_rows for num_rows, _ in chosen)])
-    groups = [
-        AdapterGroup({}, 1000 + at, np.arange(begins[at], begins[at + 1]), weights)
-        for at, (_, weights) in enumerate(chosen)
-    ]
 
-    found = cut_adapter_shares(groups, tile_rows, min_shares)
+    found = cut_adapter_shares(
+        np.array([num_rows for num_rows, _ in chosen], np.int64),
+        1000 + np.arange(len(chosen)),
+        np.array([weights for _, weights in chosen], np.int64).reshape(-1, ADAPTER_PROJECTIONS),
+        tile_rows,
+        min_shares,
+    )
 
     num_tiles = sum(-(-num_rows // tile_rows) for num_rows, _ in chosen)
     for projection, shares in enumerate(found.tolist()):

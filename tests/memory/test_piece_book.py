@@ -46,6 +46,20 @@ def test_the_lowest_room_on_pages_that_are_there_is_taken_before_another_page() 
     assert book.parts_of(A)[0].begin == 2 * PAGE_BYTES + 1024
 
 
+def test_pieces_of_changing_sizes_each_take_the_lowest_room() -> None:
+    book = PieceBook(PAGE_BYTES, 100)
+    place(book, A, 512)
+    place(book, B, 1024)
+    place(book, C, 512)
+    place(book, AdapterId("d" * 64), 256)
+    book.give(A)
+    book.give(C)
+
+    place(book, A, 1024, 512, 256, 512, 256)
+
+    assert [part.begin for part in book.parts_of(A)] == [2304, 0, 1536, 3328, 1792]
+
+
 def test_a_page_without_pieces_goes_and_its_addresses_are_the_next_to_be_taken() -> None:
     book = PieceBook(PAGE_BYTES, 100)
     place(book, A, 2 * PAGE_BYTES)

@@ -6,13 +6,14 @@ from the last that had adapters: as long as the same requests decode, nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.engine.adapter_table import AdapterTable
+from hearth.engine.adapter_table import AdapterTable, BoundAdapter
 from hearth.engine.step_shape import StepShape
 from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows, cut_adapter_shares
 from hearth.kernels.host_read import read_host
@@ -53,7 +54,8 @@ class AdapterInputs:
 
     def park(self, shape: StepShape) -> None:
         """Send a step in which no row has an adapter: those of the step before may be gone."""
-        self._send((), (), shape if shape.has_prompts else None)
+        none = _Groups.of(np.empty(0, np.int64), ())
+        self._send(none, none if shape.has_prompts else None, shape if shape.has_prompts else None)
 
     def fill(self, plan: StepPlan, shape: StepShape, table: AdapterTable) -> None:
         """Send the adapters of a plan. The step before the last must be done, as for the other inputs."""
@@ -61,19 +63,14 @@ class AdapterInputs:
         if not plan.prompts and decode is self._sent:
             return
         adapters = [*(decode or [None] * len(plan.decode)), *(row.adapter for row in plan.prompts)]
-        by_row = _by_adapter(enumerate(adapters))
-        logit_groups = [_group(table, one, np.array(rows, np.int64)) for one, rows in by_row.items()]
+        chosen, numbers = _numbered(adapters)
+        own = [table[one] for one in chosen]
         if not plan.prompts:
-            self._send(logit_groups, logit_groups, shape=None)
+            self._send(_Groups.of(numbers, own), None, None)
             self._sent = decode
             return
-        begins = np.cumsum([0, *(row.num_tokens for row in plan.prompts)]) + len(plan.decode)
-        spans = [*range(len(plan.decode)), *begins.tolist()]
-        groups = [
-            _group(table, one, np.concatenate([np.arange(spans[row], spans[row + 1]) for row in rows]))
-            for one, rows in by_row.items()
-        ]
-        self._send(logit_groups, groups, shape)
+        lengths = [*[1] * len(plan.decode), *(row.num_tokens for row in plan.prompts)]
+        self._send(_Groups.of(numbers, own), _Groups.of(np.repeat(numbers, lengths), own), shape)
 
     def rows(self, shape: StepShape) -> AdapterRows:
         """Return the adapters of all rows of the step that was sent last."""
@@ -90,21 +87,18 @@ class AdapterInputs:
         shares = _by_projection(self._packed[parts.logit_shares])[:, : adapter_shares(num_rows)]
         return AdapterRows(self._logit_groups, order, shares, ADAPTER_TILE_ROWS)
 
-    def _send(
-        self,
-        logit_groups: Sequence[AdapterGroup],
-        groups: Sequence[AdapterGroup],
-        shape: StepShape | None,
-    ) -> None:
-        """Send the lists; None: without prompts, so that rows of logits are all rows."""
-        self._logit_groups, self._groups, self._sent = tuple(logit_groups), tuple(groups), None
+    def _send(self, logits: _Groups, rows: _Groups | None, shape: StepShape | None) -> None:
+        """Send the lists of rows of logits and of all rows; None: without prompts these are the same."""
+        self._logit_groups = logits.for_reference(self._packed.device)
+        self._groups = self._logit_groups if rows is None else rows.for_reference(self._packed.device)
+        self._sent = None
         self._hosts = self._hosts[::-1] or _hosts_for(self._packed)
         host, packed = self._hosts[0]
         parts = PackedAdapters.of(1 if shape is None else shape.num_rows, self._max_seqs)
-        _write(packed[parts.logit_order], packed[parts.logit_shares], logit_groups, ADAPTER_TILE_ROWS)
-        if shape is not None:
-            _write(packed[parts.order], packed[parts.shares], groups, ADAPTER_PROMPT_TILE_ROWS)
-        read_host(self._packed, host, parts.order.start if shape is None else parts.shares.stop)
+        logits.write(packed[parts.logit_order], packed[parts.logit_shares], ADAPTER_TILE_ROWS)
+        if rows is not None:
+            rows.write(packed[parts.order], packed[parts.shares], ADAPTER_PROMPT_TILE_ROWS)
+        read_host(self._packed, host, parts.order.start if rows is None else parts.shares.stop)
 
 
 def _hosts_for(packed: torch.Tensor) -> list[tuple[torch.Tensor, npt.NDArray[np.int64]]]:
@@ -113,34 +107,54 @@ def _hosts_for(packed: torch.Tensor) -> list[tuple[torch.Tensor, npt.NDArray[np.
     return [(host, host.numpy()) for host in hosts]
 
 
-def _by_adapter(rows: Iterable[tuple[int, AdapterId | None]]) -> dict[AdapterId, list[int]]:
-    found: dict[AdapterId, list[int]] = {}
-    for row, adapter in rows:
-        if adapter is not None:
-            found.setdefault(adapter, []).append(row)
-    return found
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Rows that have adapters, by adapter."""
+
+    adapters: Sequence[BoundAdapter]
+    order: npt.NDArray[np.int64]  #: the rows of the first adapter, then those of the second and so on
+    counts: npt.NDArray[np.int64]  #: how many each has
+
+    @staticmethod
+    def of(numbers: npt.NDArray[np.int64], adapters: Sequence[BoundAdapter]) -> _Groups:
+        """Group rows by the numbers of their adapters, which are those that some row has; -1: none."""
+        order = np.argsort(numbers, kind="stable")
+        return _Groups(
+            adapters,
+            order[np.count_nonzero(numbers < 0) :],
+            np.bincount(numbers[numbers >= 0], minlength=len(adapters)),
+        )
+
+    def for_reference(self, device: torch.device) -> tuple[AdapterGroup, ...]:
+        """Return groups as the torch reference has them; kernels need none."""
+        if device.type != "cpu":
+            return ()
+        ends = self.counts.cumsum().tolist()
+        return tuple(
+            AdapterGroup(one.factors, one.address, self.order[end - count : end], one.weights)
+            for one, count, end in zip(self.adapters, self.counts.tolist(), ends, strict=True)
+        )
+
+    def write(self, order: npt.NDArray[np.int64], shares: npt.NDArray[np.int64], tile_rows: int) -> None:
+        """Write the lists that kernels read."""
+        order[: len(self.order)] = self.order
+        addresses = np.array([one.address for one in self.adapters], np.int64)
+        weights = np.array([one.weights for one in self.adapters], np.int64)
+        found = cut_adapter_shares(
+            self.counts, addresses, weights.reshape(-1, ADAPTER_PROJECTIONS), tile_rows
+        )
+        places = shares.reshape(ADAPTER_PROJECTIONS, -1, ADAPTER_SHARE_FIELDS)
+        num_shares = found.shape[1]
+        places[:, :num_shares], places[:, num_shares:] = found, 0
 
 
-def _group(table: AdapterTable, adapter: AdapterId, rows: npt.NDArray[np.int64]) -> AdapterGroup:
-    bound = table[adapter]
-    return AdapterGroup(bound.factors, bound.table.data_ptr(), rows, bound.weights)
-
-
-def _write(
-    order: npt.NDArray[np.int64],
-    shares: npt.NDArray[np.int64],
-    groups: Sequence[AdapterGroup],
-    tile_rows: int,
-) -> None:
-    """Write the lists of groups."""
-    begin = 0
-    for group in groups:
-        order[begin : begin + len(group.rows)] = group.rows
-        begin += len(group.rows)
-    found = cut_adapter_shares(groups, tile_rows)
-    places = shares.reshape(ADAPTER_PROJECTIONS, -1, ADAPTER_SHARE_FIELDS)
-    num_shares = found.shape[1]
-    places[:, :num_shares], places[:, num_shares:] = found, 0
+def _numbered(
+    adapters: Sequence[AdapterId | None],
+) -> tuple[Collection[AdapterId], npt.NDArray[np.int64]]:
+    """Return the adapters that some row has, each once, and the number of each row's; -1: it has none."""
+    chosen: dict[AdapterId, int] = {}
+    numbers = [-1 if one is None else chosen.setdefault(one, len(chosen)) for one in adapters]
+    return chosen.keys(), np.array(numbers, np.int64)
 
 
 def _by_projection(shares: torch.Tensor) -> torch.Tensor:

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hearth.engine.upload import Uploads
 from hearth.kernels.adapter_rows import SliceFactor, TargetFactors
-from hearth.models.adapter import AdapterLayout, FactorPlaces, target_index
+from hearth.models.adapter import AdapterLayout, FactorPlaces, RelativeTable, target_index
 from hearth.models.buffers import name_of
 from hearth.models.dtypes import DTYPES
-from hearth.sizes import ADAPTER_PROJECTIONS, TARGET_FIELDS, Dimensions, adapter_table_buffer
+from hearth.sizes import (
+    ADAPTER_PROJECTIONS,
+    MAX_ADAPTER_SLICES,
+    TARGET_FIELDS,
+    Dimensions,
+    adapter_table_buffer,
+)
 from hearth.types import AdapterId
 
 
@@ -24,9 +31,11 @@ from hearth.types import AdapterId
 class BoundAdapter:
     """An adapter in its place."""
 
-    factors: Mapping[int, TargetFactors]  #: by `target_index`
+    factors: Mapping[int, TargetFactors]  #: by `target_index`, for the torch reference; else none
     table: torch.Tensor  #: int64 [layers, projections, TARGET_FIELDS]: the same for kernels
+    address: int  #: of the table
     weights: tuple[int, ...]  #: how many numbers its factors have, by projection
+    layers: Sequence[torch.Tensor]  #: its bytes, which stay where they are as long as somebody has them
 
 
 class AdapterTable:
@@ -50,27 +59,54 @@ class AdapterTable:
         # The CUDA path multiplies what it finds; a CPU computes in float32, whatever is stored.
         is_computed = layout.dtype == name_of(self._dtype)
         assert is_computed or self._uploads.device.type == "cpu", f"{layout.dtype=} {self._dtype=}"
-        pieces: dict[int, tuple[int, torch.Tensor]] = {}
+        addresses = np.zeros(self._shape[0], np.int64)  # of the bytes of each layer
         for piece, (layer, stored) in zip(layers, layout.layers, strict=True):
             assert len(piece) >= stored.end - stored.begin, f"{layer=} {stored=} in {len(piece)} bytes"
-            pieces[layer] = (stored.begin, piece)
-        factors, fields = {}, [0] * prod(self._shape)
-        weights = [0] * ADAPTER_PROJECTIONS
-        for place in layout.places:
-            target = place.target
-            index = target_index(target.layer, target.projection)
-            factors[index] = _factors(place, DTYPES[layout.dtype], *pieces[target.layer])
-            fields[index * TARGET_FIELDS : (index + 1) * TARGET_FIELDS] = factors[index].fields
-            weights[index % ADAPTER_PROJECTIONS] += factors[index].num_numbers
-        (table,) = self._uploads.ints(fields)
-        self._bound[adapter] = BoundAdapter(factors, table.view(self._shape), tuple(weights))
+            addresses[layer] = piece.data_ptr()
+        (table,) = self._uploads.ints(_absolute(layout.table, addresses).reshape(-1))
+        factors = _factors(layout, layers) if self._uploads.device.type == "cpu" else {}
+        self._bound[adapter] = BoundAdapter(
+            factors, table.view(self._shape), table.data_ptr(), layout.table.weights, layers
+        )
 
     def unbind(self, adapter: AdapterId) -> None:
         """Forget an adapter, because no plan from now on has a row of it."""
         del self._bound[adapter]
 
 
-def _factors(place: FactorPlaces, dtype: torch.dtype, begin: int, piece: torch.Tensor) -> TargetFactors:
+def _absolute(relative: RelativeTable, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the table of an adapter, [targets, TARGET_FIELDS], given where the bytes of each layer lie."""
+    targets, own = (np.frombuffer(part, np.int64) for part in (relative.targets, relative.fields))
+    own = own.reshape(-1, TARGET_FIELDS).copy()
+    bases = addresses[targets // ADAPTER_PROJECTIONS]
+    own[:, 0] += bases
+    # Behind the address of `a` come those of `b`, then the ranks, 0 where there is no such slice.
+    of_b, ranks = (
+        own[:, 1 : 1 + MAX_ADAPTER_SLICES],
+        own[:, 1 + MAX_ADAPTER_SLICES : 1 + 2 * MAX_ADAPTER_SLICES],
+    )
+    of_b += np.where(ranks > 0, bases[:, None], 0)
+    fields = np.zeros((len(addresses) * ADAPTER_PROJECTIONS, TARGET_FIELDS), np.int64)
+    fields[targets] = own
+    return fields
+
+
+def _factors(layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> dict[int, TargetFactors]:
+    """Return the factors of all targets as tensors, for the torch reference."""
+    pieces = {
+        layer: (stored.begin, piece) for piece, (layer, stored) in zip(layers, layout.layers, strict=True)
+    }
+    return {
+        target_index(place.target.layer, place.target.projection): _target_factors(
+            place, DTYPES[layout.dtype], *pieces[place.target.layer]
+        )
+        for place in layout.places
+    }
+
+
+def _target_factors(
+    place: FactorPlaces, dtype: torch.dtype, begin: int, piece: torch.Tensor
+) -> TargetFactors:
     """Return the factors of a target, which lie in its layer's piece of the bytes, from `begin` on."""
 
     def matrix(offset: int, num_rows: int, num_columns: int) -> torch.Tensor:

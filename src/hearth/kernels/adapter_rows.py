@@ -27,6 +27,7 @@ from hearth.sizes import (
     FACTOR_ROW_ALIGNMENT,
     TARGET_FIELDS,
     adapter_shares,
+    target_fields,
 )
 
 
@@ -69,17 +70,8 @@ class TargetFactors:
     @property
     def fields(self) -> list[int]:
         """The numbers by which kernels find the factors."""
-        missing = [0] * (3 - len(self.slices))
-        ranks = [len(one.b) for one in self.slices]
-        columns = (
-            [one.b.data_ptr() for one in self.slices],
-            ranks,
-            [one.begin for one in self.slices],
-            [one.b.shape[1] for one in self.slices],
-        )
-        fields = [self.a.data_ptr(), *(value for column in columns for value in (*column, *missing))]
-        fields.append(sum(ranks))
-        return fields + [0] * (TARGET_FIELDS - len(fields))
+        slices = [(one.b.data_ptr(), len(one.b), one.begin, one.b.shape[1]) for one in self.slices]
+        return target_fields(self.a.data_ptr(), slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,45 +107,56 @@ class AdapterRows:
     ) -> AdapterRows:
         """Lists with memory of their own, just as long as they must be."""
         order = np.concatenate([*(group.rows for group in groups), np.empty(0, np.int64)])
-        shares = cut_adapter_shares(groups, tile_rows, min_shares)
+        counts, addresses = (
+            np.array(column, np.int64)
+            for column in ([len(one.rows) for one in groups], [one.address for one in groups])
+        )
+        weights = np.array([one.weights for one in groups], np.int64).reshape(-1, ADAPTER_PROJECTIONS)
+        shares = cut_adapter_shares(counts, addresses, weights, tile_rows, min_shares)
         return AdapterRows(
             tuple(groups), torch.from_numpy(order).to(device), torch.from_numpy(shares).to(device), tile_rows
         )
 
 
 def cut_adapter_shares(
-    groups: Sequence[AdapterGroup], tile_rows: int, min_shares: int = ADAPTER_SHARES
+    counts: npt.NDArray[np.int64],
+    addresses: npt.NDArray[np.int64],
+    weights: npt.NDArray[np.int64],
+    tile_rows: int,
+    min_shares: int = ADAPTER_SHARES,
 ) -> npt.NDArray[np.int64]:
-    """Return the shares of all groups, [ADAPTER_PROJECTIONS, shares, ADAPTER_SHARE_FIELDS].
+    """Return the shares of all groups of rows, [ADAPTER_PROJECTIONS, shares, ADAPTER_SHARE_FIELDS].
 
-    Rows of the groups lie behind each other in the order. What an adapter has no factors for has no share.
+    Each group has so many rows, which lie behind those of the group before in the order, its adapter's table
+    at an address, and `weights` [groups, ADAPTER_PROJECTIONS]. Where that is 0 it has no share.
     """
-    tiles: list[tuple[int, ...]] = []
-    begin = 0
-    for group in groups:
-        end = begin + len(group.rows)
-        for first in range(begin, end, tile_rows):
-            num_rows = min(tile_rows, end - first)
-            tiles.append((group.address, first << BEGIN_BIT | num_rows << NUM_BIT, *group.weights))
-        begin = end
-    num_shares = adapter_shares(len(tiles), min_shares)
+    num_tiles = -(-counts // tile_rows)
+    num_shares = adapter_shares(int(num_tiles.sum()), min_shares)
     found = np.zeros((ADAPTER_PROJECTIONS, num_shares, ADAPTER_SHARE_FIELDS), np.int64)
-    if not tiles:
+    if not len(counts):
         return found
-    address, rows, *weights = np.array(tiles, np.int64).T
-    weight = np.array(weights)
+    group, number = _numbered(num_tiles)
+    ends = counts.cumsum()
+    first = (ends - counts)[group] + number * tile_rows
+    rows = first << BEGIN_BIT | np.minimum(tile_rows, ends[group] - first) << NUM_BIT
+    weight = weights[group].T
     # Rounded up, so that no share weighs more than this and there is room for all of them.
-    most = np.maximum(1, -(-weight.sum(1, keepdims=True) // (num_shares - len(tiles))))
-    counts = -(-weight // most)
-    for projection, count in enumerate(counts):
-        if projection and np.array_equal(count, counts[projection - 1]):
+    most = np.maximum(1, -(-weight.sum(1, keepdims=True) // (num_shares - len(group))))
+    parts = -(-weight // most)
+    for projection, count in enumerate(parts):
+        if projection and np.array_equal(count, parts[projection - 1]):
             found[projection] = found[projection - 1]  # adapters of the same targets, as most are
             continue
-        tile = np.repeat(np.arange(len(tiles)), count)
-        part = np.arange(len(tile)) - (count.cumsum() - count)[tile]
-        found[projection, : len(tile), 0] = address[tile]
+        tile, part = _numbered(count)
+        found[projection, : len(tile), 0] = addresses[group[tile]]
         found[projection, : len(tile), 1] = (rows | count)[tile] | part << PART_BIT
     return found
+
+
+def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return for each of so many things of each owner the owner, and its number among the owner's."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 @triton.jit

@@ -62,10 +62,13 @@ class PieceBook:
         holes, pageless, num_known = list(self._holes), set(self._pageless), self._num_known
         parts: list[ByteRange] = []
         new_slots: list[int] = []
+        #: Before which hole none has room for so many bytes. Most pieces of an adapter are of one size, and
+        #: holes that are used up stay in the list for now, so that nobody looks through the same ones again.
+        first: dict[int, int] = {}
         for size in sizes:
             assert size > 0, f"a piece has no bytes: {sizes}"
             num_bytes = piece_bytes(size)
-            index = _first_fit(holes, num_bytes)
+            index = _first_fit(holes, num_bytes, first.get(num_bytes, 0))
             if index is None:
                 num_more = -(-num_bytes // self._page_bytes) + 1
                 pageless.update(range(num_known, min(num_known + num_more, self._num_slots)))
@@ -75,12 +78,13 @@ class PieceBook:
                     return None
                 new_slots += added
                 pageless.difference_update(added)
-                holes = _merged([*holes, *map(self._range_of, added)])
+                holes, first = _merged([*holes, *map(self._range_of, added)]), {}
                 index = _first_fit(holes, num_bytes)
                 assert index is not None, f"{added=} have no room for {num_bytes} bytes"
+            first[num_bytes] = index
             begin, end = holes[index].begin, holes[index].end
             parts.append(ByteRange(begin, begin + num_bytes))
-            holes[index : index + 1] = [ByteRange(begin + num_bytes, end)] if begin + num_bytes < end else []
+            holes[index] = ByteRange(begin + num_bytes, end)
         return PiecePlan(tuple(parts), tuple(new_slots))
 
     def take(self, owner: AdapterId, plan: PiecePlan) -> None:
@@ -145,8 +149,12 @@ def _size(part: ByteRange) -> int:
     return part.end - part.begin
 
 
-def _first_fit(holes: Sequence[ByteRange], num_bytes: int) -> int | None:
-    return next((index for index, hole in enumerate(holes) if _size(hole) >= num_bytes), None)
+def _first_fit(holes: Sequence[ByteRange], num_bytes: int, begin: int = 0) -> int | None:
+    """Return the first hole from `begin` on that has so many bytes."""
+    for index in range(begin, len(holes)):
+        if holes[index].end - holes[index].begin >= num_bytes:
+            return index
+    return None
 
 
 def _merged(parts: Iterable[ByteRange]) -> list[ByteRange]:

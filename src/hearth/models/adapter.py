@@ -14,17 +14,18 @@ order, those of a layer behind each other, each at a multiple of 256 bytes. Know
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hearth.models.layout import STORED_ITEM_BYTES, ByteRange
-from hearth.sizes import FACTOR_ROW_ALIGNMENT, Dimensions
+from hearth.sizes import FACTOR_ROW_ALIGNMENT, MAX_ADAPTER_SLICES, Dimensions, target_fields
 
 #: Factors begin at multiples of it, as kernels want them.
 FACTOR_ALIGNMENT_BYTES = 256
 #: The largest rank of one slice, and the most slices of a target.
-MAX_RANK, MAX_SLICES = 256, 3
+MAX_RANK, MAX_SLICES = 256, MAX_ADAPTER_SLICES
 
 
 class Projection(StrEnum):
@@ -101,6 +102,37 @@ class FactorPlaces:
 
 
 @dataclass(frozen=True, slots=True)
+class RelativeTable:
+    """The numbers by which kernels find an adapter, but for where the bytes of its layers lie.
+
+    Made when an adapter is looked up: whoever has its bytes come, between two steps, adds addresses.
+    """
+
+    targets: array[int]  #: int64 [places]: `target_index` of each
+    #: int64 [places, TARGET_FIELDS]: addresses are counted from the first byte of the layer.
+    fields: array[int]
+    weights: tuple[int, ...]  #: how many numbers the factors have, by projection
+
+    @staticmethod
+    def of(places: Iterable[FactorPlaces], begins: Mapping[int, int]) -> RelativeTable:
+        """Return the table of places, given where the bytes of each layer begin."""
+        targets, fields, weights = array("q"), array("q"), [0] * len(_NUMBER_OF)
+        for place in places:
+            target, begin = place.target, begins[place.target.layer]
+            targets.append(target_index(target.layer, target.projection))
+            slices = [
+                (at - begin, part.rank, part.begin, part.size)
+                for at, part in zip(place.b, target.slices, strict=True)
+            ]
+            fields.extend(target_fields(place.a - begin, slices))
+            num_numbers = target.rank * target.num_inputs + sum(
+                part.rank * part.size for part in target.slices
+            )
+            weights[_NUMBER_OF[target.projection]] += num_numbers
+        return RelativeTable(targets, fields, tuple(weights))
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterLayout:
     """All targets of an adapter in forward order, and where each factor lies."""
 
@@ -109,6 +141,7 @@ class AdapterLayout:
     #: The bytes of each layer that has targets, in order; they touch.
     layers: tuple[tuple[int, ByteRange], ...]
     num_bytes: int
+    table: RelativeTable = field(compare=False, repr=False)  #: which follows from the rest
 
     @staticmethod
     def of(targets: Iterable[AdapterTarget], dtype: str) -> AdapterLayout:
@@ -128,7 +161,7 @@ class AdapterLayout:
         layers = tuple(
             (layer, ByteRange(begin, end)) for (layer, begin), end in zip(begins.items(), ends, strict=True)
         )
-        return AdapterLayout(dtype, tuple(places), layers, offset)
+        return AdapterLayout(dtype, tuple(places), layers, offset, RelativeTable.of(places, begins))
 
 
 def _aligned(num_bytes: int) -> int:
