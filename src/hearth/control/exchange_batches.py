@@ -32,6 +32,7 @@ class ExchangeBatches:
         self._waiting: list[ExchangeRecord] = []
         self._timer: asyncio.TimerHandle | None = None  #: None: nothing waits
         self._is_closed = False
+        self.note: str | None = None  #: why something is missing, for `hearth doctor`; None: nothing is
 
     def add(self, record: ExchangeRecord) -> None:
         self._waiting.append(record)
@@ -50,11 +51,18 @@ class ExchangeBatches:
             for record in waiting:
                 try:
                     sink(record)
-                except Exception:  # such as that of a sampler which is a plugin: no request ends by it
-                    self._unwritten.inc()
-                    log.exception("exchange_unwritten id=%s", record.request_id)
+                except (
+                    Exception
+                ) as error:  # such as that of a sampler which is a plugin: no request ends by it
+                    self._note_fault(record, error)
 
     def close(self) -> None:
         """Hand on what waits, and whatever still comes at once: an exchange may end after the service."""
         self._is_closed = True
         self.flush()
+
+    def _note_fault(self, record: ExchangeRecord, error: Exception) -> None:
+        self._unwritten.inc()
+        if self.note is None:  # once, not with every request
+            log.error("exchange_unwritten id=%s", record.request_id, exc_info=error)
+        self.note = f"spans or lines of the access log are missing for some requests: {error!r}"

@@ -184,7 +184,7 @@ async def running(
             notes=lambda: (
                 tuple(
                     one.note
-                    for one in (usage, journal, process_log, access_log, tracing, template)
+                    for one in (usage, journal, process_log, access_log, batches, tracing, template)
                     if one is not None and one.note is not None
                 )
                 + snapshots.notes
