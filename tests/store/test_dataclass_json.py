@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
@@ -89,3 +91,30 @@ def test_the_field_that_does_not_fit_is_named(change: dict[str, object], message
     value = {"name": "oak", "height": 3.0, "is_old": False, "note": None, "leaves": [], **change}
     with pytest.raises(BadCheckpoint, match=message):
         decode(Tree, value, "here")
+
+
+#: Four threads meet each of many classes for the first time, all at once.
+MEETING = """
+import sys, threading
+from dataclasses import make_dataclass
+from hearth.store.dataclass_json import decode
+
+sys.setswitchinterval(1e-6)
+for _ in range(100):
+    leaf = make_dataclass("Leaf", [(f"field_{number}", int) for number in range(20)], frozen=True)
+    tree = make_dataclass("Tree", [("leaf", leaf), ("leaves", tuple[leaf, ...])], frozen=True)
+    value = {f"field_{number}": number for number in range(20)}
+    start = threading.Barrier(4)
+    given = {"leaf": value, "leaves": [value]}
+    threads = [
+        threading.Thread(target=lambda: start.wait() >= 0 and decode(tree, given, "here")) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_meet_a_class_at_once() -> None:
+    assert subprocess.run([sys.executable, "-c", MEETING], timeout=60).returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
@@ -16,6 +17,9 @@ from hearth.errors import BadCheckpoint
 from hearth.model_files import brief
 
 T = TypeVar("T")
+
+#: The library looks at a class when it first meets it. A thread that meets it meanwhile ends the process.
+_converting = threading.Lock()
 
 
 def decode(kind: type[T], value: object, where: str) -> T:
@@ -33,7 +37,8 @@ def _convert(kind: type[T], value: object) -> T | None:
     The library leaves out fields that a class does not have, so what it read must be all that was given.
     """
     try:
-        converted = msgspec.convert(value, kind)
+        with _converting:
+            converted = msgspec.convert(value, kind)
         is_all = msgspec.json.decode(msgspec.json.encode(converted)) == value
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError):
         return None
