@@ -22,7 +22,7 @@ from hearth.messages import (
     SnapshotMade,
     SnapshotProgress,
 )
-from hearth.types import ModelId, SnapshotOutcome
+from hearth.types import ModelId, SnapshotOutcome, WorkerId
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
 
@@ -250,3 +250,24 @@ def test_an_adapter_that_comes_while_a_snapshot_is_made_is_in_the_next(
         assert wishes == [False, True]
 
     with_rig(data_dir, scene)
+
+
+def test_a_snapshot_made_with_adapters_by_one_worker_is_not_made_anew_by_the_next() -> None:
+    bases, orders = set[ModelId](), list[MakeSnapshot]()
+    snapshots = Snapshots(Metrics(), bases=lambda: bases)
+    for worker in (WorkerId("w0"), WorkerId("w1")):
+        link = RecordingLink()
+        link.orders = orders  # type: ignore[assignment] # nothing else is sent
+        snapshots.joined(worker, link)  # type: ignore[arg-type] # all that is used of one
+        snapshots.looked(worker, SnapshotLooked(TINY, 1, SnapshotOutcome.USED, lacks_adapters=True))
+        snapshots.loaded(worker, TINY, 1)
+    bases.add(TINY)
+    snapshots.adapters_deployed()
+    assert orders == [MakeSnapshot(TINY, 1, has_adapters=True)]
+    (maker,) = snapshots._makings
+    snapshots.made(maker[0], SnapshotMade(TINY, 1))
+
+    bases.add(ModelId("another"))
+    snapshots.adapters_deployed()
+    assert len(orders) == 1
+    assert snapshots.notes == ()

@@ -216,7 +216,9 @@ def test_an_exporter_that_takes_no_bytes_gets_spans_of_the_sdk_and_that_is_told(
     asyncio.run(tracing.close())
 
 
+@pytest.mark.parametrize("error", [AttributeError, TypeError])
 def test_a_queue_that_asks_more_of_a_span_than_bytes_have_gets_spans_of_the_sdk(
+    error: type[Exception],
     data_dir: DataDir,
     deployed: Deployed,
     collector: Collector,
@@ -227,8 +229,9 @@ def test_a_queue_that_asks_more_of_a_span_than_bytes_have_gets_spans_of_the_sdk(
     on_end = BatchSpanProcessor.on_end
 
     def ask_more(self: BatchSpanProcessor, span: ReadableSpan) -> None:
-        if span.name:
-            on_end(self, span)
+        if not isinstance(span, ReadableSpan):
+            raise error("no span")
+        on_end(self, span)
 
     monkeypatch.setattr(BatchSpanProcessor, "on_end", ask_more)
     traced(data_dir, environment)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
+from hearth.kernels import jit
 from hearth.kernels.adapter_rows import BEGIN_BIT, NUM_BIT, AdapterRows
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
 from hearth.models.dtypes import DTYPES
@@ -198,7 +200,8 @@ def test_a_table_without_tensors_says_the_same(chosen: list[AdapterTarget], dtyp
     assert bound.weights == tuple(weights)
 
 
-def test_factors_have_no_tensors_where_kernels_read_the_table() -> None:
+def test_factors_have_no_tensors_where_kernels_read_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "HAS_TRITON", True)
     table = AdapterTable(DIMENSIONS, torch.float32, Uploads(torch.device("meta")))
     layout = AdapterLayout.of([AdapterTarget(0, Projection.O, 8, (AdapterSlice(0, 8, 2),))], "float32")
     piece = torch.zeros(layout.num_bytes, dtype=torch.uint8)
@@ -210,3 +213,23 @@ def test_factors_have_no_tensors_where_kernels_read_the_table() -> None:
     assert kept() is not None, "whoever has added an adapter need not keep its bytes"
     table.unbind(IDS[0])
     assert kept() is None
+
+
+def test_the_reference_has_all_that_it_needs_on_a_device_without_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It computes adapters there, too, and must not find that no row has one."""
+    monkeypatch.setattr(jit, "HAS_TRITON", False)
+    device = torch.device("meta")
+    table = AdapterTable(DIMENSIONS, torch.float32, Uploads(device))
+    layout = AdapterLayout.of([AdapterTarget(0, Projection.O, 8, (AdapterSlice(0, 8, 2),))], "float32")
+    table.bind(IDS[0], layout, [torch.zeros(layout.num_bytes, dtype=torch.uint8)])
+    words = PackedAdapters.of(MAX_TOKENS, MAX_SEQS).shares.stop
+    inputs = AdapterInputs(torch.zeros(words, dtype=torch.int64, device=device), MAX_SEQS)
+    given = plan(Step([None, IDS[0], None], []))
+    shape = SIZES.shape_of(given)
+    inputs.fill(given, shape, table)
+
+    (group,) = inputs.rows(shape).groups
+    assert group.rows.tolist() == [1]
+    assert group.factors

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hearth.kernels import jit
+from hearth.kernels import jit, step_tokens
 from hearth.kernels.activation import activate_triton
 from hearth.kernels.decode_attention import decode_attention_triton
 from hearth.kernels.linear import skinny_linear_triton
@@ -49,6 +49,13 @@ def test_every_program_waits_before_it_touches_what_a_step_writes(kernel: ast.Fu
         used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
         assert not used & changing, f"in front of the wait: {text}"
     pytest.fail("never waits")
+
+
+def test_a_step_begins_with_a_kernel_that_starts_when_all_before_it_has_ended() -> None:
+    """Else kernels behind it could read lengths and blocks before they are there."""
+    names = {kernel.name for kernel in overlapping_kernels()}
+    assert "_read_host_kernel" in names, "which writes them"
+    assert step_tokens._gather_tokens_kernel.__name__ not in names
 
 
 def test_kernels_that_overlap_are_found() -> None:

@@ -128,8 +128,8 @@ async def running(
             stack.callback(access_log.close)
             stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
             writers.append(access_log.write)
-        batches = ExchangeBatches(writers)
-        stack.callback(batches.flush)  # before what they write to is closed
+        batches = ExchangeBatches(writers, metrics)
+        stack.callback(batches.close)  # before what they write to is closed
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         supervisor = Supervisor(
@@ -184,7 +184,7 @@ async def running(
             notes=lambda: (
                 tuple(
                     one.note
-                    for one in (usage, journal, process_log, access_log, tracing, template)
+                    for one in (usage, journal, process_log, access_log, batches, tracing, template)
                     if one is not None and one.note is not None
                 )
                 + snapshots.notes

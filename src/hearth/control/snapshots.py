@@ -146,6 +146,8 @@ class Snapshots:
         if fact.failure is None and making is not None:
             # An adapter may have come meanwhile. But one that was to have its graphs is not made once more.
             lacks_adapters = fact.lacks_adapters and not making.has_adapters
+            if not lacks_adapters:  # nor does any other worker that looks from now on
+                self._lacking = {key for key in self._lacking if key[1] != fact.model}
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
     # By hand.

@@ -56,7 +56,7 @@ def _passes_bytes_on() -> bool:
     queued = _QueuedBytes(b"", OtlpEnvelope(b"", b""))
     try:
         processor.on_end(queued)  # type: ignore[arg-type]  # all that is asked of a span is its context
-    except AttributeError:  # or more is asked
+    except (AttributeError, TypeError):  # or more is asked
         return False
     finally:
         processor.shutdown()

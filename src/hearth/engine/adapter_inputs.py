@@ -17,6 +17,7 @@ from hearth.engine.adapter_table import AdapterTable, BoundAdapter
 from hearth.engine.step_shape import StepShape
 from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows, cut_adapter_shares
 from hearth.kernels.host_read import read_host
+from hearth.kernels.jit import runs_triton
 from hearth.policy.batch.plan import StepPlan
 from hearth.sizes import (
     ADAPTER_PROJECTIONS,
@@ -37,7 +38,7 @@ class AdapterInputs:
         self._packed, self._max_seqs = packed, max_seqs
         #: Where steps are written in turn. None of them: no step had an adapter yet, and most never have.
         self._hosts: list[tuple[torch.Tensor, npt.NDArray[np.int64]]] = []
-        #: Of the step that was sent last: by row of logits, and by row.
+        #: Of the step that was sent last: by row of logits, and by row. Where kernels read the lists, none.
         self._logit_groups: tuple[AdapterGroup, ...] = ()
         self._groups: tuple[AdapterGroup, ...] = ()
         #: The adapters of decode rows alone that were sent last; None: something else was.
@@ -89,8 +90,9 @@ class AdapterInputs:
 
     def _send(self, logits: _Groups, rows: _Groups | None, shape: StepShape | None) -> None:
         """Send the lists of rows of logits and of all rows; None: without prompts these are the same."""
-        self._logit_groups = logits.for_reference(self._packed.device)
-        self._groups = self._logit_groups if rows is None else rows.for_reference(self._packed.device)
+        if not runs_triton(self._packed):
+            self._logit_groups = logits.for_reference()
+            self._groups = self._logit_groups if rows is None else rows.for_reference()
         self._sent = None
         self._hosts = self._hosts[::-1] or _hosts_for(self._packed)
         host, packed = self._hosts[0]
@@ -125,10 +127,8 @@ class _Groups:
             np.bincount(numbers[numbers >= 0], minlength=len(adapters)),
         )
 
-    def for_reference(self, device: torch.device) -> tuple[AdapterGroup, ...]:
+    def for_reference(self) -> tuple[AdapterGroup, ...]:
         """Return groups as the torch reference has them; kernels need none."""
-        if device.type != "cpu":
-            return ()
         ends = self.counts.cumsum().tolist()
         return tuple(
             AdapterGroup(one.factors, one.address, self.order[end - count : end], one.weights)

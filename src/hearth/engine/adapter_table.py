@@ -14,6 +14,7 @@ import torch
 
 from hearth.engine.upload import Uploads
 from hearth.kernels.adapter_rows import SliceFactor, TargetFactors
+from hearth.kernels.jit import runs_triton
 from hearth.models.adapter import AdapterLayout, FactorPlaces, RelativeTable, target_index
 from hearth.models.buffers import name_of
 from hearth.models.dtypes import DTYPES
@@ -64,7 +65,7 @@ class AdapterTable:
             assert len(piece) >= stored.end - stored.begin, f"{layer=} {stored=} in {len(piece)} bytes"
             addresses[layer] = piece.data_ptr()
         (table,) = self._uploads.ints(_absolute(layout.table, addresses).reshape(-1))
-        factors = _factors(layout, layers) if self._uploads.device.type == "cpu" else {}
+        factors = {} if runs_triton(table) else _factors(layout, layers)
         self._bound[adapter] = BoundAdapter(
             factors, table.view(self._shape), table.data_ptr(), layout.table.weights, layers
         )
