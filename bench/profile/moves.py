@@ -309,15 +309,13 @@ def _budget_bytes(scale: Scale, device: torch.device) -> int:
         return -(-num_bytes // scale.page_bytes)
 
     most = 0
+    num_alike = (
+        2 if len(scale.shapes) == 1 else 1
+    )  # as in `_orders`; a smaller one leaves room for its tables
     for shape in scale.shapes:
         spec = ModelSpec(shape.arch, DTYPES[shape.dtype], _context(scale), scale.limits, frozenset())
-        sizes = (
-            shape.weights_bytes,
-            workspace_bytes(spec, device),
-            tables_bytes(spec),
-            _kv_bytes(scale, shape),
-        )
-        most = max(most, sum(map(pages, sizes)))
+        sizes = (shape.weights_bytes, workspace_bytes(spec, device), _kv_bytes(scale, shape))
+        most = max(most, sum(map(pages, sizes)) + num_alike * pages(tables_bytes(spec)))
     return (most + SPARE_PAGES) * scale.page_bytes
 
 
