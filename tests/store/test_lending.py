@@ -26,7 +26,7 @@ from bench.random_model import TINY, write_random
 from hearth.config import StoreConfig
 from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing, LenderGone, LoadCancelled, StoreError
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
-from hearth.store.borrower import Borrower, Loan
+from hearth.store.borrower import Borrower
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.keeper_client import KeeperClient
@@ -43,6 +43,7 @@ from hearth.store.lending import (
     send,
 )
 from hearth.store.loader import Loader, whole
+from hearth.store.loan import Loan
 from hearth.store.manifest import TOKENIZER, WEIGHTS, Manifest, read_manifest
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers

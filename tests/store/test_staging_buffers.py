@@ -17,11 +17,12 @@ import torch
 from hearth.config import StoreConfig
 from hearth.errors import LoadCancelled, StoreError
 from hearth.store import staged_loan as staged_loans
-from hearth.store.borrower import BorrowedModel, Borrower, Loan
+from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.convert import convert
 from hearth.store.fetch import HostChunk
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader, whole
+from hearth.store.loan import Loan
 from hearth.store.manifest import WEIGHTS
 from hearth.store.patient_loan import PatientLoan
 from hearth.store.segment import Segment

@@ -15,9 +15,9 @@ import pytest
 from hearth.messages import HostingFailed, KeeperSetup, ModelLoaded
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store import patient_loan
-from hearth.store.borrower import Loan
 from hearth.store.fetch import HostChunk
 from hearth.store.lending import Message
+from hearth.store.loan import Loan
 from hearth.store.manifest import CHUNK_BYTES
 from hearth.types import Hold, ModelId
 from tests.engine.harness import assert_greedy

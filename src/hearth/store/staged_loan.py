@@ -12,8 +12,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from hearth.errors import LoadCancelled, StoreError
-from hearth.store.borrower import Borrowed, Borrower, Loan
+from hearth.store.borrower import Borrowed, Borrower
 from hearth.store.fetch import HostChunk
+from hearth.store.loan import Loan
 from hearth.store.manifest import StoredManifest
 from hearth.store.staging_buffers import StagingBuffers
 

@@ -18,9 +18,10 @@ from hearth.memory.pool import Gap
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace, WeightGate
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
-from hearth.store.borrower import BorrowedModel, Loan
+from hearth.store.borrower import BorrowedModel
 from hearth.store.fetch import HostChunk
 from hearth.store.loader import Load, Loader, LoadGate, LoadPiece, chunks_of
+from hearth.store.loan import Loan
 from hearth.store.manifest import Manifest
 from hearth.store.patient_loan import PatientLoan
 from hearth.store.record import LoadRecord
