@@ -5,8 +5,8 @@ python -m bench.service [--save] [--only PART ...] [--quick]
     overhead    SmolLM2 in float32, 16 streams over HTTP, in turns with the engine alone
     rate        a tiny random decoder, 256 streams: tokens and events per second, processor time by process,
                 and where the gateway's threads are
-    dialects    the tiny decoder, the same streams in the words of every API, in turns: processor time of the
-                gateway against that of /v1/completions
+    dialects    the tiny decoder, the same few streams in the words of every API, in many short turns:
+                processor time of the gateway against that of /v1/completions
     dispatch    a resident idle model: from the question to its first text, less what the engine takes for it
     watched     two services side by side, one with access log and traces, one without: the processor time of
                 each gateway for short streams of a tiny random decoder, until the last span was sent
@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import files
+from math import sqrt
 from pathlib import Path
 from statistics import median
 
@@ -68,8 +69,8 @@ class Scale:
     watched_rounds: int = 24
     watched_streams: int = 128
     watched_tokens: int = 64
-    dialect_rounds: int = 12
-    dialect_streams: int = 32
+    dialect_rounds: int = 60
+    dialect_streams: int = 8
     dialect_tokens: int = 384
 
 
@@ -192,12 +193,22 @@ def dialects(scale: Scale, place: Path) -> Part:
         pairs = zip(taken[name], base, strict=True)
         return round(median(figure(one) / figure(other) for one, other in pairs), 4)
 
+    def ratio_error(name: str) -> float:
+        """Return the standard error of the ratio of sums, by how far each round is from it."""
+        ratio, num_rounds = gateway_s[name] / gateway_s["completions"], len(base)
+        rests = (
+            one.gateway_s - ratio * other.gateway_s for one, other in zip(taken[name], base, strict=True)
+        )
+        spread_s = sqrt(sum(rest * rest for rest in rests) * num_rounds / max(1, num_rounds - 1))
+        return round(spread_s / gateway_s["completions"], 4)
+
     gateway_s = {name: sum(run.gateway_s for run in runs) for name, runs in taken.items()}
     ratios = {name: round(spent_s / gateway_s["completions"], 4) for name, spent_s in gateway_s.items()}
     details = {
         "aim": AIM_DIALECT,
         "meets_aim": max(ratios.values()) <= AIM_DIALECT,
         "gateway_cpu_ratio": ratios,
+        "gateway_cpu_ratio_error": {name: ratio_error(name) for name in DIALECTS},
         "gateway_cpu_ratio_by_round": {
             name: median_ratio(name, lambda run: run.gateway_s) for name in DIALECTS
         },

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import uvloop
 
 from bench.service.client import Reply, ask_all, request
-from bench.service.process import Service, machine_cpu_s
+from bench.service.process import Service, cpu_s, machine_cpu_s
 
 #: Renders a conversation of one message as its text alone: the prompt has the same tokens in all dialects.
 BARE_TEMPLATE = "{{ messages[0].content }}"
@@ -70,25 +70,28 @@ class DialectRun:
     seconds: float  #: from the first question to the last byte
     gateway_s: float  #: processor time of the gateway
     num_events: int  #: of all streams; the fewer, the more tokens came as one, which costs the gateway less
+    num_reads: int  #: of all streams, by the client; the fewer, the more events came as one, with that effect
     others_cores: float  #: that processes besides the service and its client kept busy
 
 
 def ask_dialect(service: Service, dialect: AskedDialect, texts: Sequence[str], num_tokens: int) -> DialectRun:
     """Ask for the continuations of all texts at once. Raises RuntimeError unless all come whole."""
     questions = [dialect.question("tiny", text, num_tokens) for text in texts]
-    before = service.cpu_s()
+    pids = service.pids()  # before: to ask for them costs the gateway something, too
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
     machine_s, client_s, asked_s = machine_cpu_s(), time.process_time(), time.perf_counter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         replies = runner.run(ask_all(service.port, questions))
     machine_s, client_s = machine_cpu_s() - machine_s, time.process_time() - client_s
     took_s = time.perf_counter() - asked_s
-    spent_s = {name: now_s - before.get(name, 0.0) for name, now_s in service.cpu_s().items()}
+    spent_s = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
     for reply in replies:
         dialect.check(reply, num_tokens)
     began_s, ended_s = min(reply.asked_s for reply in replies), max(reply.reads[-1][0] for reply in replies)
     others_cores = max(0.0, machine_s - client_s - sum(spent_s.values())) / took_s
     num_events = sum(reply.body.count(dialect.event) for reply in replies)
-    return DialectRun(ended_s - began_s, spent_s["gateway"], num_events, round(others_cores, 2))
+    num_reads = sum(len(reply.reads) for reply in replies)
+    return DialectRun(ended_s - began_s, spent_s["gateway"], num_events, num_reads, round(others_cores, 2))
 
 
 class Texts:
