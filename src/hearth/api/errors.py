@@ -119,15 +119,17 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     faults = [(fault, _place(fault["loc"], error.body, fault["type"])) for fault in error.errors()]
     # Of a value that might be of several kinds, the kind that it is but for its length was meant, or else the
     # one that fits deepest.
-    fault, path = max(faults, key=lambda pair: (pair[0]["type"] == "too_long", len(pair[1])))
+    fault, path = max(faults, key=lambda pair: (pair[0]["type"] in ("too_long", "too_short"), len(pair[1])))
     if fault["type"] == REFUSED_FIELD:
         param = _param([*path, fault["ctx"]["field"]])
         return error_response(400, f"`{param:.80}` {fault['msg']}", "unsupported_parameter", param[:80])
-    what = str(fault["msg"]).removeprefix("Value error, ")
+    what = str(fault["msg"]).removeprefix("Value error, ").partition(" after validation, not ")[0]
     param = _param(path)
     message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
     if not path and error.body is None:
         message = "the request needs a JSON body with `content-type: application/json`"
+    elif not path and not isinstance(error.body, dict):
+        message = f"the body must be a JSON object, given: {_given(error.body)}"
     elif fault["type"] not in ("missing", "value_error"):
         message += f", given: {_given(fault['input'])}"
     return error_response(400, message, "bad_request", param or None)
