@@ -100,6 +100,7 @@ def test_pauses_are_told_with_their_reason() -> None:
     assert lines[1] == "on w0: busy models leave no room for it, so they take turns"
     assert "paused 3 times for other models, 300 ms in all" in lines
     assert "2 tokens came later than its pace" in lines
+    assert "1 token came later than its pace" in waterfall(replace(paused, num_late_tokens=1), 80)
     assert any(line.startswith("paused ") and line.endswith("300 ms  its time was over") for line in lines)
 
 

@@ -65,7 +65,8 @@ def _heading(explained: Explanation) -> Iterator[str]:
         times = "once" if explained.num_pauses == 1 else f"{explained.num_pauses} times"
         yield f"paused {times} for other models, {precise(explained.paused_s)} in all"
     if explained.num_late_tokens:
-        yield f"{explained.num_late_tokens} tokens came later than its pace"
+        tokens = "1 token" if explained.num_late_tokens == 1 else f"{explained.num_late_tokens} tokens"
+        yield f"{tokens} came later than its pace"
 
 
 def _adapter(explained: Explanation) -> str:
