@@ -113,6 +113,10 @@ def _allowed_methods(request: Request) -> list[str]:
     return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
 
+#: What JSON calls otherwise than pydantic, by the type of the fault.
+_WORDS = dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "input should be an object")
+
+
 async def on_invalid_body(request: Request, error: Exception) -> Response:
     """Answer what pydantic refuses: a body, a query or a path."""
     assert isinstance(error, RequestValidationError), type(error)
@@ -123,13 +127,12 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     if fault["type"] == REFUSED_FIELD:
         param = _param([*path, fault["ctx"]["field"]])
         return error_response(400, f"`{param:.80}` {fault['msg']}", "unsupported_parameter", param[:80])
-    what = str(fault["msg"]).removeprefix("Value error, ").partition(" after validation, not ")[0]
+    what = _WORDS.get(fault["type"]) or str(fault["msg"]).removeprefix("Value error, ")
+    what = what.partition(" after validation, not ")[0]
     param = _param(path)
     message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
     if not path and error.body is None:
         message = "the request needs a JSON body with `content-type: application/json`"
-    elif not path and not isinstance(error.body, dict):
-        message = f"the body must be a JSON object, given: {_given(error.body)}"
     elif fault["type"] not in ("missing", "value_error"):
         message += f", given: {_given(fault['input'])}"
     return error_response(400, message, "bad_request", param or None)
