@@ -1,8 +1,8 @@
 """A connection with limits: bytes of headers, time for headers, bodies and reading, room among others.
 
 Parses nothing. uvicorn keeps headers until they are complete, however many they are. It waits for headers and
-bodies however slowly they come, also for the rest of a body that was refused, and for clients who do not read
-their answers, and opens any number of connections.
+bodies however slowly they come, also for the rest of a body that was refused, waits for clients that do not
+read their answers, and opens any number of connections.
 `guard.py` sees only headers that are complete. Where clients rely on it, this mends what uvicorn makes of
 HTTP/1.0 and of offers to upgrade, and refuses as the API does.
 """
@@ -36,7 +36,7 @@ HANG_UP_S = 2
 #: A body has so long to come, and longer the more of it has come: slow lines may send large bodies.
 BODY_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
-#: A client who has taken nothing for so long of what waits for him loses the connection.
+#: A client that has taken nothing for so long of what waits for it loses the connection.
 READ_S = 120.0
 #: Java's client offers HTTP/2 by this header. A parser that sees it takes the body for another protocol's.
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
@@ -92,7 +92,7 @@ class LimitedProtocol(HttpToolsProtocol):
         #: The timer of a head, from its first byte to its end, of the first one from the connection on; or
         #: that of a body that did not come with its head.
         self._timer: asyncio.TimerHandle | None = None
-        #: The timer of a client who is behind with reading, and what waited for him when it began.
+        #: The timer of a client that is behind with reading, and what waited for it when the timer began.
         self._reading_timer: asyncio.TimerHandle | None = None
         self._num_unread_bytes = 0
 
@@ -199,7 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._reading_timer = None
 
     def _time_out_reading(self) -> None:
-        if self.transport.get_write_buffer_size() < self._num_unread_bytes:  # slow, but he reads
+        if self.transport.get_write_buffer_size() < self._num_unread_bytes:  # slow, but it reads
             self._start_reading_timer()
         else:
             log.debug("reader_gone unread_bytes=%d", self._num_unread_bytes)
