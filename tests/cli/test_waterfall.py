@@ -32,7 +32,7 @@ def test_bars_lie_on_one_axis_of_time() -> None:
         "  disk    477 MiB  in 250 ms, 2.00 GB/s",
         "",
         "what each worker would have cost",
-        "  w0  425 ms: queue 0.0 ms, load 400 ms of 477 MiB, 50% in use",
+        "  w0  425 ms: queue 0.0 ms, load 400 ms of 477 MiB, 25 ms as 50% of it is in use",
         "  w1  busy models fill it",
     ]
 
