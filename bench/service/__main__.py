@@ -5,8 +5,8 @@ python -m bench.service [--save] [--only PART ...] [--quick]
     overhead    SmolLM2 in float32, 16 streams over HTTP, in turns with the engine alone
     rate        a tiny random decoder, 256 streams: tokens and events per second, processor time by process,
                 and where the gateway's threads are
-    dialects    the tiny decoder, the same streams in the words of every API, in turns: processor time of the
-                gateway against that of /v1/completions
+    dialects    two services side by side, the same streams of the tiny decoder by /v1/completions and in the
+                words of every other API: the processor time of each gateway
     dispatch    a resident idle model: from the question to its first text, less what the engine takes for it
     watched     two services side by side, one with access log and traces, one without: the processor time of
                 each gateway for short streams of a tiny random decoder, until the last span was sent
@@ -23,7 +23,7 @@ import json
 import tempfile
 import time
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,7 +39,15 @@ from bench.report import arguments, emit, percentiles, tell
 from bench.service.bare_engine import Bare, bare
 from bench.service.client import completion
 from bench.service.collector import collecting
-from bench.service.dialects import BARE_TEMPLATE, DIALECTS, DialectRun, Texts, ask_dialect
+from bench.service.dialects import (
+    BARE_TEMPLATE,
+    DIALECTS,
+    DialectRound,
+    Texts,
+    dialect_round,
+    sum_ratio,
+    sum_ratio_error,
+)
 from bench.service.process import Service, deploy, serving
 from bench.service.streams import Prompts, Round, in_turn, rounds, stream_all
 from bench.service.watched import WatchedRound, watched_round
@@ -68,8 +76,8 @@ class Scale:
     watched_rounds: int = 24
     watched_streams: int = 128
     watched_tokens: int = 64
-    dialect_rounds: int = 12
-    dialect_streams: int = 32
+    dialect_rounds: int = 24
+    dialect_streams: int = 8
     dialect_tokens: int = 384
 
 
@@ -165,57 +173,57 @@ def rate(scale: Scale, place: Path) -> Part:
 
 
 def dialects(scale: Scale, place: Path) -> Part:
-    """Ask for the same work in every dialect, each time of new texts, and each round begins with another."""
+    """Ask one service by /v1/completions and another one in each dialect for the same, at the same time.
+
+    Whatever slows the machine down then slows both. They change places from round to round, and no text comes
+    twice.
+    """
     texts = Texts(num_chars=16)
     directory = write_random(place / "chatty", TINY, "float32", 1, torch.device("cpu"), BARE_TEMPLATE)
-    taken: dict[str, list[DialectRun]] = {name: [] for name in DIALECTS}
-    others_cores: list[float] = []
-    with tempfile.TemporaryDirectory(dir=place) as fresh:
-        data_dir = Path(fresh) / "data"
-        deploy(data_dir, directory, "tiny")
-        room = f"models.tiny.memory_floor_bytes={KV_BYTES}"
-        flags = ["--device", "cpu", "--workers", "1", "--memory", "2GiB", "--set", room]
-        with serving(data_dir, flags) as service:
-            for index in range(scale.dialect_rounds + 1):
-                first = index % len(DIALECTS)
-                for name in [*DIALECTS][first:] + [*DIALECTS][:first]:
-                    asked = texts.take(scale.dialect_streams)
-                    run = ask_dialect(service, DIALECTS[name], asked, scale.dialect_tokens if index else 8)
-                    tell(f"dialects: {name} {run.seconds:.2f} s, gateway {run.gateway_s:.2f} s of a core")
-                    if index:  # the first round warms up
-                        taken[name].append(run)
-                        others_cores.append(run.others_cores)
-    base = taken["completions"]
-
-    def median_ratio(name: str, figure: Callable[[DialectRun], float]) -> float:
-        """Compare with the base of the same round: others may use the machine in one more than in another."""
-        pairs = zip(taken[name], base, strict=True)
-        return round(median(figure(one) / figure(other) for one, other in pairs), 4)
-
-    gateway_s = {name: sum(run.gateway_s for run in runs) for name, runs in taken.items()}
-    ratios = {name: round(spent_s / gateway_s["completions"], 4) for name, spent_s in gateway_s.items()}
+    others = {name: dialect for name, dialect in DIALECTS.items() if name != "completions"}
+    played: dict[str, list[DialectRound]] = {name: [] for name in others}
+    with (
+        deployed_tiny(place, directory) as (data_dir, flags),
+        deployed_tiny(place, directory) as (other_dir, _),
+        serving(data_dir, flags) as service,
+        serving(other_dir, flags) as other,
+    ):
+        for index in range(2 + scale.dialect_rounds):
+            services = (service, other) if index % 2 else (other, service)
+            for name, dialect in others.items():
+                asked = texts.take(scale.dialect_streams)
+                is_warm = index >= 2  # before, both have been asked in all dialects
+                one = dialect_round(*services, dialect, asked, scale.dialect_tokens if is_warm else 8)
+                tell(
+                    f"dialects: {name} {one.dialect_s:.3f} s of a core, completions {one.completions_s:.3f} s"
+                )
+                if is_warm:
+                    played[name].append(one)
+    ratios = {name: round(sum_ratio(rounds), 4) for name, rounds in played.items()}
     details = {
         "aim": AIM_DIALECT,
         "meets_aim": max(ratios.values()) <= AIM_DIALECT,
         "gateway_cpu_ratio": ratios,
-        "gateway_cpu_ratio_by_round": {
-            name: median_ratio(name, lambda run: run.gateway_s) for name in DIALECTS
+        "gateway_cpu_ratio_error": {
+            name: round(sum_ratio_error(rounds), 4) for name, rounds in played.items()
         },
-        "seconds_ratio_by_round": {name: median_ratio(name, lambda run: run.seconds) for name in DIALECTS},
-        "others_cores": percentiles(others_cores),
-        "rounds": {name: [asdict(run) for run in runs] for name, runs in taken.items()},
+        "gateway_cpu_ratio_by_round": {
+            name: percentiles([one.dialect_s / one.completions_s for one in rounds])
+            for name, rounds in played.items()
+        },
+        "others_cores": percentiles([one.others_cores for rounds in played.values() for one in rounds]),
+        "rounds": {name: [asdict(one) for one in rounds] for name, rounds in played.items()},
     }
     num_streams = scale.dialect_streams * scale.dialect_rounds
     rows: list[dict[str, object]] = [
         {
             "measure": f"the gateway's time for {scale.dialect_tokens} tokens by {dialect.path}",
             "unit": "ms",
-            "value": 1e3 * gateway_s[name] / num_streams,
-            "peers": {"/v1/completions": 1e3 * gateway_s["completions"] / num_streams},
+            "value": 1e3 * sum(one.dialect_s for one in played[name]) / num_streams,
+            "peers": {"/v1/completions": 1e3 * sum(one.completions_s for one in played[name]) / num_streams},
             "aim": "at most 1.05 times",
         }
-        for name, dialect in DIALECTS.items()
-        if name != "completions"
+        for name, dialect in others.items()
     ]
     return Part(rows, details)
 
@@ -333,11 +341,18 @@ def one_by_one(engine: Bare, prompts: Prompts, num_prompts: int) -> list[float]:
 def tiny_setting(place: Path) -> Iterator[tuple[Path, Path, list[str]]]:
     """Make a model, a data directory that has it as `tiny`, and flags for a service."""
     directory = write_random(place / "tiny", TINY, "float32", 1, torch.device("cpu"))
+    with deployed_tiny(place, directory) as (data_dir, flags):
+        yield directory, data_dir, flags
+
+
+@contextmanager
+def deployed_tiny(place: Path, directory: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Make a data directory that has a model as `tiny`, and flags for a service."""
     with tempfile.TemporaryDirectory(dir=place) as fresh:
         data_dir = Path(fresh) / "data"
         deploy(data_dir, directory, "tiny")
         room = f"models.tiny.memory_floor_bytes={KV_BYTES}"
-        yield directory, data_dir, ["--device", "cpu", "--workers", "1", "--memory", "2GiB", "--set", room]
+        yield data_dir, ["--device", "cpu", "--workers", "1", "--memory", "2GiB", "--set", room]
 
 
 @dataclass(frozen=True, slots=True)

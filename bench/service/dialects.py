@@ -1,4 +1,4 @@
-"""The same work asked for in the words of every API that the service speaks, each as a stream.
+"""The same streams asked of two services at once: of one by /v1/completions, of the other in another dialect.
 
 Starts no service.
 """
@@ -11,11 +11,12 @@ import string
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import uvloop
 
 from bench.service.client import Reply, ask_all, request
-from bench.service.process import Service, machine_cpu_s
+from bench.service.process import Service, cpu_s, machine_cpu_s
 
 #: Renders a conversation of one message as its text alone: the prompt has the same tokens in all dialects.
 BARE_TEMPLATE = "{{ messages[0].content }}"
@@ -38,11 +39,6 @@ class AskedDialect:
         is_ollama = self.path.startswith("/api/")
         return request("POST", self.path, body | ({"options": sampling} if is_ollama else sampling))
 
-    @property
-    def event(self) -> bytes:
-        """The beginning or end of an event."""
-        return b"}\n" if self.path.startswith("/api/") else b"\ndata: "
-
     def check(self, reply: Reply, num_tokens: int) -> None:
         """Raise RuntimeError unless the reply is whole and of so many tokens."""
         if not reply.is_whole or b'"%b":%d' % (self.counted.encode(), num_tokens) not in reply.body:
@@ -64,31 +60,62 @@ DIALECTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class DialectRun:
-    """Streams that were asked for at once in one dialect."""
+class DialectRound:
+    """The processor time of two gateways for the same streams, of one in a dialect."""
 
-    seconds: float  #: from the first question to the last byte
-    gateway_s: float  #: processor time of the gateway
-    num_events: int  #: of all streams; the fewer, the more tokens came as one, which costs the gateway less
-    others_cores: float  #: that processes besides the service and its client kept busy
+    completions_s: float
+    dialect_s: float
+    completions_reads: int  #: of all streams, by the client; the fewer, the more tokens were written as one
+    dialect_reads: int
+    others_cores: float  #: that processes besides both services and their client kept busy
 
 
-def ask_dialect(service: Service, dialect: AskedDialect, texts: Sequence[str], num_tokens: int) -> DialectRun:
-    """Ask for the continuations of all texts at once. Raises RuntimeError unless all come whole."""
-    questions = [dialect.question("tiny", text, num_tokens) for text in texts]
-    before = service.cpu_s()
+def dialect_round(
+    plain: Service, other: Service, dialect: AskedDialect, texts: Sequence[str], num_tokens: int
+) -> DialectRound:
+    """Ask `plain` by /v1/completions and `other` in a dialect to continue the same texts, both at once.
+
+    Raises:
+        RuntimeError: a stream did not come whole.
+    """
+    asked = [(plain, DIALECTS["completions"]), (other, dialect)]
+    questions = [[spoken.question("tiny", text, num_tokens) for text in texts] for _, spoken in asked]
+
+    async def ask_both() -> tuple[list[Reply], list[Reply]]:
+        return await asyncio.gather(ask_all(plain.port, questions[0]), ask_all(other.port, questions[1]))
+
+    pids = [service.pids() for service, _ in asked]  # before: to ask for them costs a gateway something, too
+    before = [{name: cpu_s(pid) for name, pid in each.items()} for each in pids]
     machine_s, client_s, asked_s = machine_cpu_s(), time.process_time(), time.perf_counter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        replies = runner.run(ask_all(service.port, questions))
+        replies = runner.run(ask_both())
     machine_s, client_s = machine_cpu_s() - machine_s, time.process_time() - client_s
     took_s = time.perf_counter() - asked_s
-    spent_s = {name: now_s - before.get(name, 0.0) for name, now_s in service.cpu_s().items()}
-    for reply in replies:
-        dialect.check(reply, num_tokens)
-    began_s, ended_s = min(reply.asked_s for reply in replies), max(reply.reads[-1][0] for reply in replies)
-    others_cores = max(0.0, machine_s - client_s - sum(spent_s.values())) / took_s
-    num_events = sum(reply.body.count(dialect.event) for reply in replies)
-    return DialectRun(ended_s - began_s, spent_s["gateway"], num_events, round(others_cores, 2))
+    spent_s = [
+        {name: cpu_s(pid) - then[name] for name, pid in each.items()}
+        for each, then in zip(pids, before, strict=True)
+    ]
+    for (_, spoken), each_replies in zip(asked, replies, strict=True):
+        for reply in each_replies:
+            spoken.check(reply, num_tokens)
+    plain_reads, other_reads = (sum(len(reply.reads) for reply in each) for each in replies)
+    others_s = machine_s - client_s - sum(sum(each.values()) for each in spent_s)
+    return DialectRound(
+        *(spent_s[0]["gateway"], spent_s[1]["gateway"], plain_reads, other_reads),
+        others_cores=round(max(0.0, others_s) / took_s, 2),
+    )
+
+
+def sum_ratio(rounds: Sequence[DialectRound]) -> float:
+    """Return how many times the processor time of /v1/completions a dialect took."""
+    return sum(one.dialect_s for one in rounds) / sum(one.completions_s for one in rounds)
+
+
+def sum_ratio_error(rounds: Sequence[DialectRound]) -> float:
+    """Return the standard error of `sum_ratio`, by how far each round is from it."""
+    ratio, num_rounds = sum_ratio(rounds), len(rounds)
+    squares = sum((one.dialect_s - ratio * one.completions_s) ** 2 for one in rounds)
+    return sqrt(squares * num_rounds / max(1, num_rounds - 1)) / sum(one.completions_s for one in rounds)
 
 
 class Texts:

@@ -96,6 +96,41 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(
     assert sorted(gateway.cancelled) == sorted(stream.request_id for stream in gateway.streams)
 
 
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
+        ("/api/chat", {"messages": MESSAGES}),
+        ("/api/generate", {"prompt": "Hi"}),
+    ],
+)
+def test_a_client_that_leaves_amid_an_answer_cancels_it_in_every_dialect(
+    gateway: FakeGateway, path: str, fields: dict[str, object], is_stream: bool
+) -> None:
+    async def talk() -> Connection:
+        asked = json.dumps({"model": "tiny", "stream": is_stream} | fields).encode()
+        connection = Connection(asked)
+        gateway.script = lambda stream: stream.put(tokens_of("a", finish=None))
+        running = asyncio.create_task(connection.run(app_of(gateway), path))
+        while not (connection.received if is_stream else gateway.streams):
+            await asyncio.sleep(0)
+        connection.is_gone.set()
+        await running
+        return connection
+
+    received = asyncio.run(talk()).received
+
+    assert gateway.cancelled == ["r0"]
+    assert bool(received) is is_stream
+    assert b'"done":true' not in b"".join(received)
+
+
 def test_when_one_choice_fails_the_others_are_cancelled(gateway: FakeGateway) -> None:
     def script(stream: object) -> None:
         if len(gateway.streams) == 2:

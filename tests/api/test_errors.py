@@ -45,7 +45,7 @@ USER = {"role": "user", "content": "Hi"}
             "stop",
             "`stop`: all stop strings together may have 1024 characters, given: 1025; shorten them or",
         ),
-        ({"messages": []}, "messages", "`messages`: list should have at least 1 item"),
+        ({"messages": []}, "messages", "`messages`: list should have at least 1 item, given: a list of 0"),
         ({"messages": [USER, {"content": "Hi"}]}, "messages[1].role", "`messages[1].role`: field required"),
         (
             {"messages": [{"role": "user"}]},
@@ -63,6 +63,8 @@ USER = {"role": "user", "content": "Hi"}
             "logit_bias.5",
             "`logit_bias.5`: input should be less than or equal to 100",
         ),
+        ({"response_format": "xml"}, "response_format", "input should be an object, given: 'xml'"),
+        ({"stream_options": []}, "stream_options", "input should be an object, given: a list of 0"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "field required"),
@@ -85,7 +87,9 @@ def test_a_wrong_field_is_named_with_its_limit_and_value(
     ("content", "message"),
     [
         ("{", "the body is not valid JSON"),
-        ("[]", "`body`: input should be a valid dictionary"),
+        ("[]", "`body`: input should be an object, given: a list of 0"),
+        ('{"model": "tiny", "prompt": []}', "`prompt`: list should have at least 1 item, given: a list of 0"),
+        ('{"model": "tiny", "prompt": [[]]}', "`prompt[0]`: list should have at least 1 item, given: a list"),
         ("", "needs a JSON body"),
         ("[" * 50_000, "lists and objects are nested too deep"),
         (

@@ -191,6 +191,15 @@ def test_a_body_that_says_to_be_something_else_is_told_what_to_say(gateway: Fake
     assert gateway.requests == []
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])
+def test_a_compressed_body_is_refused_in_every_dialect(gateway: FakeGateway, path: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = request(gateway, "POST", path, content="{}", headers=headers)
+
+    assert response.status_code == 415
+    assert "given: `content-encoding: gzip`; send it without one" in response.text
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

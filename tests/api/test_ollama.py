@@ -250,6 +250,14 @@ def test_an_embedding_is_spelt_as_ollama_does_in_both_forms(gateway: FakeGateway
     assert "`dimensions` is not supported" in refused.json()["error"]
 
 
+def test_nothing_to_embed_is_answered_with_no_embeddings_as_ollama_does(gateway: FakeGateway) -> None:
+    for nothing in ("", []):
+        response = request(gateway, "POST", "/api/embed", {"model": "tiny", "input": nothing})
+        assert response.json() == {"model": "tiny", "embeddings": []}
+    assert not gateway.requests
+    assert request(gateway, "POST", "/api/embed", {"model": "none", "input": []}).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("method", "path", "instead"),
     [
@@ -360,3 +368,27 @@ def test_the_durations_of_many_embeddings_are_asked_for_on_the_event_loop(gatewa
     assert response.status_code == 200
     (embedding,) = response.json()["embeddings"]
     assert len(embedding) == MANY_BYTES // 4 + 1
+
+
+def test_open_webui_gets_the_fields_that_it_reads(gateway: FakeGateway) -> None:
+    """Sends what its router of Ollama sends: every option that its users can set, and no images."""
+    gateway.explanation = EXPLAINED
+    numbers = ("num_ctx", "num_batch", "num_keep", "repeat_last_n", "num_gpu", "num_thread", "top_k")
+    options = dict.fromkeys(numbers, 64) | {"temperature": 1, "use_mmap": True, "use_mlock": False}
+    options |= {"mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5.0, "repeat_penalty": 1.1, "stop": ["x"]}
+    messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Hi", "images": []}]
+    fields = {"messages": messages, "options": options, "keep_alive": "5m", "think": False, "stream": True}
+
+    model, _ = request(gateway, "GET", "/api/tags").json()["models"]
+    version = request(gateway, "GET", "/api/version").json()["version"]
+    told = lines(request(gateway, "POST", "/api/chat", {"model": "tiny:latest"} | fields))
+
+    assert model["model"] == model["name"] == "tiny:latest"
+    assert {"size", "digest", "modified_at", "details"} <= model.keys()
+    assert {"parameter_size", "quantization_level", "family"} <= model["details"].keys()
+    assert tuple(map(int, version.split("."))) >= (0, 5)
+    assert "".join(line["message"]["content"] for line in told) == "Hello"
+    assert [line["done"] for line in told] == [False, False, True]
+    counts = ("prompt_eval_count", "eval_count", "total_duration", "load_duration", "eval_duration")
+    assert all(isinstance(told[-1][count], int) for count in (*counts, "prompt_eval_duration"))
+    assert generate(gateway, keep_alive=0, prompt="").json()["done_reason"] == "unload"

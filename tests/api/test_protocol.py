@@ -277,6 +277,52 @@ def test_a_stream_outlives_stray_bytes_after_its_request(
         received += read_some(connection)
 
 
+BODIES = {
+    "/v1/completions": {"model": "tiny", "prompt": "a", "stream": True},
+    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "stream": True},
+    "/v1/responses": {"model": "tiny", "input": "a"},
+    "/v1/messages": {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]},
+    "/api/generate": {"model": "tiny", "prompt": "a"},
+}
+
+
+def ask_for_much(connection: socket.socket, gateway: FakeGateway, path: str) -> None:
+    """Ask for more than sockets hold; the answer has no end unless its stream is closed."""
+    gateway.script = lambda stream: stream.put(tokens_of(*["x" * (4 << 20)] * 4, finish=None))
+    body = json.dumps(BODIES[path] | {"stream": True}).encode()
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path.encode()
+    connection.sendall(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_answer_that_nobody_reads_is_called_off(
+    monkeypatch: pytest.MonkeyPatch, connection: socket.socket, gateway: FakeGateway, path: str
+) -> None:
+    monkeypatch.setattr(protocol, "READ_S", 0.1)
+    ask_for_much(connection, gateway, path)
+
+    while not gateway.ended:
+        time.sleep(0.01)
+
+    assert gateway.cancelled == ["r0"]
+    assert [(record.status, record.is_whole) for record in gateway.ended] == [(200, False)]
+
+
+def test_a_client_who_reads_slowly_gets_all(
+    monkeypatch: pytest.MonkeyPatch, connection: socket.socket, gateway: FakeGateway
+) -> None:
+    monkeypatch.setattr(protocol, "READ_S", 0.5)
+    ask_for_much(connection, gateway, "/v1/completions")
+    num_bytes = 0
+    while num_bytes < 16 << 20:  # which takes longer than that in all
+        part = connection.recv(1 << 20)
+        assert part, "the connection has ended"
+        num_bytes += len(part)
+        time.sleep(len(part) / (16 << 20))
+
+    assert not gateway.cancelled
+
+
 def drip(connection: socket.socket) -> None:
     """Send a byte now and then until the other side has had enough."""
     with suppress(OSError):

@@ -32,7 +32,7 @@ def test_bars_lie_on_one_axis_of_time() -> None:
         "  disk    477 MiB  in 250 ms, 2.00 GB/s",
         "",
         "what each worker would have cost",
-        "  w0  425 ms: queue 0.0 ms, load 400 ms of 477 MiB, 50% in use",
+        "  w0  425 ms: queue 0.0 ms, load 400 ms of 477 MiB, 25 ms as 50% of it is in use",
         "  w1  busy models fill it",
     ]
 
@@ -100,6 +100,7 @@ def test_pauses_are_told_with_their_reason() -> None:
     assert lines[1] == "on w0: busy models leave no room for it, so they take turns"
     assert "paused 3 times for other models, 300 ms in all" in lines
     assert "2 tokens came later than its pace" in lines
+    assert "1 token came later than its pace" in waterfall(replace(paused, num_late_tokens=1), 80)
     assert any(line.startswith("paused ") and line.endswith("300 ms  its time was over") for line in lines)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from tests.service.harness import PATIENCE_S, Service
@@ -16,26 +19,31 @@ pytestmark = pytest.mark.e2e
 QUESTION = "What is the capital of France? Answer in one word."
 
 
-def model(service: Service, *, is_chat: bool) -> OpenAILike:
+@contextmanager
+def model(service: Service, *, is_chat: bool) -> Iterator[OpenAILike]:
+    """Yield a model whose connections are closed in the end: it would leave that to chance."""
     from llama_index.llms.openai_like import OpenAILike
 
-    return OpenAILike(
-        model="smollm2",
-        api_base=f"{service.url}/v1",
-        api_key="none",
-        is_chat_model=is_chat,
-        temperature=0,
-        max_tokens=8,
-        timeout=PATIENCE_S,
-        max_retries=0,
-    )
+    with httpx.Client(timeout=PATIENCE_S) as connections:
+        yield OpenAILike(
+            model="smollm2",
+            api_base=f"{service.url}/v1",
+            api_key="none",
+            is_chat_model=is_chat,
+            temperature=0,
+            max_tokens=8,
+            timeout=PATIENCE_S,
+            max_retries=0,
+            http_client=connections,
+        )
 
 
 @pytest.mark.client("llama-index", "chat")
 def test_a_chat_is_answered(service: Service) -> None:
     from llama_index.core.llms import ChatMessage
 
-    answer = model(service, is_chat=True).chat([ChatMessage(role="user", content=QUESTION)])
+    with model(service, is_chat=True) as smollm2:
+        answer = smollm2.chat([ChatMessage(role="user", content=QUESTION)])
 
     assert "Paris" in (answer.message.content or "")
 
@@ -44,7 +52,8 @@ def test_a_chat_is_answered(service: Service) -> None:
 def test_a_streamed_chat_comes_in_pieces(service: Service) -> None:
     from llama_index.core.llms import ChatMessage
 
-    chunks = list(model(service, is_chat=True).stream_chat([ChatMessage(role="user", content=QUESTION)]))
+    with model(service, is_chat=True) as smollm2:
+        chunks = list(smollm2.stream_chat([ChatMessage(role="user", content=QUESTION)]))
 
     assert "Paris" in "".join(chunk.delta or "" for chunk in chunks)
     assert len(chunks) > 1
@@ -52,9 +61,8 @@ def test_a_streamed_chat_comes_in_pieces(service: Service) -> None:
 
 @pytest.mark.client("llama-index", "completion, also streamed")
 def test_a_completion_is_the_same_in_pieces(service: Service) -> None:
-    plain = model(service, is_chat=False)
-
-    whole = plain.complete("The sun rises in the").text
-    chunks = list(plain.stream_complete("The sun rises in the"))
+    with model(service, is_chat=False) as plain:
+        whole = plain.complete("The sun rises in the").text
+        chunks = list(plain.stream_complete("The sun rises in the"))
     assert whole
     assert "".join(chunk.delta or "" for chunk in chunks) == whole

@@ -73,6 +73,12 @@ def test_a_template_that_knows_tools_gets_what_was_sent() -> None:
     assert knowing.in_words(CONVERSATION, [WEATHER]) is CONVERSATION
 
 
+def test_a_conversation_without_calls_is_handed_on_as_it_is() -> None:
+    messages: list[Message] = [QUESTION, {"role": "assistant", "content": "No."}, QUESTION]
+
+    assert TemplateTools.of(STRICT).in_words(messages, None) is messages
+
+
 def test_only_what_a_template_lacks_becomes_text() -> None:
     lists_tools = TemplateTools.of("{% if tools %}{% if m['role'] == 'tool' %}")
     writes_calls = TemplateTools.of("{{ m.role }}{{ m.tool_calls }}")

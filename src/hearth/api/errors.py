@@ -113,17 +113,22 @@ def _allowed_methods(request: Request) -> list[str]:
     return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
 
+#: What JSON calls otherwise than pydantic, by the type of the fault.
+_WORDS = dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "input should be an object")
+
+
 async def on_invalid_body(request: Request, error: Exception) -> Response:
     """Answer what pydantic refuses: a body, a query or a path."""
     assert isinstance(error, RequestValidationError), type(error)
     faults = [(fault, _place(fault["loc"], error.body, fault["type"])) for fault in error.errors()]
     # Of a value that might be of several kinds, the kind that it is but for its length was meant, or else the
     # one that fits deepest.
-    fault, path = max(faults, key=lambda pair: (pair[0]["type"] == "too_long", len(pair[1])))
+    fault, path = max(faults, key=lambda pair: (pair[0]["type"] in ("too_long", "too_short"), len(pair[1])))
     if fault["type"] == REFUSED_FIELD:
         param = _param([*path, fault["ctx"]["field"]])
         return error_response(400, f"`{param:.80}` {fault['msg']}", "unsupported_parameter", param[:80])
-    what = str(fault["msg"]).removeprefix("Value error, ")
+    what = _WORDS.get(fault["type"]) or str(fault["msg"]).removeprefix("Value error, ")
+    what = what.partition(" after validation, not ")[0]
     param = _param(path)
     message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
     if not path and error.body is None:

@@ -144,6 +144,7 @@ class JsonRoute(APIRoute):
                 return await handle(request)
             if not (self.takes_curl and _is_of_no_page(request)):
                 _refuse_other_types(request.headers.get("content-type", ""))
+            _refuse_encodings(request.headers.get("content-encoding", ""))
             json_request = JsonRequest(_as_json(request.scope), request.receive)
             await json_request.check(check)
             return await handle(json_request)
@@ -181,6 +182,14 @@ def _refuse_other_types(content_type: str) -> None:
     if not _JSON_TYPE.fullmatch(kind):
         raise HTTPException(
             415, f"the body must be JSON and say so; send `content-type: application/json`, given: {kind:.80}"
+        )
+
+
+def _refuse_encodings(encoding: str) -> None:
+    """Raise HTTPException for a body that is compressed: what comes of it would know no limit."""
+    if encoding.strip().lower() not in ("", "identity"):
+        raise HTTPException(
+            415, f"a body is read as it is, given: `content-encoding: {encoding:.80}`; send it without one"
         )
 
 

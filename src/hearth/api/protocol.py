@@ -1,7 +1,8 @@
-"""A connection with limits: bytes of headers, time for headers and bodies, room among others. Parses nothing.
+"""A connection with limits: bytes of headers, time for headers, bodies and reading, room among others.
 
-uvicorn keeps headers until they are complete, however many they are. It waits for headers and bodies however
-slowly they come, also for the rest of a body that was refused, and opens any number of connections.
+Parses nothing. uvicorn keeps headers until they are complete, however many they are. It waits for headers and
+bodies however slowly they come, also for the rest of a body that was refused, waits for clients that do not
+read their answers, and opens any number of connections.
 `guard.py` sees only headers that are complete. Where clients rely on it, this mends what uvicorn makes of
 HTTP/1.0 and of offers to upgrade, and refuses as the API does.
 """
@@ -35,6 +36,8 @@ HANG_UP_S = 2
 #: A body has so long to come, and longer the more of it has come: slow lines may send large bodies.
 BODY_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
+#: A client that has taken nothing for so long of what waits for it loses the connection.
+READ_S = 120.0
 #: Java's client offers HTTP/2 by this header. A parser that sees it takes the body for another protocol's.
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 _NO_UPGRADE = b"x-offer"  #: as long
@@ -89,6 +92,9 @@ class LimitedProtocol(HttpToolsProtocol):
         #: The timer of a head, from its first byte to its end, of the first one from the connection on; or
         #: that of a body that did not come with its head.
         self._timer: asyncio.TimerHandle | None = None
+        #: The timer of a client that is behind with reading, and what waited for it when the timer began.
+        self._reading_timer: asyncio.TimerHandle | None = None
+        self._num_unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         super().connection_made(transport)
@@ -97,6 +103,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_reading_timer()
         self._open_connections.remove(self)
         super().connection_lost(exc)
 
@@ -119,6 +126,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(431, message, "headers_too_large")
         elif not self._is_in_head and self._timer is None:
             self._start_timer(BODY_S)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_reading_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_reading_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -173,6 +188,22 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _start_reading_timer(self) -> None:
+        self._num_unread_bytes = self.transport.get_write_buffer_size()
+        self._reading_timer = self.loop.call_later(READ_S, self._time_out_reading)
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
+
+    def _time_out_reading(self) -> None:
+        if self.transport.get_write_buffer_size() < self._num_unread_bytes:  # slow, but it reads
+            self._start_reading_timer()
+        else:
+            log.debug("reader_gone unread_bytes=%d", self._num_unread_bytes)
+            self.abort()
 
     def _time_out(self) -> None:
         self._timer = None

@@ -65,7 +65,8 @@ def _heading(explained: Explanation) -> Iterator[str]:
         times = "once" if explained.num_pauses == 1 else f"{explained.num_pauses} times"
         yield f"paused {times} for other models, {precise(explained.paused_s)} in all"
     if explained.num_late_tokens:
-        yield f"{explained.num_late_tokens} tokens came later than its pace"
+        tokens = "1 token" if explained.num_late_tokens == 1 else f"{explained.num_late_tokens} tokens"
+        yield f"{tokens} came later than its pace"
 
 
 def _adapter(explained: Explanation) -> str:
@@ -127,9 +128,11 @@ def _options(options: Sequence[Option]) -> Iterator[str]:
         else:
             missing = f" of {size(option.missing_bytes)}" if option.missing_bytes else ""
             evict = f"evict {precise(option.evict_s)}, " if option.evict_s else ""
+            rest_s = max(0.0, option.cost_s - option.queue_s - option.load_s - option.evict_s)
             yield (
                 f"  {name}  {precise(option.cost_s)}: queue {precise(option.queue_s)}, "
-                f"load {precise(option.load_s)}{missing}, {evict}{option.utilisation:.0%} in use"
+                f"load {precise(option.load_s)}{missing}, {evict}"
+                f"{precise(rest_s)} as {option.utilisation:.0%} of it is in use"
             )
 
 

@@ -331,7 +331,7 @@ class Timeline:
         if load.first_layer_at_s is not None:
             yield load.first_layer_at_s, "first_layer", "the first layer can run"
         for at_s, num_layers in load.layers:
-            yield at_s, "layers_ready", f"{num_layers} layers can run"
+            yield at_s, "layers_ready", f"{num_layers} layer{'s' * (num_layers > 1)} can run"
         if load.loaded is not None and load.ended_s is not None:
             yield load.ended_s, "loaded", f"on {load.worker}"
 

@@ -53,16 +53,16 @@ def weigh(value: object, share: int = 1) -> int:
 
     Lists that hold one list twice grow exponentially, so it is paid for on the way.
     """
+    if isinstance(value, str):  # first: nearly all values of a prompt are texts
+        spend(len(value) // share)
+        return len(value) // share
     if isinstance(value, Namespace):
         value = object.__getattribute__(value, "_Namespace__attrs")
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         spend(len(value))
         return len(value) + sum(weigh(item, share) for item in value)
-    if isinstance(value, str):
-        spend(len(value) // share)
-        return len(value) // share
     return 0
 
 

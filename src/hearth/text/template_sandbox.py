@@ -152,6 +152,9 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
                 return isinstance(obj, _OF_JINJA) and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # most of what there is
+            spend(len(left) + len(right))
+            return left + right
         _check_operation(operator, left, right)
         result: object = super().call_binop(context, operator, left, right)
         return result
@@ -215,6 +218,6 @@ def _check_format(form: str, values: list[object]) -> None:
 
 def _size(value: object) -> int:
     """Return the size of a value in characters: an element of a list takes as much memory as eight."""
-    if isinstance(value, list | tuple):
-        return 8 * len(value)
-    return len(value) if isinstance(value, str | bytes) else 1
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 8 * len(value) if isinstance(value, (list, tuple)) else 1

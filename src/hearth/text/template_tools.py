@@ -51,6 +51,8 @@ class TemplateTools:
         return messages
 
     def _without_calls(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if not any("tool_calls" in message or message.get("role") == "tool" for message in messages):
+            return messages
         runs: list[list[Message]] = []  #: each becomes one message
         names: dict[Json, Json] = {}  #: of functions, by the id of their call
         follows_result = False

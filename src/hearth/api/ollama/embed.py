@@ -20,12 +20,12 @@ from hearth.control.views import Explanation
 
 
 class EmbedBody(Strict):
-    """Texts whose embeddings are wanted."""
+    """Texts whose embeddings are wanted; there may be none, as clients ask whether a model is there."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA_EMBED
 
     model: ModelName = Field(description="The name or an alias of a deployed model, perhaps with `:latest`.")
-    input: Text | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+    input: Text | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_INPUTS)]
     keep_alive: float | Text | None = None
     truncate: bool | None = Field(None, description="Must not be needed: what is too long is refused.")
     options: dict[str, object] | None = Field(None, description="Accepted and not used.")

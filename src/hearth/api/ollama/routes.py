@@ -132,6 +132,9 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.post("/api/embed", summary="Compute the embeddings of texts")
     async def embed(body: EmbedBody, request: Request) -> Response:
+        if not body.input:
+            gateway.model(body.model, caller_of(request))
+            return as_json({"model": body.model, "embeddings": []})
         dialect = EmbedDialect(body.model, explain_for(request))
         return await answers.embedding(body.embedding_body(), dialect, request, body.ignored_fields)
 
