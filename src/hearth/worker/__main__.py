@@ -26,7 +26,7 @@ from hearth.cuda_batches import native_calls
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
-from hearth.kernels.kernel_cache import KernelCache, hash_compiler_in_background
+from hearth.kernels.kernel_cache import KernelCache, know_compiler
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
@@ -101,12 +101,11 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
     is_cuda = setup.kind == "cuda"
-    if is_cuda:
-        hash_compiler_in_background()
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
     times.note("keeper")
     cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
     if cache is not None:
+        know_compiler(cache)
         native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
