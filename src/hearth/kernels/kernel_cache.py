@@ -3,7 +3,7 @@
     ENTRY/...           Triton's: a compiled variant, or the C code that launches it
     lists/KEY.json      the variants of one model under one configuration, once all of them are compiled
     lists/KEY.lock      held by whoever compiles them
-    compiler.json       the hash of Triton by which entries are named, and the state of the files that it is of
+    compiler.json       the hash of Triton by which entries are named, and the state of its files then
     NAME-KEY.so         a C file of Hearth, compiled (`native_code.py`)
 
 Entries are code that this process will run, so nobody else may write here.
@@ -250,7 +250,7 @@ def know_compiler(cache: KernelCache) -> threading.Thread | None:
 
 
 def _compiler_state(root: Path) -> str:
-    """Return a hash that changes with every file of Triton's that is code: of their names, sizes and times."""
+    """Return a hash of the names, sizes and times of all files of Triton that are code."""
     found = hashlib.sha256()
     for directory, names, files in os.walk(root, followlinks=True):
         names.sort()

@@ -131,7 +131,10 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
     # Not before: beside the pinning of host memory all of a start takes longer, and all that comes first.
-    borrower.device_is_up(staging, wait=partial(_wait_for_calm, first_tokens))
+    # Of one that replaces another the model is in host memory most likely, and somebody waits for it.
+    borrower.device_is_up(
+        staging, wait=partial(_wait_for_calm, first_tokens), pins_first=setup.predecessor is None
+    )
     times.note("pinning")
     link = connect(setup.host, setup.port)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))

@@ -154,15 +154,15 @@ class ModelLoad:
     def _run(self, engine: Engine | None) -> None:
         """Start to load what is missing, and put the engine together beside that, where there is none."""
         spec, space, resources = self._spec, self._space, self._resources
-        # Kernels on disk come first: on their way to the device they would queue behind the weights.
-        # An engine is told of when they are ready, and one that was not is never used again: so a model that
-        # has its engine has had them. To ask again would stand between a turn and its bytes.
-        kernels = resources.kernels if engine is None else None
-        are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
         if space.gaps:
             self._start_crossing()
         elif space.parts:
             self._start_mapping()
+        # Beside the bytes: on their way to the device kernels wait for those that are queued, some ms each.
+        # An engine is told of when they are ready, and one that was not is never used again: so a model that
+        # has its engine has had them.
+        kernels = resources.kernels if engine is None else None
+        are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
         look, is_new = None, engine is None
         if engine is None and not self._is_cancelled:
             engine = self._assemble()
