@@ -28,6 +28,7 @@ from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache, know_compiler
 from hearth.messages import WorkerFarewell, WorkerSetup
+from hearth.native_code import remedy_for
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
@@ -158,7 +159,7 @@ def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
     try:
         return StagingBuffers(borrower.segment.cell_bytes, libraries=libraries)
     except (OSError, DeviceError) as error:
-        log.warning("fallback staging=off reason=`%s` remedy=`install a C compiler (cc)`", error)
+        log.warning("fallback staging=off reason=`%s` remedy=`%s`", error, remedy_for(error))
         return None
 
 
