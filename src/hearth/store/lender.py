@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hearth.errors import ChunkMissing, HearthError, ModelNotOpen, StoreError
+from hearth.errors import ChunkMissing, HearthError, LoadCancelled, ModelNotOpen, StoreError
 from hearth.store.fetch import REFILL_WINDOW, Fetch, HostChunk
 from hearth.store.lending import (
     BytesCounted,
@@ -369,6 +369,8 @@ def _let_stay(fetch: Fetch) -> None:
     try:
         for chunk in fetch:
             fetch.release(chunk)
+    except LoadCancelled:  # the tiers are closed
+        pass
     except StoreError as error:  # whoever loads the model later is told
         log.warning("not_refilled model=%s reason=%s", fetch.model.name, error)
 
