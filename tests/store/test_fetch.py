@@ -448,17 +448,20 @@ class FetchMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.segment = Segment.create(3, CHUNK_BYTES)
-        self.gated = Gated(Shelf(A, B, C, LONG))
+        self.gated = Gated(Quick(A, B, C, LONG))
         self.fetcher = Fetcher(
             self.segment, self.gated, ChunkPrices(), num_readers=1, keeps_chunks=self.keeps_chunks
         )
         self.loads: list[_Consumer] = []
         self.ask: Ask | None = None  #: what the reader waits with
 
-    @rule(name=st.sampled_from(sorted(SHARED)))
-    def load(self, name: str) -> None:
+    @rule(name=st.sampled_from(sorted(SHARED)), passes_on=st.booleans(), is_ahead=st.booleans())
+    def load(self, name: str, passes_on: bool, is_ahead: bool) -> None:
         if len(self.loads) < 4:
-            self.loads.append(_Consumer(start(self.fetcher, model_of(name, SHARED[name])), SHARED[name]))
+            model = model_of(name, SHARED[name])
+            chunks = all_chunks(model)
+            fetch = self.fetcher.fetch(model, chunks, passes_on=passes_on, is_ahead=is_ahead)
+            self.loads.append(_Consumer(fetch, SHARED[name]))
 
     @rule(is_whole=st.booleans())
     def read(self, is_whole: bool) -> None:
