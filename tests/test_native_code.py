@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hearth import native_code
-from hearth.native_code import native_library
+from hearth.native_code import NativeCodeUnavailable, native_library, remedy_for
 
 
 @pytest.fixture
@@ -84,13 +84,14 @@ def test_a_compiler_that_is_missing_fails_or_hangs_is_named(
     odd.write_text("#!/bin/sh\nprintf 'error in \\377.c' >&2\nexit 1\n")
     odd.chmod(0o700)
     monkeypatch.setattr(native_code, "COMPILER_S", 0.1)
-    for compiler, text in (
-        ("/nowhere/cc", "/nowhere/cc"),
-        ("false", "false failed"),
-        (str(slow), "took more than"),
-        (str(odd), "odd-cc failed: error in \ufffd.c"),
+    for compiler, text, remedy in (
+        ("/nowhere/cc", "/nowhere/cc", "install a C compiler (cc)"),
+        ("false", "false failed", "install another C compiler, and name it in CC"),
+        (str(slow), "took more than", "start again when the machine is less busy"),
+        (str(odd), "odd-cc failed: error in \ufffd.c", "install another C compiler, and name it in CC"),
     ):
         monkeypatch.setenv("CC", compiler)
-        with pytest.raises(OSError, match=text):
+        with pytest.raises(NativeCodeUnavailable, match=text) as raised:
             native_library(source, where)
+        assert remedy_for(raised.value) == remedy
     assert not list(cache.iterdir())

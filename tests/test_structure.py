@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "transfer": EXECUTION | {"messages"},
     "worker": EXECUTION
     | {"beacon", "cpus", "host_memory", "engine", "memory", "store", "snapshot", "transfer"}
-    | {"cuda_batches", "cuda_driver", "cuda_graphs", "messages", "wire"},
+    | {"cuda_batches", "cuda_driver", "cuda_graphs", "messages", "native_code", "wire"},
     "forecast": BASE | {"policy"},
     "control": BASE
     | {"beacon", "config", "cpus", "host_memory", "policy", "store", "messages", "wire", "forecast", "text"}

@@ -34,6 +34,7 @@ from types import FrameType
 from bench.coldstart import arrivals, beside, parts
 from bench.coldstart.graphs import graphs
 from bench.coldstart.part import Part
+from bench.coldstart.registering import pinning
 from bench.coldstart.setting import TINY_SCALE, Scale, Setting
 from bench.coldstart.shapes import SHAPES
 from bench.report import arguments, emit, keep, result_path, tell
@@ -64,6 +65,10 @@ def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
             *(partial(graphs, names=captured), (), 20 * len(captured)),
             "all graphs of a model: captured, and restored in a new process; KV; decoding on them",
             captured,
+        ),
+        "pinning": Question(
+            *(pinning, (), 10),
+            "what waits on the device while host memory is registered, and for how long at most",
         ),
         "ready": Question(
             *(parts.ready, ("7B",), 11),

@@ -57,6 +57,7 @@ class Scale:
     kind: str = "cuda"
     host_bytes: int = 41 * 10**9
     small_host_bytes: int = 16 * 10**9  #: of services that need only the 7B: they come to rest sooner
+    pinned_bytes: int = 8 * GIB  #: to measure what waits for that
     copied_bytes: int = 4 * GIB  #: to measure the rate to the device
     flags: tuple[str, ...] = ()
     rest_s: float = 8.0  #: for all of host memory to be pinned, once nobody loads
@@ -79,6 +80,7 @@ TINY_SCALE = Scale(
     kind="cpu",
     host_bytes=GIB,
     copied_bytes=GIB // 16,
+    pinned_bytes=GIB // 8,
     flags=("--memory", "1GiB"),
     small_host_bytes=GIB,
     rest_s=0.0,

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from hearth.cuda_driver import CudaDriver
-from hearth.native_code import native_library
+from hearth.native_code import native_library, remedy_for
 
 #: In the order of `driver_calls` in `cuda_batches.c`.
 _CALLS = (
@@ -215,8 +215,8 @@ def _compiled(cache: Path | None) -> ctypes.CDLL | None:
         return library
     except (OSError, AttributeError) as error:
         log.warning(
-            "fallback driver_calls=interpreted reason=%s remedy=`install a C compiler (cc)`",
-            str(error).partition("\n")[0],
+            "fallback driver_calls=interpreted reason=`%s` remedy=`%s`",
+            *(str(error).partition("\n")[0], remedy_for(error)),
         )
         return None
 

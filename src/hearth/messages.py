@@ -39,7 +39,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 12
+VERSION = 13
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -388,6 +388,7 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     is_widened: bool = False  #: to float32, because the device is slow in what was stored
     ahead_bytes: int = 0  #: of those of the rungs, that came before this load, ahead of the model's turn
     place_s: float = 0.0  #: of `assemble_s`: memory was taken, and the bytes were asked for
+    kernels_s: float = 0.0  #: of `assemble_s`: kernels were brought to the device, beside the bytes
 
     @property
     def took_s(self) -> float:

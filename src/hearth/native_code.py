@@ -22,6 +22,19 @@ COMPILER_S = 60.0
 _FLAGS = ("-O2", "-shared", "-fPIC")
 
 
+class NativeCodeUnavailable(OSError):
+    """Compiled code cannot be had on this machine; `remedy` says what can be done about it."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+def remedy_for(error: Exception) -> str:
+    """Return what can be done about an error for which Python has to do what compiled code would."""
+    return error.remedy if isinstance(error, NativeCodeUnavailable) else "mend what the reason says"
+
+
 def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
     """Return the library made of a C file. Its calls let go of the interpreter's lock.
 
@@ -29,8 +42,9 @@ def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
     contents, the compiler and the machine. Without one no file stays.
 
     Raises:
-        OSError: there is no compiler, or it refuses the file or takes too long; or the library cannot be
-            loaded, or the cache is open to others.
+        NativeCodeUnavailable: there is no compiler, or it refuses the file or takes too long, or the cache is
+            open to others.
+        OSError: the library cannot be kept or loaded.
     """
     compiler = os.environ.get("CC") or "cc"
     if cache is None:
@@ -56,9 +70,13 @@ def _compiled(compiler: str, source: Path, folder: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, timeout=COMPILER_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise OSError(f"{compiler} took more than {COMPILER_S:g} s for {source.name}") from error
+        reason = f"{compiler} took more than {COMPILER_S:g} s for {source.name}"
+        raise NativeCodeUnavailable(reason, "start again when the machine is less busy") from error
+    except OSError as error:
+        raise NativeCodeUnavailable(f"{compiler}: {error.strerror}", "install a C compiler (cc)") from error
     if done.returncode:
-        raise OSError(f"{compiler} failed: {done.stderr.decode(errors='replace').strip()[:200]}")
+        reason = f"{compiler} failed: {done.stderr.decode(errors='replace').strip()[:200]}"
+        raise NativeCodeUnavailable(reason, "install another C compiler, and name it in CC")
     return library
 
 
@@ -81,4 +99,5 @@ def _check_private(cache: Path) -> None:
     """Raise OSError where another user could put a library in place of ours."""
     found = cache.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise OSError(f"others than user {os.geteuid()} may write to `{cache}`, and a library is code")
+        reason = f"others than user {os.geteuid()} may write to {cache}, and a library is code"
+        raise NativeCodeUnavailable(reason, f"make {cache} this user's own, with mode 700")

@@ -7,6 +7,7 @@ all of them on a CPU.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -23,6 +24,7 @@ from bench.coldstart.arrivals import arrivals, first_steps
 from bench.coldstart.graph_process import Captured, Decoded, GraphTask, Restored
 from bench.coldstart.graphs import Compared
 from bench.coldstart.part import Part, figures_of_peers
+from bench.coldstart.registering import Registered, Waits, pinning
 from bench.coldstart.setting import TINY_SCALE, Setting
 from bench.coldstart.shapes import TINY_SHAPES
 from bench.coldstart.snapshot_use import SnapshotUse
@@ -112,6 +114,21 @@ def test_requests_come_at_random_the_same_in_every_run() -> None:
     assert coming[0].due_s == 0.0
     assert coming[-1].due_s < 20.0
     assert 150 < len(coming) < 250
+
+
+@pytest.mark.parametrize(("longest_ms", "pinned_bytes"), [(12.0, 1 << 20), (80.0, 1 << 20), (1.0, 0)])
+def test_the_longest_wait_beside_registering_counts_if_all_was_registered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, longest_ms: float, pinned_bytes: int
+) -> None:
+    alone, beside = Waits({"map": 0.5, "copy": 0.2}, 9, 0.5), Waits({"map": longest_ms, "copy": 0.2}, 9, 0.5)
+    found = json.dumps(asdict(Registered(1 << 20, pinned_bytes, alone, beside))).encode()
+    monkeypatch.setattr(
+        subprocess, "run", lambda *args, **options: subprocess.CompletedProcess(args, 0, b"x\n" + found)
+    )
+    part = pinning(Setting(replace(TINY_SCALE, kind="cuda"), tmp_path))
+    assert [(row.value, row.bound) for row in part.rows] == [(longest_ms, 0.5)]
+    assert part.details["meets_aim"] is (longest_ms <= 50.0)
+    assert (part.error is None) is (pinned_bytes == 1 << 20)
 
 
 def test_memory_is_unregistered_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:

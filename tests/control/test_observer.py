@@ -144,7 +144,7 @@ def test_the_details_of_a_load_are_facts_that_events_do_not_have(scene: Scene) -
     explained = scene.observer.explain(R0, 20.0, ANYBODY)
     assert explained is not None
     assert (explained.reused_bytes, explained.load_s) == (700, 1.5)
-    assert [span.what for span in explained.spans] == ["queue", "open", "assemble", "load"]
+    assert [span.what for span in explained.spans] == ["queue", "open", "place", "load", "assemble"]
     assert (1.0, "layers_ready") in scene.marks()
     assert scene.metric("hearth_reused_bytes_total") == 700
     assert scene.metric('hearth_fallbacks_total{what="float32"}') == 1
@@ -204,14 +204,15 @@ def test_a_load_begins_with_the_turn_that_it_waits_for() -> None:
     scene = Scene(takes_turns=True)
     scene.arrive(load(), dispatch())
     scene.observer.observe(events.TurnBegan(14.0, W0, A), [])
-    scene.observer.load_ended(14.5, W0, ModelLoaded(A, 1, (), 0, 0, 0.0, 0.0, 0.0, 0.5))
+    scene.observer.load_ended(14.5, W0, ModelLoaded(A, 1, (), 0, 0, 0.25, 0.125, 0.0, 0.375, place_s=0.125))
     explained = scene.observer.explain(R0, 100.0, ANYBODY)
     assert explained is not None
     assert [(span.what, span.begin_s, span.end_s) for span in explained.spans if span.end_s > 0.5] == [
         ("turn", 0.5, 4.0),
-        ("open", 4.0, 4.0),
-        ("assemble", 4.0, 4.0),
-        ("load", 4.0, 4.5),
+        ("open", 3.75, 4.0),  # a model is found before it has its turn
+        ("place", 4.0, 4.125),
+        ("load", 4.125, 4.5),
+        ("assemble", 4.125, 4.125),
     ]
     assert [mark for mark in scene.marks() if "turn" in mark[1]] == [(0.5, "waits_for_turn"), (4.0, "turn")]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from hearth.cli.waterfall import waterfall
 from hearth.control.caller import ANYBODY, OPERATOR, Caller, GroupId
 from hearth.control.correlation import Correlation, TraceParent
@@ -70,6 +72,15 @@ def test_a_request_for_an_adapter_shows_its_base_and_where_the_adapter_came_from
     assert "loaded from disk in 250 ms, 50 ms until it had room" in "\n".join(waterfall(told, 80))
 
 
+def test_kernels_that_came_to_the_device_are_shown_behind_the_engine() -> None:
+    line, load = timeline(), LoadLog(W0, began_s=100.0)
+    line.placed(100.0, W0, "free_room", (), load)
+    load.succeed(100.8, structs.replace(loaded(), kernels_s=0.06))
+    told = line.explain(now_s=101.0)
+    spans = {span.what: (round(span.begin_s, 6), round(span.end_s, 6)) for span in told.spans}
+    assert (spans["assemble"], spans["kernels"]) == ((0.25, 0.29), (0.29, 0.35))
+
+
 def test_a_request_whose_adapter_was_there_says_so() -> None:
     line = timeline()
     line.adapter = "tuned"
@@ -97,7 +108,9 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
     assert {view.rung: view.num_bytes for view in told.rungs} == {Rung.HOST: 3_000_000, Rung.DISK: 1_000_000}
     spans = {span.what: (round(span.begin_s, 6), round(span.end_s, 6)) for span in told.spans}
     assert spans["open"] == (0.0, 0.05)
-    assert spans["assemble"] == (0.05, 0.35)
+    assert spans["place"] == (0.05, 0.25)
+    assert spans["assemble"] == (0.25, 0.35)
+    assert "kernels" not in spans, "they were there"
     assert spans["load"] == (0.25, 0.75), "it begins before the engine is there"
     details = {span.what: span.detail for span in told.spans}
     assert details["load"] == "0.003 GB from host, 0.001 GB from disk, 0.006 GB were there"

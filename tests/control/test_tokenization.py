@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hearth.control.deployed import Deployed
 from hearth.control.generation import ChatPrompt
-from hearth.control.tokenization import PromptEncoder
+from hearth.control.tokenization import MAX_READ_AHEAD, PromptEncoder
 from hearth.errors import BadCheckpoint, ChunkCorrupt, ModelError, PromptTooLong
 from hearth.store.manifest import read_manifest
 from hearth.text.tokenizer import Tokenizer
@@ -43,6 +44,31 @@ def test_a_tokenizer_is_read_once_for_all_who_wait(
 
     with_texts(scene)
     assert read == [converted]
+
+
+def test_tokenizers_are_read_ahead_in_order_while_there_is_time(
+    converted: Path, digest: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read: list[Path] = []
+    load = Tokenizer.load
+    monkeypatch.setattr(Tokenizer, "load", lambda path: read.append(path) or load(path))
+
+    def model(directory: Path, digest: str = digest) -> Deployed:
+        facts = object()  # of which nobody asks here
+        return Deployed("m", "", str(directory), str(directory), digest, facts, 0.0)  # type: ignore[arg-type]
+
+    async def scene(texts: PromptEncoder) -> None:
+        await texts.read_ahead([model(converted)], lambda: False)
+        assert read == []
+        await texts.read_ahead([model(tmp_path / "gone", "other"), model(converted)], lambda: True)
+        assert read == [converted], "one that is gone keeps the next from nothing"
+        await texts.tokenizer(digest, converted)
+        assert read == [converted], "it was there"
+        asked: list[bool] = []
+        await texts.read_ahead([model(converted)] * 9, lambda: not asked.append(True))
+        assert len(asked) == MAX_READ_AHEAD
+
+    with_texts(scene)
 
 
 def test_a_tokenizer_that_could_not_be_read_is_tried_again(

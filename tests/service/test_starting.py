@@ -28,6 +28,10 @@ def test_the_demo_answers_and_explains_itself(data_dir: Path) -> None:
         assert word in done.stdout
 
 
+def test_tokenizers_are_read_while_the_first_workers_start(service: Service) -> None:
+    assert "tokenizers_read num=" in service.logs()
+
+
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hearth.errors import ChunkMissing, LoadCancelled, StoreError
 from hearth.store.chunk_prices import ChunkPrices
-from hearth.store.fetch import WINDOW, Fetch, Fetcher, HostChunk
+from hearth.store.fetch import NUM_FIRST_CELLS, WINDOW, Fetch, Fetcher, HostChunk
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
 from hearth.store.remote import RemoteModel
@@ -47,6 +47,67 @@ def assert_settled(fetcher: Fetcher) -> None:
     """Nobody holds anything any more."""
     fetcher.book.check()
     assert (fetcher.book.num_leased, fetcher.book.num_filling) == (0, 0)
+
+
+class Quick(Shelf):
+    """Delivers within a moment."""
+
+    def deliver(
+        self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+    ) -> Delivery:
+        return replace(super().deliver(model, index, buffer, is_wanted), read_s=0.001, verify_s=0.001)
+
+
+class TestPassingOn:
+    def test_a_load_that_passes_on_goes_through_the_first_cells_and_leaves_nothing(self) -> None:
+        model, cells = model_of("long", LONG), set[int]()
+        with fetching(Quick(LONG), num_cells=64, num_readers=4) as fetcher:
+            fetch = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            for chunk in fetch:
+                assert bytes(chunk.data) == LONG[chunk.index]
+                cells.add(chunk.cell)
+                fetch.release(chunk)
+            assert (fetch.num_passed_on, fetcher.book.num_resident) == (len(LONG), 0)
+        assert max(cells) < NUM_FIRST_CELLS < len(LONG)
+        assert_settled(fetcher)
+
+    @pytest.mark.parametrize("shelf", [Shelf(LONG), Quick(LONG, rung=Rung.OBJECT)])
+    def test_what_took_long_to_read_or_came_from_afar_stays(self, shelf: Shelf) -> None:
+        model = model_of("long", LONG)
+        with fetching(shelf, num_cells=64) as fetcher:
+            fetch = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            assert consume(fetch) == b"".join(LONG)
+            until(lambda: fetcher.book.num_resident == len(LONG) and not fetcher.book.num_leased)
+            assert fetch.num_passed_on == 0
+
+    def test_what_was_there_or_is_in_use_stays(self) -> None:
+        model = model_of("a", A)
+        with fetching(Quick(A), num_cells=64) as fetcher:
+            consume(fetcher.fetch(model, [0]))
+            passing = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            taken = list(passing)
+            other = fetcher.fetch(model, [1])
+            held = list(other)
+            passing.release(*taken)
+            other.release(*held)
+            ids = model.manifest.chunk_ids
+            assert fetcher.resident(ids) == [ids[0], ids[1]]
+
+    def test_chunks_that_nobody_waits_for_spare_the_first_cells(self) -> None:
+        model = model_of("a", A)
+        with fetching(Quick(A), num_cells=NUM_FIRST_CELLS + 4) as fetcher:
+            fetch = fetcher.fetch(model, all_chunks(model), is_ahead=True)
+            cells = [chunk.cell for chunk in fetch]
+            fetch.cancel()
+        assert cells == [*range(NUM_FIRST_CELLS, NUM_FIRST_CELLS + 4), 0, 1]
+
+    def test_a_narrow_window_leaves_readers_to_others(self) -> None:
+        gated, model = Gated(Shelf(A)), model_of("a", A)
+        with fetching(gated, num_cells=64, num_readers=4) as fetcher:
+            fetch = fetcher.fetch(model, all_chunks(model), is_ahead=True, window=2)
+            assert fetcher.book.num_filling == 2
+            gated.open()
+            assert consume(fetch) == b"".join(A)
 
 
 class TestOrder:
@@ -387,17 +448,20 @@ class FetchMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.segment = Segment.create(3, CHUNK_BYTES)
-        self.gated = Gated(Shelf(A, B, C, LONG))
+        self.gated = Gated(Quick(A, B, C, LONG))
         self.fetcher = Fetcher(
             self.segment, self.gated, ChunkPrices(), num_readers=1, keeps_chunks=self.keeps_chunks
         )
         self.loads: list[_Consumer] = []
         self.ask: Ask | None = None  #: what the reader waits with
 
-    @rule(name=st.sampled_from(sorted(SHARED)))
-    def load(self, name: str) -> None:
+    @rule(name=st.sampled_from(sorted(SHARED)), passes_on=st.booleans(), is_ahead=st.booleans())
+    def load(self, name: str, passes_on: bool, is_ahead: bool) -> None:
         if len(self.loads) < 4:
-            self.loads.append(_Consumer(start(self.fetcher, model_of(name, SHARED[name])), SHARED[name]))
+            model = model_of(name, SHARED[name])
+            chunks = all_chunks(model)
+            fetch = self.fetcher.fetch(model, chunks, passes_on=passes_on, is_ahead=is_ahead)
+            self.loads.append(_Consumer(fetch, SHARED[name]))
 
     @rule(is_whole=st.booleans())
     def read(self, is_whole: bool) -> None:

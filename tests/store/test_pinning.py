@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from hearth.errors import DeviceError
+from hearth.policy.memory import region_order
 from hearth.store.segment import Segment
 from tests.store.noted_driver import PATIENCE_S, NotedDriver, is_resident, note_pins
 from tests.store.noted_driver import places as places_of
@@ -59,6 +60,19 @@ def test_while_a_load_is_under_way_only_what_it_copies_from_is_pinned(driver: No
         segment.load_ended()
         segment.wait_pinned()
         assert places(driver, segment) == [2, 0, 1, 3]
+
+
+def test_all_is_pinned_in_the_end_beside_loads_that_never_cease(
+    driver: NotedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_order, "MAX_HELD_S", 0.05)
+    monkeypatch.setattr(region_order, "TRICKLE_S", 0.001)
+    with new_segment(8) as segment:
+        segment.load_began()
+        segment.pin_in_background()
+        segment.wait_pinned()
+        assert segment.is_all_pinned
+        segment.load_ended()
 
 
 def test_while_a_load_is_under_way_no_pages_are_made_that_nobody_needs() -> None:

@@ -19,7 +19,7 @@ from hearth.errors import LoadCancelled, StoreError
 from hearth.store import staged_loan as staged_loans
 from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.convert import convert
-from hearth.store.fetch import HostChunk
+from hearth.store.fetch import NUM_FIRST_CELLS, HostChunk
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader, whole
 from hearth.store.loan import Loan
@@ -280,6 +280,43 @@ def test_once_all_is_pinned_no_load_goes_by_slots(rig: Rig) -> None:
     rig.tiers.segment.touch_in_background()
     rig.borrower.segment.wait_pinned()
     assert isinstance(borrow_chunks(rig.borrower, rig.borrowed, ()), Loan)
+
+
+def test_a_load_from_disk_goes_through_the_first_cells_and_its_chunks_come_to_stay_later(rig: Rig) -> None:
+    rig.driver.may_register.set()
+    is_time = threading.Event()
+    with closing(Borrower(rig.path, is_device_up=False)) as borrower:
+        borrower.device_is_up(wait=lambda: _wait(is_time), pins_first=True)
+        segment, borrowed, cells = borrower.segment, borrower.open(rig.model), set[int]()
+        first_bytes = NUM_FIRST_CELLS * CELL_BYTES
+        assert segment.pinned_bytes == first_bytes
+        loan = borrow_chunks(borrower, borrowed, range(rig.num_chunks))
+        for batch in loan.batches(3):
+            for chunk in batch:
+                assert bytes(chunk.data) == bytes_of(rig, chunk.index)
+                cells.add(chunk.cell)
+            loan.release(*batch)
+        assert max(cells) < NUM_FIRST_CELLS < rig.num_chunks
+        assert segment.pinned_bytes == first_bytes
+        assert eventually(lambda: rig.tiers.fetcher.book.num_resident == rig.num_chunks and not rig.num_lent)
+        again = borrower.fetch(borrowed, range(rig.num_chunks))
+        assert again.is_in_host
+        for chunk in again:
+            assert chunk.cell >= NUM_FIRST_CELLS
+            again.release(chunk)
+        is_time.set()
+
+
+def test_a_load_passes_nothing_on_where_the_first_cells_are_not_pinned_or_all_are(rig: Rig) -> None:
+    loan = rig.borrow()
+    for chunk in each(loan):
+        loan.release(chunk)
+    assert eventually(lambda: not rig.num_lent)
+    assert rig.tiers.fetcher.book.num_resident == rig.num_chunks
+    rig.driver.may_register.set()
+    rig.tiers.segment.touch_in_background()
+    rig.borrower.segment.wait_pinned()
+    assert not rig.borrower._passes_on()
 
 
 def test_until_it_is_time_nothing_is_pinned_that_no_load_needs(rig: Rig) -> None:

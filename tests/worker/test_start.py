@@ -11,6 +11,7 @@ import pytest
 
 from hearth.config import StoreConfig
 from hearth.messages import WorkerSetup
+from hearth.native_code import NativeCodeUnavailable
 from hearth.store import staging_buffers
 from hearth.store.borrower import Borrower
 from hearth.store.lender import Lender
@@ -27,14 +28,25 @@ def setup_of(kind: str, kernels: Path) -> WorkerSetup:
     return WorkerSetup(*(WorkerId("w0"), "", 1, "", kind, 0, 1, None, "", str(kernels), {}, None, "info"))
 
 
-@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize(
+    ("obstacle", "told"),
+    [
+        (None, ""),
+        (NativeCodeUnavailable("no cc", "install it"), "reason=`no cc` remedy=`install it`"),
+        (OSError("it broke"), "reason=`it broke` remedy=`mend what the reason says`"),
+    ],
+)
 def test_a_worker_on_a_gpu_has_buffers_or_tells_why_loads_have_to_pin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_compiler: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    obstacle: OSError | None,
+    told: str,
 ) -> None:
-    if not has_compiler:
+    if obstacle is not None:
 
         def refuse(libraries: Path | None) -> None:
-            raise OSError("cc failed")
+            raise obstacle
 
         monkeypatch.setattr(staging_buffers, "_fill_threads", refuse)
     (tmp_path / "kernels").mkdir(mode=0o700)
@@ -48,11 +60,10 @@ def test_a_worker_on_a_gpu_has_buffers_or_tells_why_loads_have_to_pin(
         staging = worker._staging(setup_of("cuda", tmp_path / "kernels"), borrower)
         assert not borrower.is_unstaged
         borrower.device_is_up(staging)
-        assert (staging is not None, borrower.is_unstaged) == (has_compiler, not has_compiler)
+        assert (staging is not None, borrower.is_unstaged) == (obstacle is None, obstacle is not None)
         assert staging is None or staging.slot_bytes == CELL_BYTES
         assert worker._staging(setup_of("cpu", tmp_path / "kernels"), borrower) is None
-    told = "fallback staging=off reason=`cc failed` remedy=`install a C compiler (cc)`"
-    assert caplog.text.count(told) == (not has_compiler)
+    assert caplog.text.count(f"fallback staging=off {told}") == (obstacle is not None)
 
 
 def test_host_memory_is_pinned_when_those_who_waited_have_their_first_tokens(

@@ -40,6 +40,7 @@ class LoadLog:
     is_again: bool = False  #: the model was ready before and had lost some of its weights
     is_void: bool = False  #: the load was expected and never happened: the model was whole
     awaits_turn: bool = False  #: the load begins with the turn of the model
+    follows_turn: bool = False  #: it began so: the model had been found before
 
     @property
     def was_ready(self) -> bool:
@@ -63,15 +64,26 @@ class LoadLog:
     def succeed(self, now_s: float, loaded: ModelLoaded) -> None:
         """End the load; the times that the worker measured tell when it really began."""
         self.loaded, self.ended_s, self.awaits_turn = loaded, now_s, False
-        took_s = loaded.took_s
+        took_s = loaded.took_s - self._found_before_s
         # When one began that nobody has ordered was only guessed.
         self.began_s = now_s - took_s if self.is_again else min(self.began_s, now_s - took_s)
-        self.first_layer_at_s = self.began_s + loaded.open_s + loaded.place_s + loaded.first_layer_s
+        self.first_layer_at_s = self.found_s + loaded.place_s + loaded.first_layer_s
+
+    @property
+    def found_s(self) -> float:
+        """When the model was found and memory could be taken, of a load that has ended well."""
+        open_s = 0.0 if self.loaded is None else self.loaded.open_s
+        return self.began_s + open_s - self._found_before_s
+
+    @property
+    def _found_before_s(self) -> float:
+        """How long it took to find the model before the load began."""
+        return self.loaded.open_s if self.loaded is not None and self.follows_turn else 0.0
 
     def turn_began(self, now_s: float) -> None:
         """Note that the load begins now, unless it had begun."""
         if self.awaits_turn:
-            self.awaits_turn, self.began_s = False, now_s
+            self.awaits_turn, self.follows_turn, self.began_s = False, True, now_s
 
     def fail(self, now_s: float, reason: str) -> None:
         """End the load with a reason, unless it ended before and the model broke later."""

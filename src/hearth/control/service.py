@@ -150,6 +150,12 @@ async def running(
         )
         receiver.supervisor = supervisor
         stack.push_async_callback(supervisor.close)
+        # While the imports of workers are waited for, and not longer: a request then waits for its own alone.
+        pinned_first = sorted(catalog.entries(), key=lambda entry: not entry.config.pinned)
+        reading = asyncio.create_task(
+            encoder.read_ahead((entry.deployed for entry in pinned_first), lambda: not driver.fleet.workers)
+        )
+        stack.callback(reading.cancel)
         await supervisor.start()
         if not supervisor.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()

@@ -289,20 +289,26 @@ class Timeline:
         if loaded is None:
             load_end_s = min(load.ended_s or end_s, end_s)
             return [self._span("load", load.began_s, load_end_s, load.failure or "under way")]
-        opened_s = min(load.began_s + loaded.open_s, end_s)
-        assembled_s = min(opened_s + loaded.assemble_s, end_s)
-        copying_s = min(opened_s + loaded.place_s, end_s)
+        found_s = min(load.found_s, end_s)
+        assembled_s = min(found_s + loaded.assemble_s, end_s)
+        copying_s = min(found_s + loaded.place_s, end_s)
         copied_s = min(copying_s + loaded.total_s, end_s)
+        kernels_s = max(copying_s, assembled_s - loaded.kernels_s)
         gigabytes = [f"{use.num_bytes / 1e9:.3f} GB from {use.rung}" for use in loaded.rungs]
         if loaded.shared_bytes:
             gigabytes.append(f"{loaded.shared_bytes / 1e9:.3f} GB that another load was reading")
         if loaded.reused_bytes:
             gigabytes.append(f"{loaded.reused_bytes / 1e9:.3f} GB were there")
-        return [
-            self._span("open", load.began_s, opened_s, "the model is looked up"),
-            self._span("assemble", opened_s, assembled_s, "memory and engine, beside the load"),
+        spans = [
+            self._span("open", found_s - loaded.open_s, found_s, "the model is looked up"),
+            self._span("place", found_s, copying_s, "memory is taken, and the bytes are asked for"),
             self._span("load", copying_s, copied_s, ", ".join(gigabytes)),
+            self._span("assemble", copying_s, kernels_s, "the engine, beside the load"),
         ]
+        if loaded.kernels_s:
+            what = "kernels come to the device, beside the load"
+            spans.append(self._span("kernels", kernels_s, assembled_s, what))
+        return spans
 
     def _span(self, what: str, begin_s: float, end_s: float, detail: str = "") -> TimelineSpan:
         """Return a span relative to the arrival; a load that began earlier begins with the request."""

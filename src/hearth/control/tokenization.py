@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from hearth.control.deployed import Deployed
 from hearth.control.generation import ChatPrompt
-from hearth.errors import BadCheckpoint, ModelError, PromptTooLong
+from hearth.errors import BadCheckpoint, HearthError, ModelError, PromptTooLong
 from hearth.messages import GuideOrder
 from hearth.store.manifest import check_texts, read_manifest
 from hearth.text.grammar import check_guide
@@ -19,8 +24,13 @@ from hearth.types import GuideSpec
 
 #: The most tokenizers that are kept; one of 150,000 tokens takes some 50 MB.
 MAX_TOKENIZERS = 32
+#: Tokenizers that are read while a service starts. To read one takes some tenths of a second, in which the
+#: tokenizers package lets nobody else have the interpreter.
+MAX_READ_AHEAD = 4
 #: Threads that tokenise. The tokenizers package lets go of the interpreter while it works.
 NUM_THREADS = 2
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -44,6 +54,21 @@ class PromptEncoder:
                 self._tokenizers.popitem(last=False)
         self._tokenizers.move_to_end(digest)
         return await asyncio.shield(known)  # whoever waits may leave; others wait for the same
+
+    async def read_ahead(self, models: Iterable[Deployed], is_time: Callable[[], bool]) -> None:
+        """Read the tokenizers of the first models, one after the other, as long as there is time for it.
+
+        One that cannot be read is left to whoever asks for its model, and is told why.
+        """
+        began_s, num_read = time.perf_counter(), 0
+        for model in islice(models, MAX_READ_AHEAD):
+            if not is_time():
+                break
+            with suppress(HearthError, OSError):
+                await self.tokenizer(model.digest, Path(model.directory))
+                num_read += 1
+        if num_read:
+            log.info("tokenizers_read num=%d seconds=%.3f", num_read, time.perf_counter() - began_s)
 
     async def encode(
         self,

@@ -3,6 +3,7 @@
     ENTRY/...           Triton's: a compiled variant, or the C code that launches it
     lists/KEY.json      the variants of one model under one configuration, once all of them are compiled
     lists/KEY.lock      held by whoever compiles them
+    compiler.json       the hash of Triton by which entries are named, and the state of its files then
     NAME-KEY.so         a C file of Hearth, compiled (`native_code.py`)
 
 Entries are code that this process will run, so nobody else may write here.
@@ -11,6 +12,7 @@ Entries are code that this process will run, so nobody else may write here.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -34,6 +36,7 @@ from hearth.kernels.variants import Variant
 #: Where Triton would look by itself; whoever sets it knows why.
 _TRITONS_VARIABLE = "TRITON_CACHE_DIR"
 _LISTS = "lists"
+_COMPILER = "compiler.json"
 #: Entries that nobody has loaded for so long are removed.
 MAX_IDLE_S = 30 * 86400.0
 
@@ -222,24 +225,56 @@ def _set_up_triton(path: Path) -> None:
         knobs.propagate_env = before
 
 
-def hash_compiler_in_background() -> threading.Thread | None:
-    """Have a thread find the hash of Triton by which compiled kernels are named; None: there is no Triton.
+def know_compiler(cache: KernelCache) -> threading.Thread | None:
+    """Have Triton know the hash of itself by which compiled kernels are named, as found by a process before.
 
-    Triton reads all of its own files for that, 500 MB, once in a process: 0.4 s that the first kernel would
-    wait for. No device is touched, and the interpreter is free nearly all of that time.
+    Triton reads all of its own files for that, 500 MB, once in a process: 0.4 s that the first kernel waits
+    for, and twice as much beside other threads. If nobody has found it, or a file has changed since, a thread
+    does, which is returned, and keeps it. No device is touched.
     """
     if not HAS_TRITON:
         return None
-    thread = threading.Thread(target=_hash_compiler, name="hearth-hash", daemon=True)
+    try:
+        state = _compiler_state(Path(triton.__file__).parent)
+        known = json.loads((cache.path / _COMPILER).read_bytes())
+        if known["state"] == state and isinstance(key := known["key"], str):
+            triton.runtime.cache.triton_key = lambda: key  # as Triton does for processes that it starts
+            return None
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("compiler_hash_broken reason=%r", error)
+    thread = threading.Thread(target=_hash_compiler, args=(cache,), name="hearth-hash", daemon=True)
     thread.start()
     return thread
 
 
-def _hash_compiler() -> None:
+def _compiler_state(root: Path) -> str:
+    """Return a hash of the names, sizes and times of all files of Triton that are code."""
+    found = hashlib.sha256()
+    for directory, names, files in os.walk(root, followlinks=True):
+        names.sort()
+        for name in sorted(files):
+            if name.endswith((".py", ".so")):
+                path = os.path.join(directory, name)
+                one = os.stat(path)
+                state = (path, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino, one.st_dev)
+                found.update(repr(state).encode())
+    return found.hexdigest()
+
+
+def _hash_compiler(cache: KernelCache) -> None:
+    path = cache.path / _COMPILER
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        triton.runtime.cache.triton_key()  # keeps its result
+        state = _compiler_state(Path(triton.__file__).parent)  # first: what changes meanwhile is seen later
+        key = triton.runtime.cache.triton_key()  # keeps its result
+        temporary.write_text(json.dumps({"state": state, "key": key}), encoding="utf-8")
+        temporary.replace(path)
     except (AttributeError, OSError) as error:  # the first kernel meets the same, or needs none of it
         log.info("compiler_not_hashed reason=%r", error)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def prepare_to_load() -> None:

@@ -14,6 +14,7 @@ from typing import Generic, TypeAlias, TypeVar
 from hearth.errors import ChunkCorrupt, LenderGone, LoadCancelled, ModelNotOpen, StoreError
 from hearth.store.adapter_manifest import AdapterManifest, of_adapter
 from hearth.store.description import read_description
+from hearth.store.fetch import NUM_FIRST_CELLS
 from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.lender_line import LenderLine
 from hearth.store.lending import (
@@ -107,12 +108,17 @@ class Borrower:
         self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
 
     def device_is_up(
-        self, staging: StagingBuffers | None = None, wait: Callable[[], None] | None = None
+        self,
+        staging: StagingBuffers | None = None,
+        wait: Callable[[], None] | None = None,
+        *,
+        pins_first: bool = False,
     ) -> None:
         """Begin to pin, for the device that is current for the calling thread.
 
         `staging` is for loads from memory that is not pinned yet, and closed with this; None: they pin it.
-        Until `wait` returns, which a thread calls, nothing is pinned that no load needs.
+        Until `wait` returns, which a thread calls, nothing is pinned that no load needs, but for the first
+        cells, which are pinned here and now if `pins_first`: a load from disk goes through these alone.
         """
         if staging is not None:
             staging.pin()
@@ -126,6 +132,8 @@ class Borrower:
                     target=_after, args=(wait, segment.load_ended), name="hearth-pin-later", daemon=True
                 ).start()
             self._pinned(segment)
+        if pins_first:
+            segment.pin_first(NUM_FIRST_CELLS)
 
     @property
     def is_unstaged(self) -> bool:
@@ -222,7 +230,8 @@ class Borrower:
             LenderGone: nobody lends.
             StoreError: the lender does not have the model any more, or has another one in its place.
         """
-        question = FetchChunks(model.opened.digest, model.opened.directory, tuple(chunks))
+        digest, directory = model.opened.digest, model.opened.directory
+        question = FetchChunks(digest, directory, tuple(chunks), passes_on=self._passes_on())
         try:
             return self._fetch(model, question)
         except ModelNotOpen:  # a lender that was started anew, or has forgotten the model
@@ -230,6 +239,11 @@ class Borrower:
         if again.opened.digest != model.opened.digest:
             raise StoreError(f"`{model.opened.name}` is another model by now; open it again")
         return self._fetch(again, replace(question, directory=again.opened.directory))
+
+    def _passes_on(self) -> bool:
+        """True if only some memory is pinned, and the first cells are."""
+        segment = self.segment
+        return not segment.is_all_pinned and segment.are_first_pinned(NUM_FIRST_CELLS)
 
     def _fetch(self, model: Borrowed[StoredManifest], question: FetchChunks) -> Loan:
         line, answer = self._asked(question)

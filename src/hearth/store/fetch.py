@@ -10,6 +10,8 @@ slow, or answers nothing, holds up no load from this machine's disk. A chunk tha
 Cells are taken in the order of the load, so the chunk that a consumer waits for always has one, and loads
 larger than the host memory run through it. What was released stays for the next load, unless chunks are only
 passed on (`keeps_chunks`): then its cell is free at once, and when all are, the system gets their pages back.
+A load whose consumer can copy from the first cells alone at full speed goes through these, as long as the
+disk is faster than memory is made (`passes_on`): its chunks come to stay when nobody waits for them.
 The books are `policy/memory/chunk_book.py`, the reading is `chunk_reader.py`; nothing here touches a device.
 """
 
@@ -34,6 +36,12 @@ from hearth.types import ChunkId, Rung
 
 #: Chunks of one load that hold a cell at a time: being read, waiting to be copied, or being copied.
 WINDOW = 32
+#: The first cells, as many as a load holds at a time. A worker that starts pins these before all others.
+NUM_FIRST_CELLS = WINDOW
+#: A chunk that took longer to be read stays where it is: in as long, memory would be made for it.
+MAX_PASSED_ON_S = 0.02
+#: Chunks that are read at a time to stay behind a load that passed them on: cores are for others then.
+REFILL_WINDOW = 4
 #: Chunks that a load best gives back together, a quarter of those.
 RELEASE_BATCH = WINDOW // 4
 #: Disks want several requests at once; from memory, reading and hashing want all cores but two (of 16).
@@ -120,18 +128,27 @@ class Fetcher:
         self._max_far = max(1, min(NUM_FAR_READERS, segment.num_cells // 2))
         self._num_far = 0  #: chunks that have a cell and come, or will, from object storage
 
-    def fetch(self, model: StoredModel, chunks: Sequence[int], *, is_ahead: bool = False) -> Fetch:
-        """Start bringing these chunks, in this order, into host memory.
+    def fetch(
+        self,
+        model: StoredModel,
+        chunks: Sequence[int],
+        *,
+        is_ahead: bool = False,
+        passes_on: bool = False,
+        window: int = WINDOW,
+    ) -> Fetch:
+        """Start bringing these chunks, in this order, into host memory, at most `window` at a time.
 
         `is_ahead`: nobody waits for them yet. They come while no other load wants any: neither the readers
-        nor chunks that such a load is about to take are taken from it.
+        nor chunks that such a load is about to take are taken from it, nor the first cells.
+        `passes_on`: of what is quickly read into one of the first cells, nothing stays.
         """
         too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.cell_bytes]
         assert not too_large, f"chunks {too_large} are larger than a cell: {self.segment.cell_bytes}"
         assert self.segment.num_cells or not chunks, "a segment without cells holds no chunk"
         assert len(set(chunks)) == len(chunks), f"a chunk is wanted twice: {sorted(chunks)}"
         self._prices.load_began(model)
-        fetch = Fetch(self, model, chunks, is_ahead=is_ahead)
+        fetch = Fetch(self, model, chunks, window, is_ahead=is_ahead, passes_on=passes_on)
         with self._lock:
             if self._is_closed:
                 raise StoreError(f"`{model.name}` cannot be fetched: these tiers are closed; open new ones")
@@ -171,7 +188,7 @@ class Fetcher:
                 self._round_robin.popleft()
                 continue
             self._round_robin.rotate(-1)
-            has_to_wait = fetch.num_open >= WINDOW or self._gives_way(fetch)
+            has_to_wait = fetch.num_open >= fetch.window or self._gives_way(fetch)
             is_stuck = has_to_wait or not self._take(fetch)
             num_stuck = num_stuck + 1 if is_stuck else 0
         if not self._keeps_chunks and not self._is_closed and self.book.num_free == self.book.capacity:
@@ -187,7 +204,8 @@ class Fetcher:
         chunk_id = fetch.model.manifest.chunk_ids[index]
         if self._num_far >= self._max_far and self._is_far(fetch, index):
             return False
-        match self.book.take(chunk_id, self._prices.of_host_chunk):
+        num_spared = NUM_FIRST_CELLS if fetch.is_ahead else 0
+        match self.book.take(chunk_id, self._prices.of_host_chunk, num_spared=num_spared):
             case Hit(cell):
                 self.counters.num_hits += 1
                 self._hand_over(fetch, index, cell, None)
@@ -351,9 +369,17 @@ class Fetch:
     """
 
     def __init__(
-        self, fetcher: Fetcher, model: StoredModel, chunks: Sequence[int], *, is_ahead: bool
+        self,
+        fetcher: Fetcher,
+        model: StoredModel,
+        chunks: Sequence[int],
+        window: int,
+        *,
+        is_ahead: bool,
+        passes_on: bool,
     ) -> None:
-        self.model, self.is_ahead = model, is_ahead
+        self.model, self.window, self.is_ahead, self.passes_on = model, window, is_ahead, passes_on
+        self.num_passed_on = 0  #: chunks that were released and did not stay
         #: Chunks that are not scheduled yet, in order.
         self.todo = deque(chunks)
         #: How many chunks are scheduled and not released: being read, ready, or taken.
@@ -432,7 +458,10 @@ class Fetch:
             return
         with self.arrived:
             for chunk in chunks:
-                self._fetcher.book.release(self.model.manifest.chunk_ids[chunk.index])
+                chunk_id = self.model.manifest.chunk_ids[chunk.index]
+                self._fetcher.book.release(chunk_id)
+                if self.passes_on and _is_quick(chunk):
+                    self.num_passed_on += self._fetcher.book.drop(chunk_id)
             self.num_open -= len(chunks)
             if not self.num_open and not self.todo:
                 self._fetcher._forget(self)
@@ -443,3 +472,11 @@ class Fetch:
         with self.arrived:
             self._fetcher._end(self, None)
             self._fetcher._pump()
+
+
+def _is_quick(chunk: HostChunk) -> bool:
+    """True if a chunk came from disk to one of the first cells faster than memory is made."""
+    delivery = chunk.delivery
+    if delivery is None or delivery.rung is not Rung.DISK or chunk.cell >= NUM_FIRST_CELLS:
+        return False
+    return delivery.read_s + delivery.verify_s <= MAX_PASSED_ON_S

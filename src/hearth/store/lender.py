@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hearth.errors import ChunkMissing, HearthError, ModelNotOpen, StoreError
-from hearth.store.fetch import Fetch, HostChunk
+from hearth.errors import ChunkMissing, HearthError, LoadCancelled, ModelNotOpen, StoreError
+from hearth.store.fetch import REFILL_WINDOW, Fetch, HostChunk
 from hearth.store.lending import (
     BytesCounted,
     CancelLoad,
@@ -179,9 +179,9 @@ class _Session:
         match message:
             case OpenModel(where, weight):
                 self._send(self._answer(where, lambda: self._open(where, weight)))
-            case FetchChunks(digest, directory, chunks):
+            case FetchChunks(digest, directory, chunks, passes_on):
                 if (model := self._model_to_load(digest, directory)) is not None:
-                    self._start(model, chunks)
+                    self._start(model, chunks, passes_on=passes_on)
             case PrefetchModel(digest, directory):
                 if (model := self._model_to_load(digest, directory)) is not None:
                     self._start_prefetch(model)
@@ -264,7 +264,7 @@ class _Session:
         self._sender.join()
         self._fetch = self._sender = None
 
-    def _start(self, model: StoredModel, chunks: tuple[int, ...]) -> None:
+    def _start(self, model: StoredModel, chunks: tuple[int, ...], *, passes_on: bool) -> None:
         num_chunks = len(model.manifest.chunks)
         if len(set(chunks)) < len(chunks) or not set(chunks) <= set(range(num_chunks)):
             what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
@@ -274,7 +274,7 @@ class _Session:
         wanted = {chunk_ids[index] for index in chunks}
         is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
         self._send(LoadBegan(is_in_host))
-        self._run(self._lend, self._tiers.fetch(model, chunks))
+        self._run(self._lend, self._tiers.fetch(model, chunks, passes_on=passes_on))
 
     def _start_prefetch(self, model: StoredModel) -> None:
         fetch = self._tiers.prefetch(model)
@@ -335,12 +335,24 @@ class _Session:
         """Take chunks back, all at once: then as many may follow, and they are lent at once as well."""
         with self._lock:
             chunks = [self._lent.pop(index, None) for index in indices]
-        if self._fetch is not None:
-            self._fetch.release(*(chunk for chunk in chunks if chunk is not None))
+        if (fetch := self._fetch) is not None:
+            fetch.release(*(chunk for chunk in chunks if chunk is not None))
+            if fetch.num_passed_on and fetch.is_finished:
+                self._refill(fetch.model)
         if None in chunks:
             raise ChunkMissing(
                 f"a borrower gave back chunk {indices[chunks.index(None)]}, which it does not have"
             )
+
+    def _refill(self, model: StoredModel) -> None:
+        """Have chunks that a load passed on come to stay, beside everything else."""
+        if (fetch := self._tiers.prefetch(model, window=REFILL_WINDOW)) is None:
+            return
+        try:
+            self._senders.start(lambda: _let_stay(fetch))
+        except RuntimeError as error:
+            fetch.cancel()
+            log.warning("not_refilled model=%s reason=%s", model.name, error)
 
     def _end(self) -> None:
         """Take back what the borrower still had, whether it closed or died."""
@@ -350,6 +362,17 @@ class _Session:
             self._sender.join()
             self._fetch.release(*self._lent.values())  # by now no other thread knows them
         self._connection.close()
+
+
+def _let_stay(fetch: Fetch) -> None:
+    """Have chunks come that nobody waits for."""
+    try:
+        for chunk in fetch:
+            fetch.release(chunk)
+    except LoadCancelled:  # the tiers are closed
+        pass
+    except StoreError as error:  # whoever loads the model later is told
+        log.warning("not_refilled model=%s reason=%s", fetch.model.name, error)
 
 
 def _lent(chunk: HostChunk) -> ChunkLent:

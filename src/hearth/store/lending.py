@@ -68,6 +68,8 @@ class FetchChunks:
     model: Digest  #: of a model that was opened before, on this connection or another
     directory: str  #: as `ModelOpened` has it: copies of one model share a digest, and one may be deleted
     chunks: tuple[int, ...]
+    #: Of chunks from disk, those that come through the first cells need not stay: see `Fetcher.fetch`.
+    passes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

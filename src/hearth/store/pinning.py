@@ -3,7 +3,7 @@
     touch       threads have the kernel find the pages of a region, or make them
     register    the driver is told of a region, and it is pinned; others queue behind that
 
-Regions are small, and one at a time is registered, while no load is under way (see
+Regions are small, and one at a time is registered, while no load is under way, or seldom (see
 `policy/memory/region_order.py`). A load goes around the rest (`staging_buffers.py`), or has the region that
 it copies from next registered by its own thread. Until one is pinned, copies from it are slow, not wrong.
 What lies in a region is nothing to this file.
@@ -62,7 +62,7 @@ class Touching:
         self._memory, self._address, self._regions = memory, address, regions
         self._makes_pages = makes_pages
         self._is_touched = bytearray(len(regions))  #: single operations are atomic, so it needs no lock
-        self._order = RegionOrder(len(regions), num_loads)
+        self._order = RegionOrder(len(regions), num_loads, now_s=time.monotonic())
         self._is_stopped = False
         self._changed = threading.Condition()  #: guards these two
         num_threads = min(MAX_TOUCH_THREADS, num_usable_cores(), len(regions))
@@ -82,13 +82,13 @@ class Touching:
                 self._is_touched[region] = True
 
     def load_began(self) -> None:
-        """Touch nothing until as many loads have ended: they see to what they need."""
+        """Touch next to nothing until as many loads have ended: they see to what they need."""
         with self._changed:
-            self._order.load_began()
+            self._order.load_began(time.monotonic())
 
     def load_ended(self) -> None:
         with self._changed:
-            self._order.load_ended()
+            self._order.load_ended(time.monotonic())
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -110,13 +110,14 @@ class Touching:
             self._touch(region)
 
     def _next(self) -> int | None:
-        """Return the next region, once no load is under way; None: there is none."""
+        """Return the next region, once no load keeps it back; None: there is none."""
         with self._changed:
             while not self._is_stopped and not self._order.is_complete:
-                if (region := self._order.peek()) is not None:
-                    self._order.take(region)
+                now_s = time.monotonic()
+                if (region := self._order.peek(now_s)) is not None:
+                    self._order.take_unasked(region, now_s)
                     return region
-                self._changed.wait()
+                self._changed.wait(self._order.wait_s(now_s))
         return None
 
     def _touch(self, region: int) -> None:
@@ -157,7 +158,7 @@ class Pinning:
         """
         self._address, self._regions, self._touching = address, regions, touching
         self._register, self._unregister = register, unregister
-        self._order = RegionOrder(len(regions), num_loads)
+        self._order = RegionOrder(len(regions), num_loads, now_s=time.monotonic())
         self._codes: dict[int, int] = {}  #: CUDA's code by region: 0 of those that are pinned
         self._is_closed = False
         self._changed = threading.Condition()  #: guards these three
@@ -195,13 +196,13 @@ class Pinning:
             self._pin(region)
 
     def load_began(self) -> None:
-        """Have nothing pinned that nobody waits for, until as many loads have ended."""
+        """Have next to nothing pinned that nobody waits for, until as many loads have ended."""
         with self._changed:
-            self._order.load_began()
+            self._order.load_began(time.monotonic())
 
     def load_ended(self) -> None:
         with self._changed:
-            self._order.load_ended()
+            self._order.load_ended(time.monotonic())
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -225,17 +226,18 @@ class Pinning:
             time.sleep(PAUSE_S)
 
     def _next(self) -> int | None:
-        """Return the next region that nobody waits for, once it is touched and no load is under way.
+        """Return the next region that nobody waits for, once it is touched and no load keeps it back.
 
         Returns None when there is none any more.
         """
         with self._changed:
             while not self._is_closed and not self._order.is_complete:
-                region = self._order.peek()
+                now_s = time.monotonic()
+                region = self._order.peek(now_s)
                 if region is not None and self._touching.has_touched(region):
-                    self._order.take(region)
+                    self._order.take_unasked(region, now_s)
                     return region
-                self._changed.wait(None if region is None else LOOK_S)
+                self._changed.wait(LOOK_S if region is not None else self._order.wait_s(now_s))
         return None
 
     def _pin(self, region: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 
-from hearth.native_code import native_library
+from hearth.native_code import native_library, remedy_for
 
 #: Bytes that are read and hashed at a time, in C: what fits into a core's own cache beside its copy.
 CACHED_PIECE_BYTES = 256 << 10
@@ -91,8 +91,8 @@ def _compiled_reader() -> Read | None:
         raise OSError("no library of this machine computes xxh3 as Python's xxhash does")
     except (OSError, AttributeError, ImportError) as error:
         log.warning(
-            "fallback reader=interpreted reason=%s remedy=`install a C compiler (cc)`",
-            str(error).partition("\n")[0],
+            "fallback reader=interpreted reason=`%s` remedy=`%s`",
+            *(str(error).partition("\n")[0], remedy_for(error)),
         )
         return None
 

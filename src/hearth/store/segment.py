@@ -109,6 +109,15 @@ class Segment:
         if (pinning := self._pinning) is not None:
             pinning.pin(cell // self._region_cells)
 
+    def pin_first(self, num_cells: int) -> None:
+        """Return when the first cells are pinned, if this segment is pinned at all."""
+        for cell in range(0, min(num_cells, self.num_cells), self._region_cells):
+            self.pin(cell)
+
+    def are_first_pinned(self, num_cells: int) -> bool:
+        """True if a device copies from the first cells at its full speed."""
+        return all(map(self.is_pinned, range(min(num_cells, self.num_cells))))
+
     @property
     def is_all_pinned(self) -> bool:
         return (pinning := self._pinning) is not None and pinning.is_complete

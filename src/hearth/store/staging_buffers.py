@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 from hearth.cpus import num_usable_cores
 from hearth.errors import StoreError
-from hearth.native_code import native_library
+from hearth.native_code import NativeCodeUnavailable, native_library
 from hearth.store.segment import Segment
 
 #: Slots of a worker. What the processor's cache holds of them is copied from there: 48 GB/s, 40 with twice as
@@ -153,5 +153,6 @@ def _fill_threads(libraries: Path | None) -> _FillThreads:
     start.argtypes, start.restype = (ctypes.c_int, ctypes.c_int64), ctypes.c_int
     num_threads = max(1, min(MAX_THREADS, num_usable_cores() - SPARE_CORES))
     if not start(num_threads, PIECE_BYTES):
-        raise OSError("no thread can be started to fill slots with")
+        reason = "no thread can be started to fill slots with"
+        raise NativeCodeUnavailable(reason, "raise the limit of threads (ulimit -u)")
     return _FillThreads(library)

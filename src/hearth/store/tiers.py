@@ -19,7 +19,7 @@ from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.description import parse_description, read_description
 from hearth.store.disk import DiskTier
-from hearth.store.fetch import Fetch, Fetcher
+from hearth.store.fetch import WINDOW, Fetch, Fetcher
 from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.manifest import (
     CHUNK_BYTES,
@@ -162,13 +162,15 @@ class Tiers:
         self.disk.register(model.directory, model.manifest)
         return model
 
-    def fetch(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
-        return self.fetcher.fetch(model, chunks)
+    def fetch(self, model: StoredModel, chunks: Sequence[int], *, passes_on: bool = False) -> Fetch:
+        """Start bringing chunks of a model; `passes_on`: see `Fetcher.fetch`."""
+        return self.fetcher.fetch(model, chunks, passes_on=passes_on)
 
-    def prefetch(self, model: StoredModel) -> Fetch | None:
+    def prefetch(self, model: StoredModel, window: int = WINDOW) -> Fetch | None:
         """Start bringing what host memory lacks of a model, behind all loads; None if nothing is to come.
 
-        That is so also where it would not stay there, or not all of it would fit.
+        At most `window` chunks are read at a time. Nothing comes also where it would not stay there, or not
+        all of it would fit.
         """
         manifest = model.manifest
         indices = {chunk.id: index for index, chunk in enumerate(manifest.chunks)}
@@ -176,7 +178,7 @@ class Tiers:
             return None
         resident = set(self.fetcher.resident(indices))
         missing = sorted(index for chunk_id, index in indices.items() if chunk_id not in resident)
-        return self.fetcher.fetch(model, missing, is_ahead=True) if missing else None
+        return self.fetcher.fetch(model, missing, is_ahead=True, window=window) if missing else None
 
     def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
         """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""

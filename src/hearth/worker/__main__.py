@@ -26,8 +26,9 @@ from hearth.cuda_batches import native_calls
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
-from hearth.kernels.kernel_cache import KernelCache, hash_compiler_in_background
+from hearth.kernels.kernel_cache import KernelCache, know_compiler
 from hearth.messages import WorkerFarewell, WorkerSetup
+from hearth.native_code import remedy_for
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
@@ -101,12 +102,11 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
     is_cuda = setup.kind == "cuda"
-    if is_cuda:
-        hash_compiler_in_background()
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
     times.note("keeper")
     cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
     if cache is not None:
+        know_compiler(cache)
         native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
@@ -132,7 +132,10 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
     # Not before: beside the pinning of host memory all of a start takes longer, and all that comes first.
-    borrower.device_is_up(staging, wait=partial(_wait_for_calm, first_tokens))
+    # Of one that replaces another the model is in host memory most likely, and somebody waits for it.
+    borrower.device_is_up(
+        staging, wait=partial(_wait_for_calm, first_tokens), pins_first=setup.predecessor is None
+    )
     times.note("pinning")
     link = connect(setup.host, setup.port)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
@@ -156,7 +159,7 @@ def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
     try:
         return StagingBuffers(borrower.segment.cell_bytes, libraries=libraries)
     except (OSError, DeviceError) as error:
-        log.warning("fallback staging=off reason=`%s` remedy=`install a C compiler (cc)`", error)
+        log.warning("fallback staging=off reason=`%s` remedy=`%s`", error, remedy_for(error))
         return None
 
 

@@ -69,6 +69,7 @@ class _LoadTimes:
     open_s: float
     place_s: float
     assemble_s: float
+    kernels_s: float = 0.0
 
 
 class HostedModel:
@@ -386,7 +387,10 @@ class HostedModel:
         match self.state:
             case Loading(served, load) if load.is_engine_ready and load.weights is not None:
                 times = _LoadTimes(
-                    load.open_s, load.crossing_s - load.began_s, assemble_s=load.ready_s - load.began_s
+                    load.open_s,
+                    place_s=load.crossing_s - load.began_s,
+                    assemble_s=load.ready_s - load.began_s,
+                    kernels_s=load.kernels_s,
                 )
                 return self._complete(served, load.weights, load.reused_bytes, times)
         return None
@@ -420,6 +424,7 @@ class HostedModel:
             is_widened=widen_s is not None,
             ahead_bytes=ahead_bytes,
             place_s=times.place_s,
+            kernels_s=times.kernels_s,
         )
         self.first_load = self.first_load or loaded
         return loaded

@@ -312,8 +312,9 @@ class HostedModels:
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:
             log.info(
-                "model_loaded model=%s load_s=%.3f open_s=%.3f place_s=%.3f assemble_s=%.3f",
-                *(loaded.model, loaded.total_s, loaded.open_s, loaded.place_s, loaded.assemble_s),
+                "model_loaded model=%s load_s=%.3f open_s=%.3f place_s=%.3f kernels_s=%.3f assemble_s=%.3f",
+                *(loaded.model, loaded.total_s, loaded.open_s, loaded.place_s),
+                *(loaded.kernels_s, loaded.assemble_s),
             )
             self.reclaimer.reload_costs.learn_load(
                 loaded.model,

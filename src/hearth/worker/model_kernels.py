@@ -51,12 +51,8 @@ class ModelKernels:
         self._thread.submit(prepare_to_load)
         self._thread.submit(_prune, cache)
 
-    def load(self, manifest: Manifest, limits: StepLimits) -> bool:
-        """Bring a model's kernels onto the device if they are compiled; False: some are not."""
-        return self._warmup.load(self._needs(manifest, limits))
-
     def compile(self, manifest: Manifest, limits: StepLimits) -> None:
-        """Have a model's kernels compiled and bring them onto the device, which takes seconds."""
+        """Bring a model's kernels onto the device, compiled before, which takes seconds, if they were not."""
         self._warmup.compile(self._needs(manifest, limits))
 
     def prepare(self, order: PrepareModel) -> None:

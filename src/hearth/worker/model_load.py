@@ -118,6 +118,7 @@ class ModelLoad:
         self.weights: WeightsLoaded | None = None
         #: When bytes began to cross, if any do, and when the engine was there: by `time.perf_counter`.
         self.crossing_s = self.ready_s = 0.0
+        self.kernels_s = 0.0  #: in which kernels were brought to the device
         #: Keeps building and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
         self._is_cancelled = False
@@ -153,12 +154,7 @@ class ModelLoad:
 
     def _run(self, engine: Engine | None) -> None:
         """Start to load what is missing, and put the engine together beside that, where there is none."""
-        spec, space, resources = self._spec, self._space, self._resources
-        # Kernels on disk come first: on their way to the device they would queue behind the weights.
-        # An engine is told of when they are ready, and one that was not is never used again: so a model that
-        # has its engine has had them. To ask again would stand between a turn and its bytes.
-        kernels = resources.kernels if engine is None else None
-        are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
+        space = self._space
         if space.gaps:
             self._start_crossing()
         elif space.parts:
@@ -166,9 +162,9 @@ class ModelLoad:
         look, is_new = None, engine is None
         if engine is None and not self._is_cancelled:
             engine = self._assemble()
-            if kernels is not None and not are_kernels_ready:
-                # Beside the weights: this model's first step waits, and no other's.
-                kernels.compile(spec.manifest, spec.model.limits)
+            # Beside the bytes: on their way to the device kernels wait for those that are queued, some ms
+            # each. This model's first step waits for them, and no other's. One that has its engine has them.
+            self._have_kernels()
             if not self._is_cancelled:
                 look = self._look(engine)  # behind them: restored graphs are made of kernels that are there
         with self._lock:
@@ -216,6 +212,12 @@ class ModelLoad:
         weights = bind(spec.model.arch, spec.layout, space.places)
         memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
         return assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
+
+    def _have_kernels(self) -> None:
+        if (kernels := self._resources.kernels) is not None:
+            began_s = time.perf_counter()
+            kernels.compile(self._spec.manifest, self._spec.model.limits)
+            self.kernels_s = time.perf_counter() - began_s
 
     def _look(self, engine: Engine) -> SnapshotLook | None:
         """Look for a snapshot of the engine, and have it restored. Not under the lock either."""

@@ -37,6 +37,17 @@ def test_an_absent_chunk_gets_the_lowest_free_cell() -> None:
     assert book.take("c", free_of_charge) == Fill(0, evicted=None)
 
 
+def test_the_first_cells_are_spared_while_others_are_free() -> None:
+    book = ChunkBook(4)
+    cells = [book.take(chunk, free_of_charge, num_spared=2) for chunk in "abcd"]
+    assert cells == [Fill(cell, evicted=None) for cell in (2, 3, 0, 1)]
+    book.failed("b")
+    book.failed("c")
+    assert book.take("e", free_of_charge) == Fill(0, evicted=None)
+    assert book.take("f", free_of_charge) == Fill(3, evicted=None)
+    book.check()
+
+
 def test_a_filled_chunk_is_leased_by_its_filler_and_by_each_who_hits_it() -> None:
     book = ChunkBook(2)
     leased(book, "a")

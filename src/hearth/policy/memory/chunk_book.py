@@ -85,10 +85,13 @@ class ChunkBook:
         """Return how many hold the chunk; 0 for one that is idle, filling or absent."""
         return self._leases.get(chunk_id, 0)
 
-    def take(self, chunk_id: str, price: Callable[[str], Price]) -> Hit | Fill | Pending | Full:
+    def take(
+        self, chunk_id: str, price: Callable[[str], Price], *, num_spared: int = 0
+    ) -> Hit | Fill | Pending | Full:
         """Lease a chunk that is resident, or find a cell for it.
 
-        That is the lowest free cell, else that of the idle chunk that is next in the `EvictionOrder`.
+        That is the lowest free cell, behind the first `num_spared` if one is free there, else that of the
+        idle chunk that is next in the `EvictionOrder`.
         """
         if chunk_id in self._filling:
             return Pending()
@@ -99,7 +102,7 @@ class ChunkBook:
         evicted = None if self._free else self._evict(price)
         if not self._free:
             return Full()
-        cell = heapq.heappop(self._free)
+        cell = self._lowest_free(num_spared)
         self._cell_by_chunk[chunk_id] = cell
         self._filling.add(chunk_id)
         return Fill(cell, evicted)
@@ -147,6 +150,18 @@ class ChunkBook:
         assert not wrong, f"leased chunks without a lease: {wrong}"
         lost = [chunk_id for chunk_id in self._order if chunk_id not in self._idle]
         assert not lost, f"to be evicted, but not idle: {lost}"
+
+    def _lowest_free(self, num_spared: int) -> int:
+        """Take a free cell, of which there is one."""
+        spared: list[int] = []
+        while self._free and self._free[0] < num_spared:
+            spared.append(heapq.heappop(self._free))
+        if not self._free:
+            self._free, spared = spared, []  # sorted, and so a heap
+        cell = heapq.heappop(self._free)
+        for one in spared:
+            heapq.heappush(self._free, one)
+        return cell
 
     def _evict(self, price: Callable[[str], Price]) -> str | None:
         chunk_id = self._order.pop(self._idle, price)
