@@ -110,7 +110,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
-    graphs = _snapshot_graphs(setup, runtime, first_tokens, cache)
+    graphs = _snapshot_graphs(setup, runtime, first_tokens, cache, borrower)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=None if cache is None else _kernels(cache, runtime, borrower, first_tokens, graphs),
@@ -168,8 +168,9 @@ def _kernels(
     graphs: SnapshotGraphs | None,
 ) -> ModelKernels:
     COMPILATIONS.watch()
-    learn = None if graphs is None else graphs.learn
-    return ModelKernels(cache, runtime.device, borrower.describe, first_tokens, learn)
+    if graphs is None:
+        return ModelKernels(cache, runtime.device, borrower.describe, first_tokens.give_way)
+    return ModelKernels(cache, runtime.device, borrower.describe, graphs.give_way, graphs.learn)
 
 
 def _snapshots(
@@ -190,13 +191,18 @@ def _snapshots(
 
 
 def _snapshot_graphs(
-    setup: WorkerSetup, runtime: Runtime, first_tokens: FirstTokens, cache: KernelCache | None
+    setup: WorkerSetup,
+    runtime: Runtime,
+    first_tokens: FirstTokens,
+    cache: KernelCache | None,
+    borrower: Borrower,
 ) -> SnapshotGraphs | None:
     """Return what keeps the graphs of engines, where another process could use them."""
     if setup.snapshots_path is None or not runtime.has_fixed_addresses:
         return None
     try:
-        return SnapshotGraphs(runtime.device, first_tokens, None if cache is None else cache.path)
+        path = None if cache is None else cache.path
+        return SnapshotGraphs(runtime.device, first_tokens, path, borrower.pinning_paused)
     except DeviceError as error:
         log.warning("fallback snapshots=without_graphs reason=`%s`", error)
         return None

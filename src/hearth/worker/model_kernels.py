@@ -20,7 +20,6 @@ from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.messages import PrepareModel
 from hearth.sizes import StepLimits
 from hearth.store.manifest import Manifest
-from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.step_rehearsal import rehearse
 
 #: For so long the rehearsal for a kind of models gives way, in all.
@@ -37,14 +36,15 @@ class ModelKernels:
         cache: KernelCache,
         device: torch.device,
         describe: Callable[[Path], Manifest],
-        first_tokens: FirstTokens,
+        give_way: Callable[[float], Callable[[], None]],
         learn: Callable[[CapturedGraph], None] | None = None,
     ) -> None:
         """`describe` reads the description of a model in a directory, and keeps it for its first start.
 
-        Rehearsals give way to those who wait for `first_tokens`; `learn` is shown the graphs of them.
+        `give_way` returns what rehearsals call while others come first, for so many seconds in all; `learn`
+        is shown the graphs of them.
         """
-        self._first_tokens, self._learn = first_tokens, learn or _forget
+        self._give_way, self._learn = give_way, learn or _forget
         self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
         self._rehearsed: set[str] = set()  #: lists of kernels whose first steps were rehearsed, or failed to
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
@@ -79,8 +79,7 @@ class ModelKernels:
             return
         self._rehearsed.add(key)
         with closing(CudaPages(self._device, PAGE_BYTES)) as pages:
-            give_way = self._first_tokens.give_way(MAX_PAUSE_S)
-            rehearse(needs, pages, self._device, give_way, self._learn)
+            rehearse(needs, pages, self._device, self._give_way(MAX_PAUSE_S), self._learn)
 
     def _needs(self, manifest: Manifest, limits: StepLimits) -> KernelNeeds:
         return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)
