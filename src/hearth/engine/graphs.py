@@ -140,8 +140,8 @@ class StepGraphs:
         """
         if (tried := self._tried.get(key)) is not None:
             tried.replay()
-        elif key not in self._captured and (source := self._source) and self._is_restored(key):
-            source.want(key.name)
+        elif key not in self._captured and self._source is not None and self._is_restored(key):
+            self._source.want(key.name)
             work()
         else:
             if key not in self._captured:
