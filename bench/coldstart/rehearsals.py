@@ -8,6 +8,7 @@
     pin           beside both, as a worker pins its host memory
     pin, heap     the same, with a heap of the process that grows by large pieces
     products, N   only the products of all sizes are run, by N threads; then every graph is rehearsed
+    captures, N   every graph is rehearsed by N threads at once, each with a stream of its own
     traced        as `rest`, with torch's profiler telling of the driver's calls
     instantiate   whole graphs are made executable, by one thread and by four, with edges of several kinds
 
@@ -49,7 +50,7 @@ from hearth.cuda_graphs import EDGE_DATA, GRAPH_NODE_TYPE_KERNEL, CudaGraphs
 from hearth.engine import runner as runner_module
 from hearth.engine.assemble import own_limits
 from hearth.engine.dry_run import KernelNeeds, dry_runner
-from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graph_capture import GraphCapture, _multiply
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.engine.runner import Runner
 from hearth.errors import DeviceError
@@ -190,6 +191,54 @@ class Bench:
             "each_ms": [round(one * 1e3, 1) for one in each_s],
         }
 
+    def captures(self, num_threads: int) -> dict[str, object]:
+        """Rehearse every graph on several threads, without torch's graphs, of which there is one at a time."""
+        driver, own = self.driver._driver, threading.local()
+
+        class Captured:
+            def __init__(self, handle: int) -> None:
+                self._handle = handle
+
+            def raw_cuda_graph(self) -> int:
+                return self._handle
+
+        class Capture:
+            def capture(self, work: Callable[[], None]) -> Captured:
+                handle = ctypes.c_void_p()
+                with torch.cuda.stream(own.stream):
+                    stream = ctypes.c_void_p(own.stream.cuda_stream)
+                    driver.call("cuStreamBeginCapture_v2", stream, ctypes.c_int(2))
+                    try:
+                        work()
+                    finally:
+                        driver.call("cuStreamEndCapture", stream, ctypes.byref(handle))
+                return Captured(handle.value or 0)
+
+        def begin() -> None:
+            torch.cuda.set_device(0)
+            own.stream = torch.cuda.Stream()
+            with torch.cuda.stream(own.stream):
+                _multiply()
+
+        def rehearse(name: str) -> float:
+            began_s = time.perf_counter()
+            graph = runner.rehearse(name, Capture())  # type: ignore[arg-type] # all that is asked here
+            assert graph is not None
+            self.handles.learn(graph.raw_cuda_graph())
+            self.driver.destroy(graph.raw_cuda_graph())
+            return time.perf_counter() - began_s
+
+        with (
+            self.runner() as runner,
+            ThreadPoolExecutor(num_threads, initializer=begin) as threads,
+        ):
+            names = sorted(runner.sizes.all_names(), key=num_rows_of)
+            list(threads.map(lambda _: time.sleep(0.05), range(num_threads)))
+            began_s = time.perf_counter()
+            each_s = list(threads.map(rehearse, names))
+            seconds = time.perf_counter() - began_s
+        return {"captures_s": round(seconds, 3), "each_ms": [round(one * 1e3, 1) for one in each_s]}
+
     def _sizes(self) -> list[int]:
         with self.runner() as runner:
             return sorted({num_rows_of(name) for name in runner.sizes.all_names()})
@@ -319,6 +368,8 @@ def run(way: str, shape: str, place: Path, segment: Segment, say: Say, look: Cal
         return
     if way.startswith("products"):
         say(bench.products(int(way.rpartition(" ")[2])))
+    if way.startswith("captures"):
+        say(bench.captures(int(way.rpartition(" ")[2])))
 
     def rehearse() -> None:
         torch.cuda.set_device(0)
@@ -419,7 +470,7 @@ def _wait_of(pid: int, thread_id: int) -> str:
 
 WAYS = [
     *("rest", "touch", "register", "pin", "pin, heap", "products, 1", f"products, {NUM_THREADS}"),
-    *("traced", "instantiate"),
+    *("captures, 1", f"captures, {NUM_THREADS}", "instantiate", "traced"),
 ]
 
 
