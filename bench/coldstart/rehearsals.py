@@ -25,6 +25,7 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 import ctypes
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -63,6 +64,7 @@ from hearth.snapshot.graph_names import num_rows_of
 from hearth.snapshot.graph_nodes import read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import rebuild
+from hearth.store.die_with_parent import die_with_parent
 from hearth.store.manifest import CHUNK_BYTES
 from hearth.store.pinning import Pinning, Touching, cuda_registration
 from hearth.store.segment import Segment
@@ -74,6 +76,7 @@ from hearth.worker.step_rehearsal import _aliased
 NUM_BYTES = 12 << 30  #: of host memory
 NUM_THREADS = 4
 _LOOK_S = 0.0005
+_PATIENCE_S = 30
 _SYSTEM_CALLS = {9: "mmap", 10: "mprotect", 11: "munmap", 12: "brk", 16: "ioctl", 28: "madvise", 202: "futex"}
 _M_ARENA_MAX, _M_TOP_PAD, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -2, -1, -3
 
@@ -192,7 +195,7 @@ class Bench:
         }
 
     def captures(self, num_threads: int) -> dict[str, object]:
-        """Rehearse every graph on several threads, without torch's graphs, of which there is one at a time."""
+        """Rehearse every graph on several threads, without torch's graphs: it makes one at a time."""
         driver, own = self.driver._driver, threading.local()
 
         class Captured:
@@ -416,6 +419,8 @@ def in_own_process(way: str, shape: str, place: Path, segment: Segment) -> list[
             say({"look": threading.get_native_id() if is_on else 0})
 
         try:
+            die_with_parent()
+            signal.alarm(_PATIENCE_S)
             sys.setswitchinterval(SWITCH_S)
             run(way, shape, place, segment, say, look)
         except BaseException as error:  # whatever it is: this must not go on as a second parent
