@@ -6,7 +6,8 @@
     touch         beside threads that have the kernel find the pages of host memory
     register      beside a thread that has the driver pin pages that were found before
     pin           beside both, as a worker pins its host memory
-    pin, heap     the same, with a heap of the process that grows by large pieces
+    ..., heap     the same, with heaps of threads that grow by large pieces
+    ..., one heap the same, with one heap for all threads
     products, N   only the products of all sizes are run, by N threads; then every graph is rehearsed
     captures, N   every graph is rehearsed by N threads at once, each with a stream of its own
     traced        as `rest`, with torch's profiler telling of the driver's calls
@@ -25,6 +26,7 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -83,6 +85,18 @@ _M_ARENA_MAX, _M_TOP_PAD, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -2, -1, -3
 Say = Callable[[object], None]
 
 
+class Used:
+    """Resources that a thread or process has used since then."""
+
+    def __init__(self, who: int = resource.RUSAGE_THREAD) -> None:
+        self._who, self._before = who, resource.getrusage(who)
+
+    def __str__(self) -> str:
+        now, then = resource.getrusage(self._who), self._before
+        times = f"user {now.ru_utime - then.ru_utime:.3f} system {now.ru_stime - then.ru_stime:.3f} s"
+        return f"{times}, {now.ru_minflt - then.ru_minflt} page faults"
+
+
 class Bench:
     """A process with a device and a runner that computes nothing, over one page of memory."""
 
@@ -122,7 +136,7 @@ class Bench:
         names = sorted(runner.sizes.all_names(), key=num_rows_of)
         rows, modules, capture_s, learn_s = list[str](), set[int](), 0.0, 0.0
         kernels = set[str]()
-        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        began_s, began_cpu_s, used = time.perf_counter(), time.thread_time(), Used()
         for name in names:
             at_s, at_cpu_s = time.perf_counter(), time.thread_time()
             graph = runner.rehearse(name, GraphCapture())
@@ -148,6 +162,7 @@ class Bench:
             "names": len(names),
             "modules": len(modules),
             "library_kernels": len(kernels),
+            "used": str(used),
             "rows": rows,
         }
 
@@ -257,11 +272,11 @@ class Bench:
                 say({f"{turn}_capture_s": time.perf_counter() - began_s})
             raw = [graph.raw_cuda_graph() for graph in graphs if graph is not None]
             say({"nodes": sum(len(self.driver.nodes(one)) for one in raw), "graphs": len(raw)})
-            for num_threads in (1, 1, 2, 4):
+            for num_threads in (1, 1, 4):
                 say({f"instantiate_{num_threads}_s": self._instantiate_s(raw, num_threads)})
             self._edges(raw[len(raw) // 2], say)
 
-    def _instantiate_s(self, graphs: list[int], num_threads: int) -> float:
+    def _instantiate_s(self, graphs: list[int], num_threads: int) -> str:
         driver = self.driver._driver
 
         def make(graph: int) -> int:
@@ -271,12 +286,14 @@ class Bench:
 
         with ThreadPoolExecutor(num_threads, initializer=lambda: torch.cuda.set_device(0)) as threads:
             list(threads.map(lambda _: time.sleep(0.01), range(num_threads)))
+            used = Used(resource.RUSAGE_SELF)
             began_s = time.perf_counter()
             made = list(threads.map(make, graphs))
             seconds = time.perf_counter() - began_s
+            text = f"{seconds:.4f} {used}"
         for one in made:
             self.driver.destroy_executable(one)
-        return seconds
+        return text
 
     def _edges(self, raw: int, say: Say) -> None:
         """Make one graph ten times, as it is and with plain edges."""
@@ -358,15 +375,15 @@ def run(way: str, shape: str, place: Path, segment: Segment, say: Say, look: Cal
     if way.endswith("heap"):
         libc = ctypes.CDLL(None)
         for option, value in (
-            *((_M_TOP_PAD, 64 << 20), (_M_TRIM_THRESHOLD, 1 << 30)),
-            *((_M_MMAP_THRESHOLD, 32 << 20), (_M_ARENA_MAX, 1)),
+            *((_M_TOP_PAD, 64 << 20), (_M_TRIM_THRESHOLD, 128 << 20), (_M_MMAP_THRESHOLD, 32 << 20)),
+            *([(_M_ARENA_MAX, 1)] if way.endswith("one heap") else []),
         ):
             assert libc.mallopt(option, value) == 1, option
     bench = Bench(shape, place)
     say({"start_s": {name: round(seconds, 3) for name, seconds in bench.start_s.items()}})
     if way == "compile":
         return
-    if way == "instantiate":
+    if way.startswith("instantiate"):
         bench.instantiate(say)
         return
     if way.startswith("products"):
@@ -474,8 +491,9 @@ def _wait_of(pid: int, thread_id: int) -> str:
 
 
 WAYS = [
-    *("rest", "touch", "register", "pin", "pin, heap", "products, 1", f"products, {NUM_THREADS}"),
-    *("captures, 1", f"captures, {NUM_THREADS}", "instantiate", "traced"),
+    *("rest", "touch", "register", "pin", "products, 1", f"products, {NUM_THREADS}", "captures, 1"),
+    *(f"captures, {NUM_THREADS}", "instantiate", "traced", "rest, heap", "touch, heap", "pin, heap"),
+    *("rest, one heap", "touch, one heap", "instantiate, heap"),
 ]
 
 
