@@ -36,6 +36,7 @@ from hearth.store.loader import Loader
 from hearth.store.staging_buffers import StagingBuffers
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
+from hearth.worker.heaps import grow_by_pieces
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
@@ -70,6 +71,8 @@ def main() -> NoReturn:
     farewell = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed must not stand before it
     sys.setswitchinterval(SWITCH_S)
+    if setup.kind == "cuda":  # whose host memory is pinned
+        grow_by_pieces()
     threading.Thread(target=_end_with_input, name="hearth-lifeline", daemon=True).start()
     is_ready = False
     try:
