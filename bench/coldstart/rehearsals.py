@@ -71,6 +71,7 @@ from hearth.store.manifest import CHUNK_BYTES
 from hearth.store.pinning import Pinning, Touching, cuda_registration
 from hearth.store.segment import Segment
 from hearth.worker.__main__ import SWITCH_S
+from hearth.worker.heaps import grow_by_pieces
 from hearth.worker.runtime import start
 from hearth.worker.start_times import StartTimes
 from hearth.worker.step_rehearsal import _aliased
@@ -80,7 +81,7 @@ NUM_THREADS = 4
 _LOOK_S = 0.0005
 _PATIENCE_S = 30
 _SYSTEM_CALLS = {9: "mmap", 10: "mprotect", 11: "munmap", 12: "brk", 16: "ioctl", 28: "madvise", 202: "futex"}
-_M_ARENA_MAX, _M_TOP_PAD, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -2, -1, -3
+_M_ARENA_MAX = -8  # from malloc.h
 
 Say = Callable[[object], None]
 
@@ -373,12 +374,9 @@ def beside(way: str, segment: Segment) -> Iterator[None]:
 def run(way: str, shape: str, place: Path, segment: Segment, say: Say, look: Callable[[bool], None]) -> None:
     """Take one way, in a process of its own."""
     if way.endswith("heap"):
-        libc = ctypes.CDLL(None)
-        for option, value in (
-            *((_M_TOP_PAD, 64 << 20), (_M_TRIM_THRESHOLD, 128 << 20), (_M_MMAP_THRESHOLD, 32 << 20)),
-            *([(_M_ARENA_MAX, 1)] if way.endswith("one heap") else []),
-        ):
-            assert libc.mallopt(option, value) == 1, option
+        grow_by_pieces()
+    if way.endswith("one heap"):
+        assert ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1) == 1
     bench = Bench(shape, place)
     say({"start_s": {name: round(seconds, 3) for name, seconds in bench.start_s.items()}})
     if way == "compile":
