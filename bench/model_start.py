@@ -113,7 +113,7 @@ def _rehearse(shape: Shape, config: EngineConfig, device: torch.device) -> None:
     from hearth.engine.dry_run import KernelNeeds
     from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
     from hearth.models.dtypes import DTYPES
-    from hearth.worker.step_rehearsal import rehearse
+    from hearth.worker.step_rehearsal import first_step_keys, rehearse
 
     limits = own_limits(config, shape.arch, DTYPES[shape.dtype], device)
     needs = KernelNeeds.on(device, shape.arch, shape.dtype, shape.quant, limits)
@@ -122,7 +122,8 @@ def _rehearse(shape: Shape, config: EngineConfig, device: torch.device) -> None:
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(_NUM_CALLS)
     for what in ("first", "again"):
         began_s = time.perf_counter()
-        rehearse(needs, CudaPages(device, PAGE_BYTES), device, lambda: None, lambda _: None)
+        pages = CudaPages(device, PAGE_BYTES)
+        rehearse(needs, pages, device, lambda: None, lambda _: None, first_step_keys)
         tell(f"rehearsal, {what}: {1e3 * (time.perf_counter() - began_s):.1f} ms")
 
 

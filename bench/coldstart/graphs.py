@@ -44,6 +44,7 @@ class Compared:
             "file_bytes": captured.file_bytes,
             "first_capture_s": captured.first_capture_s,
             "capture_s": captured.capture_s,
+            "instantiate_s": captured.instantiate_s,
             "first_restore_s": restored.first_restore_s,
             "restore_s": restored.restore_s,
             "on_the_way_s": restored.first_look_s,
@@ -71,8 +72,15 @@ class Compared:
         return [
             Row(f"{what}, captured", "s", captured.capture_s, None, None, peers["capture"], False),
             Row(f"{what}, captured, new process", "s", captured.first_capture_s),
-            Row(f"{what}, restored", "s", restored.restore_s, None, aim, peers["restore"], False),
-            Row(f"{what}, restored, new process", "s", restored.first_restore_s, None, aim),
+            # The driver makes them executable in any case: that is the bound, and among what capturing takes.
+            Row(
+                f"{what}, restored",
+                *("s", restored.restore_s, captured.instantiate_s, aim, peers["restore"], False),
+            ),
+            Row(
+                f"{what}, restored, new process",
+                *("s", restored.first_restore_s, captured.instantiate_s, aim),
+            ),
             Row(on_the_way, "ms", 1e3 * restored.first_look_s, None, f"under {AIM_LOOK_MS:g} ms"),
             Row(
                 f"{name}: KV of a first request",

@@ -264,6 +264,7 @@ def test_tokens_on_restored_graphs_must_be_those_on_captured_ones() -> None:
     assert both.problem is None
     assert {row.measure: row.value for row in both.rows("4B")}["4B: all 51 graphs, restored"] == 0.13
     assert both.rows("4B")[0].peers == {"Medusa": 0.9}
+    assert [row.bound for row in both.rows("4B") if ", restored" in row.measure] == [0.07, 0.07]
     assert "are others" in (replace(both, restored=restored_graphs(digest="b")).problem or "")
     both = replace(both, restored=replace(both.restored, num_captured=1))
     assert both.problem == "4 restored graphs serve, and 1 captured ones"
@@ -271,7 +272,7 @@ def test_tokens_on_restored_graphs_must_be_those_on_captured_ones() -> None:
 
 def captured_graphs(digest: str) -> Captured:
     return Captured(
-        *({"context": 0.2}, 0.1, 0.1, 1.7, 1.1, 0.1, 0.1, 0.1),
+        *({"context": 0.2}, 0.1, 0.1, 1.7, 1.1, 0.1, 0.07, 0.1, 0.1),
         file_bytes=12_000_000,
         num_graphs=51,
         num_nodes=15776,

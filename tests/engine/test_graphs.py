@@ -68,12 +68,16 @@ class Source:
     is_marked: bool = False
     is_stopped: bool = False
     later: set[str] = field(default_factory=set)  #: coming once adapters are wanted
+    wanted: list[str] = field(default_factory=list)
 
     def find(self, key: str) -> StepGraph | None:
         return self.restored.get(key)
 
     def is_coming(self, key: str) -> bool:
         return key in self.coming
+
+    def want(self, key: str) -> None:
+        self.wanted.append(key)
 
     def want_adapters(self) -> None:
         self.coming |= self.later
@@ -161,6 +165,7 @@ class TestBooks:
         source, graph = Source(coming={DECODE.name}), Graph()
         graphs.restore_from(source)
         assert self.ran(graphs, DECODE) == 1
+        assert source.wanted == [DECODE.name], "it should come before others"
         assert graphs.begin_trial([DECODE]) is None
         source.restored[DECODE.name], source.coming = graph, set()
         assert self.ran(graphs, DECODE) == 1

@@ -88,6 +88,21 @@ def test_all_graphs_are_restored_the_smallest_first() -> None:
     assert graphs.find("decode-16") is None
 
 
+def test_a_graph_that_a_step_needs_is_restored_before_smaller_ones() -> None:
+    names = ["decode-1", "decode-8", "decode-64", "mixed-512"]
+    machine = Machine([1, 8, 64, 512])
+    graphs = machine.restored(sections_of(names))
+    pauses = iter([["decode-64"], ["decode-64", "mixed-512", "tail-3"]])  # what steps need meanwhile
+
+    def pause() -> None:
+        for name in next(pauses, []):
+            graphs.want(name)
+
+    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, pause)
+    assert machine.rehearsed == ["decode-64", "mixed-512", "decode-1", "decode-8"]
+    assert all(graphs.find(name) for name in names)
+
+
 def test_kernels_that_are_known_need_no_rehearsal() -> None:
     """Another model has used them; but the first graph of each kind is rehearsed in any case."""
     machine = Machine([8, 64])

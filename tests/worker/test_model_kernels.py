@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from bench.host_pages import HostPages
+from hearth.engine.dry_run import KernelNeeds
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
@@ -16,6 +20,9 @@ from hearth.messages import ModelLoaded, PrepareModel
 from hearth.sizes import StepLimits
 from hearth.store.manifest import Manifest, read_manifest
 from hearth.types import ModelId
+from hearth.worker import model_kernels
+from hearth.worker.model_kernels import ModelKernels
+from hearth.worker.step_rehearsal import first_step_keys, other_keys
 from tests.store.stored import PATIENCE_S, converted, tiers_at, until
 from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy, limits_of
 from tests.worker.in_process import working_in_process
@@ -150,3 +157,39 @@ def test_a_worker_without_kernels_to_compile_has_nothing_to_prepare(tmp_path: Pa
     with tiers_at(tmp_path) as tiers, working_in_process(tiers, new_pool) as gateway:
         gateway.inbox.put(PrepareModel(ModelId("a"), "/nowhere", LIMITS))
         assert gateway.ping().fallbacks["kernels_compiled_while_serving"] == 0
+
+
+def test_other_steps_are_rehearsed_behind_the_first_ones_of_all_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rehearsed, may_go = list[tuple[str, object]](), threading.Event()
+
+    def note(needs: KernelNeeds, *_: object) -> None:
+        *_, keys_of = _
+        assert may_go.wait(PATIENCE_S)
+        rehearsed.append((needs.arch.family, keys_of))
+        if len(rehearsed) == 3:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(model_kernels, "rehearse", note)
+    monkeypatch.setattr(model_kernels, "prepare_to_load", lambda: None)
+    monkeypatch.setattr(model_kernels, "CudaPages", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(model_kernels, "KernelWarmup", lambda _: SimpleNamespace(load=bool, compile=bool))
+    monkeypatch.setattr(
+        ModelKernels,
+        "_needs",
+        lambda _, manifest, limits: KernelNeeds.of(
+            manifest.arch, manifest.dtype, manifest.quant, limits, num_processors=2, capability=90
+        ),
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    cache = SimpleNamespace(prune=lambda: 0)
+    kernels = ModelKernels(cache, torch.device("cpu"), read_manifest, lambda _: nullcontext)  # type: ignore[arg-type] # as said
+    for name in ("llama-gqa", "qwen3", "llama-gqa"):
+        kernels.prepare(PrepareModel(ModelId(name), str(converted(name)), LIMITS))
+    may_go.set()
+    kernels._thread.submit(int).result(PATIENCE_S)
+    kernels._thread.shutdown(wait=True)
+
+    families = [read_manifest(converted(name)).arch.family for name in ("llama-gqa", "qwen3")]
+    assert rehearsed == [(one, keys_of) for keys_of in (first_step_keys, other_keys) for one in families]

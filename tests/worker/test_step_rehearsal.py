@@ -15,7 +15,7 @@ from hearth.engine.step_shape import PaddedSizes
 from hearth.errors import DeviceError
 from hearth.sizes import StepLimits
 from hearth.store.manifest import read_manifest
-from hearth.worker.step_rehearsal import first_step_keys, rehearse
+from hearth.worker.step_rehearsal import first_step_keys, other_keys, rehearse
 from tests.store.stored import converted
 
 LIMITS = StepLimits(max_batch_tokens=64, max_seqs=4, block_tokens=16)
@@ -50,9 +50,9 @@ def test_a_rehearsal_needs_one_page_and_leaves_it_as_it_was(
         if breaks:
             monkeypatch.setattr(InputBuffers, "fill", refuse)
             with pytest.raises(DeviceError):
-                rehearse(needs(), pages, CPU, lambda: None, learned.append)
+                rehearse(needs(), pages, CPU, lambda: None, learned.append, first_step_keys)
         else:
-            rehearse(needs(), pages, CPU, lambda: None, learned.append)
+            rehearse(needs(), pages, CPU, lambda: None, learned.append, first_step_keys)
         assert (pages.mapped, pages.reserved) == ({}, set())
         assert torch.equal(content(pages), before)
         assert not learned, "a CPU captures nothing"
@@ -62,5 +62,7 @@ def test_prompts_of_all_sizes_are_rehearsed_with_one_row_of_logits_and_one_that_
     runner = dry_runner(needs())
     runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16, 64), samples=(1, 8))
     assert [key.name for key in first_step_keys(runner)] == ["tail-1", "decode-1", "mixed-16", "mixed-64"]
+    assert [key.name for key in other_keys(runner)] == ["decode-8", "tail-8"]
     runner.sizes = PaddedSizes()
     assert first_step_keys(runner) == [], "of what is never captured nothing is rehearsed"
+    assert other_keys(runner) == []

@@ -53,6 +53,9 @@ class GraphSource(Protocol):
     def is_coming(self, key: str) -> bool:
         """True if a graph will be restored. Becomes false in any case, restored or not."""
 
+    def want(self, key: str) -> None:
+        """Have a graph that is coming restored before all that no step has needed so far."""
+
     def want_adapters(self) -> None:
         """Have the graphs of steps with adapters restored as well, behind the others."""
 
@@ -137,7 +140,8 @@ class StepGraphs:
         """
         if (tried := self._tried.get(key)) is not None:
             tried.replay()
-        elif key not in self._captured and self._is_restored(key):
+        elif key not in self._captured and self._source is not None and self._is_restored(key):
+            self._source.want(key.name)
             work()
         else:
             if key not in self._captured:

@@ -91,6 +91,7 @@ class RestoredGraphs:
         #: The smallest first: one request at a time is what a model begins with.
         names = sorted(graph_names(sections), key=num_rows_of)
         self._coming = dict.fromkeys(name for name in names if not is_later(name))
+        self._wanted: dict[str, None] = {}  #: those of them that a step has needed, in that order
         self._later = dict.fromkeys(name for name in names if is_later(name))  #: that nobody wants so far
 
     def find(self, key: str) -> RestoredGraph | None:
@@ -98,6 +99,10 @@ class RestoredGraphs:
 
     def is_coming(self, key: str) -> bool:
         return key in self._coming
+
+    def want(self, key: str) -> None:
+        if key in self._coming:
+            self._wanted[key] = None
 
     def want_adapters(self) -> None:
         if self._later:
@@ -134,11 +139,14 @@ class RestoredGraphs:
         coming = self._coming  # which is another one once nobody wants the graphs
         shown = partial(self._rehearse, rehearse, give_up_s=began_s + MEMORY_PATIENCE_S)
         kinds, self._num_rehearsed, self._rehearsal_s = set[str](), 0, 0.0
+        paused_s = 0.0
         while coming and coming is self._coming:
+            at_s = time.perf_counter()
             give_way()
+            paused_s += time.perf_counter() - at_s
             if not coming or coming is not self._coming:  # nobody wants them any more
                 break
-            name, *_ = list(coming)  # in one go: the thread that asks may add some
+            name = self._next(coming)
             try:
                 packed = self._sections[GRAPH_PREFIX + name]
                 functions = self._functions(name, packed_kernels(packed), kinds, shown)
@@ -155,13 +163,20 @@ class RestoredGraphs:
             tried.append(name)
         if tried or coming:  # else they came with those that were wanted before
             log.info(
-                "graphs_restored graphs=%d of=%d seconds=%.3f rehearsed=%d rehearsal_s=%.3f",
+                "graphs_restored graphs=%d of=%d seconds=%.3f paused_s=%.3f rehearsed=%d rehearsal_s=%.3f",
                 sum(name in self._restored for name in tried),
-                *(len(tried) + len(coming), time.perf_counter() - began_s),
+                *(len(tried) + len(coming), time.perf_counter() - began_s, paused_s),
                 *(self._num_rehearsed, self._rehearsal_s),
             )
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
+
+    def _next(self, coming: Mapping[str, None]) -> str:
+        """Return the graph that is restored next: one that a step has needed, else the smallest."""
+        # Lists are made in one go: the thread that asks may add some.
+        wanted = [name for name in list(self._wanted) if name in coming]
+        name, *_ = wanted or list(coming)
+        return name
 
     def _functions(
         self, name: str, kernels: Sequence[bytes], kinds: set[str], rehearse: Callable[[str], bool]

@@ -37,6 +37,7 @@ from hearth.store.loader import Loader
 from hearth.store.staging_buffers import StagingBuffers
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
+from hearth.worker.heaps import grow_by_pieces
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
@@ -71,6 +72,8 @@ def main() -> NoReturn:
     farewell = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed must not stand before it
     sys.setswitchinterval(SWITCH_S)
+    if setup.kind == "cuda":  # whose host memory is pinned
+        grow_by_pieces()
     threading.Thread(target=_end_with_input, name="hearth-lifeline", daemon=True).start()
     is_ready = False
     try:
@@ -110,7 +113,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
-    graphs = _snapshot_graphs(setup, runtime, first_tokens, cache)
+    graphs = _snapshot_graphs(setup, runtime, first_tokens, cache, borrower)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=None if cache is None else _kernels(cache, runtime, borrower, first_tokens, graphs),
@@ -171,8 +174,9 @@ def _kernels(
     graphs: SnapshotGraphs | None,
 ) -> ModelKernels:
     COMPILATIONS.watch()
-    learn = None if graphs is None else graphs.learn
-    return ModelKernels(cache, runtime.device, borrower.describe, first_tokens, learn)
+    if graphs is None:
+        return ModelKernels(cache, runtime.device, borrower.describe, first_tokens.give_way)
+    return ModelKernels(cache, runtime.device, borrower.describe, graphs.give_way, graphs.learn)
 
 
 def _snapshots(
@@ -193,13 +197,18 @@ def _snapshots(
 
 
 def _snapshot_graphs(
-    setup: WorkerSetup, runtime: Runtime, first_tokens: FirstTokens, cache: KernelCache | None
+    setup: WorkerSetup,
+    runtime: Runtime,
+    first_tokens: FirstTokens,
+    cache: KernelCache | None,
+    borrower: Borrower,
 ) -> SnapshotGraphs | None:
     """Return what keeps the graphs of engines, where another process could use them."""
     if setup.snapshots_path is None or not runtime.has_fixed_addresses:
         return None
     try:
-        return SnapshotGraphs(runtime.device, first_tokens, None if cache is None else cache.path)
+        path = None if cache is None else cache.path
+        return SnapshotGraphs(runtime.device, first_tokens, path, borrower.pinning_paused)
     except DeviceError as error:
         log.warning("fallback snapshots=without_graphs reason=`%s`", error)
         return None

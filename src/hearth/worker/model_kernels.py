@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -14,14 +14,15 @@ from hearth.engine.compile import list_key
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.engine.runner import Runner
+from hearth.engine.step_shape import GraphKey
 from hearth.errors import HearthError
 from hearth.kernels.kernel_cache import KernelCache, prepare_to_load
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.messages import PrepareModel
 from hearth.sizes import StepLimits
 from hearth.store.manifest import Manifest
-from hearth.worker.first_tokens import FirstTokens
-from hearth.worker.step_rehearsal import rehearse
+from hearth.worker.step_rehearsal import first_step_keys, other_keys, rehearse
 
 #: For so long the rehearsal for a kind of models gives way, in all.
 MAX_PAUSE_S = 5.0
@@ -37,14 +38,15 @@ class ModelKernels:
         cache: KernelCache,
         device: torch.device,
         describe: Callable[[Path], Manifest],
-        first_tokens: FirstTokens,
+        give_way: Callable[[float], Callable[[], None]],
         learn: Callable[[CapturedGraph], None] | None = None,
     ) -> None:
         """`describe` reads the description of a model in a directory, and keeps it for its first start.
 
-        Rehearsals give way to those who wait for `first_tokens`; `learn` is shown the graphs of them.
+        `give_way` returns what rehearsals call while others come first, for so many seconds in all; `learn`
+        is shown the graphs of them.
         """
-        self._first_tokens, self._learn = first_tokens, learn or _forget
+        self._give_way, self._learn = give_way, learn or _forget
         self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
         self._rehearsed: set[str] = set()  #: lists of kernels whose first steps were rehearsed, or failed to
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
@@ -70,13 +72,25 @@ class ModelKernels:
             log.exception("model_not_prepared model=%s", order.model)
 
     def _rehearse(self, needs: KernelNeeds) -> None:
-        """Rehearse the first steps, once for each list; not where a kernel would have to be compiled here."""
+        """Rehearse the first steps, once for each list; not where a kernel would have to be compiled here.
+
+        All others are rehearsed behind the first steps of all models.
+        """
         if (key := list_key(needs)) in self._rehearsed or not self._warmup.load(needs):
             return
         self._rehearsed.add(key)
+        self._capture(needs, first_step_keys)
+        self._thread.submit(self._rehearse_others, needs)
+
+    def _rehearse_others(self, needs: KernelNeeds) -> None:
+        try:
+            self._capture(needs, other_keys)
+        except Exception:  # the thread's top: steps load what they need themselves
+            log.exception("steps_not_rehearsed")
+
+    def _capture(self, needs: KernelNeeds, keys_of: Callable[[Runner], Sequence[GraphKey]]) -> None:
         with closing(CudaPages(self._device, PAGE_BYTES)) as pages:
-            give_way = self._first_tokens.give_way(MAX_PAUSE_S)
-            rehearse(needs, pages, self._device, give_way, self._learn)
+            rehearse(needs, pages, self._device, self._give_way(MAX_PAUSE_S), self._learn, keys_of)
 
     def _needs(self, manifest: Manifest, limits: StepLimits) -> KernelNeeds:
         return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)

@@ -1,15 +1,18 @@
 """The graphs of engines as parts of snapshots: packed where one is made, restored where one is used.
 
 They are restored by a thread of their own, beside the steps of all models, which gives way to whoever waits
-for a first token. What it finds of kernels serves every model of the worker.
+for a first token. What it finds of kernels serves every model of the worker. Meanwhile no host memory is
+pinned: the driver makes one wait for the other, and a rehearsal took ten times as long.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -40,13 +43,19 @@ log = logging.getLogger(__name__)
 class SnapshotGraphs:
     """Graphs in snapshots of the models on one CUDA device. Any thread calls it."""
 
-    def __init__(self, device: torch.device, first_tokens: FirstTokens, kernel_cache: Path | None) -> None:
-        """`kernel_cache`: where native code is kept; None: nowhere.
+    def __init__(
+        self,
+        device: torch.device,
+        first_tokens: FirstTokens,
+        kernel_cache: Path | None,
+        pinning_paused: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`kernel_cache`: where native code is kept; None: nowhere. `pinning_paused`: while graphs come.
 
         Raises:
             DeviceError: the driver cannot tell of graphs.
         """
-        self._first_tokens = first_tokens
+        self._first_tokens, self._pinning_paused = first_tokens, pinning_paused
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
         self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: written and used by the thread alone
@@ -56,6 +65,21 @@ class SnapshotGraphs:
     def learn(self, graph: CapturedGraph) -> None:
         """Find the kernels of libraries that a graph is made of, captured here and never to be run."""
         self._handles.learn(graph.raw_cuda_graph())
+
+    def give_way(self, most_s: float) -> Callable[[], None]:
+        """Return what waits while graphs are to come, or somebody waits for a first token.
+
+        All of its calls together wait for at most so long from now on.
+        """
+        until_s, tokens = time.monotonic() + most_s, self._first_tokens.give_way(most_s)
+
+        def wait() -> None:
+            if (left_s := until_s - time.monotonic()) > 0.0:
+                with suppress(TimeoutError):
+                    self._thread.submit(int).result(left_s)  # behind all that the thread is to do
+            tokens()
+
+        return wait
 
     def parts_of(self, engine: Engine) -> EngineGraphs | None:
         """Return the graphs of an engine; None: it runs none."""
@@ -106,7 +130,8 @@ class SnapshotGraphs:
                 self.learn(graph)
 
         try:
-            graphs.restore(self._rebuild, rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
+            with self._pinning_paused():
+                graphs.restore(self._rebuild, rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
         except Exception:  # the thread's top: the next model may do better
             log.exception("graphs_not_restored")
             graphs.stop()

@@ -2,7 +2,8 @@
 
 The first launch of a kernel in a process has torch or cuBLAS load it, some milliseconds each time, and the
 first step of a process launches dozens: it took 0.1 s, while somebody waited for a first token. So steps of
-all prompt sizes are captured ahead, once for all models that need the same kernels.
+all prompt sizes are captured ahead, once for all models that need the same kernels, and behind the first
+steps of all models the other sizes: then graphs are captured or restored without a wait for kernels.
 
 Kernels check that there is memory where they are to read. Captured ones never do, so one page is mapped at
 all of the addresses: whatever the size of a model, its rehearsal takes 16 MiB.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,17 +37,19 @@ def rehearse(
     device: torch.device,
     give_way: Callable[[], None],
     learn: Callable[[CapturedGraph], None],
+    keys_of: Callable[[Runner], Sequence[GraphKey]],
 ) -> None:
-    """Have all kernels of first steps loaded on the device, whose Triton kernels are there already.
+    """Have all kernels of some steps loaded on the device, whose Triton kernels are there already.
 
-    Any one thread may call it, beside all steps; `give_way` waits while others need the interpreter more.
-    `learn` is shown each graph, which is gone then. The first of `pages` is lent to it for as long.
+    `keys_of` returns the parts of these steps: `first_step_keys` or `other_keys`. Any one thread may call
+    it, beside all steps; `give_way` waits while others need the interpreter more. `learn` is shown each
+    graph, which is gone then. The first of `pages` is lent to it for as long.
     """
     began_s = time.perf_counter()
     with _aliased(pages, device) as memory:
         runner = dry_runner(needs, memory)
         runner.rehearse_inputs(_plan())
-        keys = first_step_keys(runner)
+        keys = keys_of(runner)
         for key in keys:
             give_way()
             if (graph := runner.rehearse(key.name, GraphCapture())) is not None:
@@ -66,6 +69,13 @@ def first_step_keys(runner: Runner) -> list[GraphKey]:
         GraphKey(StepPart.DECODE, sizes.decode[0]),
         *(GraphKey(StepPart.MIXED, size) for size in sizes.mixed),
     ]
+
+
+def other_keys(runner: Runner) -> list[GraphKey]:
+    """Return all other parts of steps without adapters, the smallest first."""
+    first = set(first_step_keys(runner))
+    keys = {key for shape in runner.sizes.all_shapes() for key in shape.keys} - first
+    return sorted(keys, key=lambda key: (key.size, key.name))
 
 
 @contextmanager

@@ -1,0 +1,54 @@
+"""Heaps of threads: none grows page by page, beside those who have the kernel find pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hearth.worker import heaps
+
+#: In a process of its own, as heaps stay as they are. Prints how many bytes of a thread's heap can be used.
+_PROGRAM = """
+import ctypes, sys, threading
+
+if sys.argv[1] == "pieces":
+    from hearth.worker.heaps import grow_by_pieces
+    grow_by_pieces()
+
+def look():
+    malloc = ctypes.CDLL(None).malloc
+    malloc.restype = ctypes.c_void_p
+    address = malloc(1000)
+    for line in open("/proc/self/maps"):
+        begin, end = (int(one, 16) for one in line.split()[0].split("-"))
+        if begin <= address < end:
+            print(end - begin)
+
+thread = threading.Thread(target=look)
+thread.start()
+thread.join()
+"""
+
+
+def heap_bytes(way: str) -> int:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, way], stdout=subprocess.PIPE, check=True)
+    return int(done.stdout)
+
+
+def test_all_of_a_threads_heap_can_be_used_from_the_beginning() -> None:
+    assert heap_bytes("pages") < 1 << 20
+    assert heap_bytes("pieces") >= 60 << 20
+
+
+@pytest.mark.parametrize("library", [object(), SimpleNamespace(mallopt=lambda option, value: 0)])
+def test_a_c_library_without_such_heaps_is_left_alone_and_one_that_refuses_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, library: object
+) -> None:
+    monkeypatch.setattr(heaps.ctypes, "CDLL", lambda _: library)
+    heaps.grow_by_pieces()
+    assert ("fallback heaps=by_page reason=`mallopt(-2, 67108864)" in caplog.text) is hasattr(
+        library, "mallopt"
+    )
