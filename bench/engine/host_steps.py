@@ -22,7 +22,7 @@ import statistics
 import time
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -53,6 +53,15 @@ class NoGraphs:
         return True
 
     def run(self, key: GraphKey, work: Work) -> None:
+        pass
+
+    def begin_trial(self, keys: Collection[GraphKey]) -> None:
+        pass
+
+    def stop_restoring(self) -> None:
+        pass
+
+    def drop_restored(self) -> None:
         pass
 
 
