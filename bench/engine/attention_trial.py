@@ -40,7 +40,21 @@ WAYS = [
     ("flat", (32, 4, 3, None), 4),
     ("flat", (32, 4, 4, None), 3),
 ]
-HEADS = [(32, 32, 128), (32, 8, 128)]
+#: Of other heads.
+FEW_WAYS = {
+    (14, 2, 64): [
+        ("now", (64, 4, 2, None), 4),
+        ("flat", (64, 4, 2, 128), 4),
+        ("flat", (32, 4, 3, None), 4),
+        ("flat", (64, 4, 3, 128), 4),
+    ],
+    (8, 1, 256): [
+        ("now", (32, 4, 2, 128), 4),
+        ("flat", (32, 4, 2, 128), 4),
+        ("flat", (16, 4, 3, 128), 3),
+    ],
+}
+HEADS = [(32, 32, 128), (32, 8, 128), *FEW_WAYS]
 
 
 def ragged(count: int) -> list[int]:
@@ -89,7 +103,7 @@ def compile_all() -> None:
     wanted = [
         [sys.executable, "-m", "bench.engine.attention_trial", kernel, str(shape), str(heads)]
         for heads in HEADS
-        for kernel, shape, _ in WAYS
+        for kernel, shape, _ in FEW_WAYS.get(heads, WAYS)
     ]
     running: list[subprocess.Popen[bytes]] = []
     for command in wanted:
@@ -121,7 +135,7 @@ def main() -> None:
     for heads in HEADS:
         for name, lengths in LENGTHS.items():
             it, expected, found = Attention(Heads(*heads), lengths), None, {}
-            for kernel, shape, per_processor in WAYS:
+            for kernel, shape, per_processor in FEW_WAYS.get(heads, WAYS):
                 key = f"{kernel} {shape} x{per_processor}"
                 try:
                     us, out = timed(it, KERNELS[kernel], shape, per_processor)

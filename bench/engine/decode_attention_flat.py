@@ -4,10 +4,11 @@
     programs:      |   0   |   1   |   2   |   3   |   4   | ...                    as many tiles each
 
 A program attends to a run of tiles, wherever heads and rows begin and end in it, so long and short contexts
-share the device evenly. Where a head's tiles are of more than one program, each leaves a part of the result,
-and the one that finishes last merges the parts, in the order of the tiles: the result does not depend on
-which one that was. How many rows there are and how long is read on the device, so one captured launch serves
-them all, and a launch without rows costs next to nothing.
+share the device evenly. The run is one loop, so that the first tile of a head is on its way while the last of
+the head before is computed. Where a head's tiles are of more than one program, each leaves a part of the
+result, and the one that finishes last merges the parts, in the order of the tiles: the result does not depend
+on which one that was. How many rows there are and how long is read on the device, so one captured launch
+serves them all, and a launch without rows costs next to nothing.
 """
 
 from __future__ import annotations
@@ -185,47 +186,46 @@ def _decode_attention_kernel(
         num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
         total += tl.sum(num_tiles, 0)
     # One program merges the parts of a head, so a mean length is cut into 64 of them at most, and into no
-    # more than 16 while they are of less than four tiles.
+    # more than 16 while they are of less than 256 tokens.
     mean = tl.cdiv(total, tl.maximum(max_rows, 1))
-    least = tl.maximum(tl.minimum(tl.cdiv(mean, 16), 4), tl.cdiv(mean, 64))
+    least = tl.maximum(tl.minimum(tl.cdiv(mean, 16), 256 // BLOCK_N), tl.cdiv(mean, 64))
     total *= NUM_KV
     share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), tl.maximum(least, 1))
-    tile = tl.program_id(0) * share
-    last_tile = tl.minimum(tile + share, total)
+    first_tile = tl.program_id(0) * share
+    last_tile = tl.minimum(first_tile + share, total)
     # The row that the first tile is of, and how many tiles lie before that row.
     row, before, passed = 0, 0, 0
-    if (tile < last_tile) & (max_rows > 1):
+    if (first_tile < last_tile) & (max_rows > 1):
         for at in range(0, max_rows, BLOCK_ROWS):
             num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
             num_tiles *= NUM_KV
-            is_before = (num_tiles > 0) & (passed + tl.cumsum(num_tiles, 0) <= tile)
+            is_before = (num_tiles > 0) & (passed + tl.cumsum(num_tiles, 0) <= first_tile)
             row += tl.sum(is_before.to(tl.int32), 0)
             before += tl.sum(tl.where(is_before, num_tiles, 0), 0)
             passed += tl.sum(num_tiles, 0)
+
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     in_group = member < GROUP
     in_q = in_group[:, None] & (dim < DIM)[None, :]
+    # Of a tile: its row and head, its number among the head's tiles, its tokens and the pages that they are
+    # in. All of it is known one tile ahead, and of the row behind it what a first tile of that would need.
     last_row = tl.maximum(max_rows - 1, 0)
-    first_tile = tile
     end = tl.load(positions + row) + 1
     row_table = table + tl.load(slots + row).to(tl.int64) * table_stride
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(end - WINDOW, 0)
+    begin = _begin(end, WINDOW)
     num_tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
-    kv_head = (tile - before) // num_tiles
-    at = (tile - before) % num_tiles
-    opens_row, opens_head, opens_at, opens_tiles = row, kv_head, at, num_tiles
+    kv_head = (first_tile - before) // num_tiles
+    at = (first_tile - before) % num_tiles
     token = begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
     page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
-    # The row behind, of which a tile may come next.
     next_row = tl.minimum(row + 1, last_row)
     next_end = tl.load(positions + next_row) + 1
     next_slot = tl.load(slots + next_row).to(tl.int64)
     wait_for_inputs(OVERLAPS)
 
-    first = at
+    opening_row, opening_head, opening_at, opening_tiles = row, kv_head, at, num_tiles
+    first = at  # among the tiles of the head at hand, that this program has
     best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total_p = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -241,16 +241,16 @@ def _decode_attention_kernel(
         k = tl.load(k_at, in_tile, other=0.0)
         v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
 
+        # Step on, and ask for the next tile's pages: what they hold cannot be asked for before.
+        out_row, out_head = row, kv_head
         ends_head = at == num_tiles - 1
         ends_row = ends_head & (kv_head == NUM_KV - 1)
-        out_row, out_head = row, q_head
         at = tl.where(ends_head, 0, at + 1)
-        kv_head = tl.where(ends_head, tl.where(ends_row, 0, kv_head + 1), kv_head)
+        kv_head = tl.where(ends_row, 0, tl.where(ends_head, kv_head + 1, kv_head))
         row = tl.where(ends_row, tl.minimum(row + 1, last_row), row)
         end = tl.where(ends_row, next_end, end)
         row_table = tl.where(ends_row, table + next_slot * table_stride, row_table)
-        if WINDOW > 0:
-            begin = tl.maximum(end - WINDOW, 0)
+        begin = _begin(end, WINDOW)
         num_tiles = tl.cdiv(end - begin, BLOCK_N)
         token = begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
         page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
@@ -266,16 +266,11 @@ def _decode_attention_kernel(
         total_p = total_p * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         best = new_best
-        leaves = ends_head | (tile == last_tile - 1)
-        if leaves:
+        if ends_head | (tile == last_tile - 1):
             if ends_head & (first == 0):
-                out_at = out + tl.cast(out_row, tl.int64) * (NUM_KV * GROUP * DIM)
-                tl.store(
-                    out_at + out_head[:, None] * DIM + dim[None, :],
-                    (acc / total_p[:, None]).to(q.dtype),
-                    in_q,
-                )
-            else:
+                out_at = _out_at(out, out_row, out_head, member, dim, NUM_KV, GROUP, DIM)
+                tl.store(out_at, (acc / total_p[:, None]).to(q.dtype), in_q)
+            else:  # leave this part: of the head that the program ends in as the last, of others as the first
                 place = (tl.program_id(0) * 2 + tl.where(first == 0, 1, 0)) * GROUP + member
                 tl.store(partial + place[:, None] * DIM + dim[None, :], acc, in_q)
                 tl.store(stats + place * 2, best, in_group)
@@ -285,109 +280,54 @@ def _decode_attention_kernel(
             acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
             first = 0
 
-    if first_tile < last_tile:
-        _merge(
-            out,
-            partial,
-            stats,
-            counters,
-            opens_row,
-            opens_head,
-            opens_at,
-            opens_tiles,
-            first_tile,
-            last_tile,
-            share,
-            in_q,
-            in_group,
-            member,
-            dim,
-            NUM_KV,
-            GROUP,
-            GROUP_PAD,
-            DIM,
-            DIM_PAD,
-        )
-        # The head that the last tile is of, where that is another one.
-        if at > 0:  # noqa: SIM102 - not one condition in a kernel
-            if (kv_head != opens_head) | (row != opens_row):
-                _merge(
-                    out,
-                    partial,
-                    stats,
-                    counters,
-                    row,
-                    kv_head,
-                    0,
-                    num_tiles,
-                    last_tile - at,
-                    last_tile,
-                    share,
-                    in_q,
-                    in_group,
-                    member,
-                    dim,
-                    NUM_KV,
-                    GROUP,
-                    GROUP_PAD,
-                    DIM,
-                    DIM_PAD,
-                )
+    # Parts were left of the head of the first tile and of that of the last, unless all of it is here. Whoever
+    # leaves the last part of a head merges all of them.
+    is_same = (row == opening_row) & (kv_head == opening_head)
+    num_heads = tl.where(first_tile < last_tile, tl.where((at > 0) & (is_same == 0), 2, 1), 0)
+    for which in range(num_heads):
+        is_opening = which == 0
+        head_row = tl.where(is_opening, opening_row, row)
+        head = tl.where(is_opening, opening_head, kv_head)
+        head_begin = tl.where(is_opening, first_tile - opening_at, last_tile - at)
+        head_end = head_begin + tl.where(is_opening, opening_tiles, num_tiles)
+        if (head_begin < first_tile) | (head_end > last_tile):
+            opens = head_begin // share
+            num_parts = (head_end - 1) // share - opens + 1
+            tl.debug_barrier()
+            counter = counters + head_row * NUM_KV + head
+            is_done = tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1
+            tl.debug_barrier()
+            if is_done:
+                best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+                total_p = tl.zeros([GROUP_PAD], tl.float32)
+                acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+                for part in tl.range(0, num_parts, loop_unroll_factor=4):
+                    place = ((opens + part) * 2 + tl.where(part == 0, 1, 0)) * GROUP + member
+                    its_best = tl.load(stats + place * 2, in_group, other=0.0, cache_modifier=".cg")
+                    its_total = tl.load(stats + place * 2 + 1, in_group, other=1.0, cache_modifier=".cg")
+                    its_acc_at = partial + place[:, None] * DIM + dim[None, :]
+                    its_acc = tl.load(its_acc_at, in_q, other=0.0, cache_modifier=".cg")
+                    new_best = tl.maximum(best, its_best)
+                    shrink, its_shrink = tl.exp2(best - new_best), tl.exp2(its_best - new_best)
+                    total_p = total_p * shrink + its_total * its_shrink
+                    acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
+                    best = new_best
+                tl.store(counter, 0)
+                out_at = _out_at(out, head_row, head, member, dim, NUM_KV, GROUP, DIM)
+                tl.store(out_at, (acc / total_p[:, None]).to(out.dtype.element_ty), in_q)
 
 
 @triton.jit
-def _merge(
-    out,
-    partial,
-    stats,
-    counters,
-    row,
-    kv_head,
-    first,
-    num_tiles,
-    tile,
-    last_tile,
-    share,
-    in_q,
-    in_group,
-    member,
-    dim,
-    NUM_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-):
-    """Merge the parts of a head of which this program has left one, if every other has left its own."""
-    stop = tl.minimum(first + last_tile - tile, num_tiles)
-    if stop - first < num_tiles:
-        opens = (tile - first) // share
-        num_parts = (tile - first + num_tiles - 1) // share - opens + 1
-        tl.debug_barrier()
-        counter = counters + row * NUM_KV + kv_head
-        is_done = tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1
-        tl.debug_barrier()
-        if is_done:
-            best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-            total_p = tl.zeros([GROUP_PAD], tl.float32)
-            acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-            for part in tl.range(0, num_parts, loop_unroll_factor=4):
-                place = ((opens + part) * 2 + tl.where(part == 0, 1, 0)) * GROUP + member
-                its_best = tl.load(stats + place * 2, in_group, other=0.0, cache_modifier=".cg")
-                its_total = tl.load(stats + place * 2 + 1, in_group, other=1.0, cache_modifier=".cg")
-                its_acc_at = partial + place[:, None] * DIM + dim[None, :]
-                its_acc = tl.load(its_acc_at, in_q, other=0.0, cache_modifier=".cg")
-                new_best = tl.maximum(best, its_best)
-                shrink, its_shrink = tl.exp2(best - new_best), tl.exp2(its_best - new_best)
-                total_p = total_p * shrink + its_total * its_shrink
-                acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
-                best = new_best
-            tl.store(counter, 0)
-            q_head = kv_head * GROUP + member
-            out_at = (
-                out + tl.cast(row, tl.int64) * (NUM_KV * GROUP * DIM) + q_head[:, None] * DIM + dim[None, :]
-            )
-            tl.store(out_at, (acc / total_p[:, None]).to(out.dtype.element_ty), in_q)
+def _begin(end, WINDOW: tl.constexpr):
+    """The first token that a row attends to whose tokens end there."""
+    return tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
+
+
+@triton.jit
+def _out_at(out, row, kv_head, member, dim, NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Where the results of a group of heads are stored."""
+    head = row.to(tl.int64) * (NUM_KV * GROUP) + kv_head * GROUP + member
+    return out + head[:, None] * DIM + dim[None, :]
 
 
 @triton.jit
