@@ -12,49 +12,55 @@ from random import Random
 
 import torch
 
-from bench.engine import decode_attention_ahead, decode_attention_flat
+from bench.engine import decode_attention_before
 from bench.engine.decode_kernels import Attention, say, scratch_for
 from bench.engine.timing import microseconds
 from bench.sharegpt import conversations
 from hearth.kernels import decode_attention
 from hearth.kernels.paged import Heads, PagedRows
 
-KERNELS = {"now": decode_attention, "ahead": decode_attention_ahead, "flat": decode_attention_flat}
+KERNELS = {"before": decode_attention_before, "now": decode_attention}
 #: Kernel, tile and programs per multiprocessor.
-WAYS = [
-    ("now", (64, 4, 2, None), 4),
-    ("now", (32, 4, 2, None), 4),
-    ("now", (32, 4, 3, None), 4),
-    ("now", (32, 4, 4, None), 4),
-    ("now", (16, 4, 4, None), 4),
-    ("now", (32, 2, 3, None), 6),
-    ("ahead", (64, 4, 2, None), 4),
-    ("ahead", (32, 4, 2, None), 4),
-    ("ahead", (32, 4, 3, None), 4),
-    ("ahead", (32, 4, 4, None), 4),
-    ("ahead", (32, 4, 3, 96), 5),
-    ("ahead", (64, 4, 3, None), 3),
-    ("flat", (64, 4, 2, 128), 4),
-    ("flat", (64, 4, 2, None), 3),
-    ("flat", (32, 4, 2, None), 4),
-    ("flat", (32, 4, 3, None), 4),
-    ("flat", (32, 4, 4, None), 3),
-]
-#: Of other heads.
-FEW_WAYS = {
+WAYS = {
+    (32, 32, 128): [
+        ("before", (64, 4, 2, None), 4),
+        ("now", (32, 4, 3, 128), 4),
+        ("now", (32, 4, 3, None), 4),
+        ("now", (64, 4, 2, 128), 4),
+    ],
+    (32, 8, 128): [
+        ("before", (64, 4, 2, None), 4),
+        ("now", (32, 4, 3, 128), 4),
+        ("now", (32, 4, 3, None), 4),
+        ("now", (64, 4, 2, 128), 4),
+    ],
+    (64, 8, 128): [("before", (64, 4, 2, None), 4), ("now", (32, 4, 3, 128), 4)],
     (14, 2, 64): [
+        ("before", (64, 4, 2, None), 4),
+        ("now", (32, 4, 3, 128), 4),
+        ("now", (64, 4, 2, 128), 4),
+        ("now", (64, 4, 3, 128), 4),
+    ],
+    (71, 1, 64): [
+        ("before", (64, 4, 2, None), 4),
+        ("now", (32, 4, 3, None), 4),
         ("now", (64, 4, 2, None), 4),
-        ("flat", (64, 4, 2, 128), 4),
-        ("flat", (32, 4, 3, None), 4),
-        ("flat", (64, 4, 3, 128), 4),
+        ("now", (32, 4, 2, None), 4),
     ],
     (8, 1, 256): [
+        ("before", (32, 4, 2, 128), 4),
+        ("now", (16, 4, 2, 128), 4),
+        ("now", (16, 4, 3, 128), 3),
         ("now", (32, 4, 2, 128), 4),
-        ("flat", (32, 4, 2, 128), 4),
-        ("flat", (16, 4, 3, 128), 3),
+    ],
+    (16, 16, 256): [
+        ("before", (32, 4, 2, 128), 4),
+        ("now", (16, 4, 2, 128), 4),
+        ("now", (16, 4, 3, 128), 3),
+        ("now", (32, 4, 2, 128), 4),
     ],
 }
-HEADS = [(32, 32, 128), (32, 8, 128), *FEW_WAYS]
+HEADS = list(WAYS)
 
 
 def ragged(count: int) -> list[int]:
@@ -64,12 +70,9 @@ def ragged(count: int) -> list[int]:
 
 
 LENGTHS = {
-    **{f"256 x {length}": [length] * 256 for length in (64, 130, 161, 192, 224, 256)},
+    "256 x 161": [161] * 256,
     "208 ragged": ragged(208),
-    "480 ragged": ragged(480),
-    "64 ragged": ragged(64),
-    "208 x 500": [500] * 208,
-    "64 x 3530": [3530] * 64,
+    "64 x 2048": [2048] * 64,
     "1 x 192": [192],
     "1 x 4096": [4096],
     "16 x 512": [512] * 16,
@@ -103,7 +106,7 @@ def compile_all() -> None:
     wanted = [
         [sys.executable, "-m", "bench.engine.attention_trial", kernel, str(shape), str(heads)]
         for heads in HEADS
-        for kernel, shape, _ in FEW_WAYS.get(heads, WAYS)
+        for kernel, shape, _ in WAYS[heads]
     ]
     running: list[subprocess.Popen[bytes]] = []
     for command in wanted:
@@ -135,7 +138,7 @@ def main() -> None:
     for heads in HEADS:
         for name, lengths in LENGTHS.items():
             it, expected, found = Attention(Heads(*heads), lengths), None, {}
-            for kernel, shape, per_processor in FEW_WAYS.get(heads, WAYS):
+            for kernel, shape, per_processor in WAYS[heads]:
                 key = f"{kernel} {shape} x{per_processor}"
                 try:
                     us, out = timed(it, KERNELS[kernel], shape, per_processor)

@@ -202,45 +202,35 @@ def _decode_attention_kernel(
             row += tl.sum(is_before.to(tl.int32), 0)
             before += tl.sum(tl.where(is_before, num_tiles, 0), 0)
             passed += tl.sum(num_tiles, 0)
+    wait_for_inputs(OVERLAPS)
+
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     in_group = member < GROUP
     in_q = in_group[:, None] & (dim < DIM)[None, :]
-    # Where a row's tokens begin and end, and the pages of the first tile, are known one head ahead.
-    end = tl.load(positions + row) + 1
-    row_table = table + tl.load(slots + row).to(tl.int64) * table_stride
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(end - WINDOW, 0)
-    num_tiles = tl.cdiv(end - begin, BLOCK_N)
-    token = begin + (tile - before) % num_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
-    wait_for_inputs(OVERLAPS)
-
     while tile < last_tile:
+        end = tl.load(positions + row) + 1
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(end - WINDOW, 0)
+        num_tiles = tl.cdiv(end - begin, BLOCK_N)
         kv_head = (tile - before) // num_tiles
         first = (tile - before) % num_tiles
         stop = tl.minimum(first + last_tile - tile, num_tiles)
         q_head = kv_head * GROUP + member
         q_at = qkv + tl.cast(row, tl.int64) * qkv_stride + q_head[:, None] * DIM + dim[None, :]
         q = tl.load(q_at, in_q, other=0.0)
-        is_last_head = (kv_head == NUM_KV - 1) & (stop == num_tiles)
-        next_row = tl.minimum(row + tl.where(is_last_head, 1, 0), max_rows - 1)
-        next_end = tl.load(positions + next_row) + 1
-        next_table = table + tl.load(slots + next_row).to(tl.int64) * table_stride
-        next_begin = 0
-        if WINDOW > 0:
-            next_begin = tl.maximum(next_end - WINDOW, 0)
-        next_token = next_begin + tl.arange(0, BLOCK_N)
-        next_page = tl.load(next_table + next_token // BLOCK_TOKENS, next_token < next_end, other=0)
+        row_table = table + tl.load(slots + row).to(tl.int64) * table_stride
 
         best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
         total_p = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        last = tl.minimum(begin + stop * BLOCK_N, end)
         token = begin + first * BLOCK_N + tl.arange(0, BLOCK_N)
         # Pages are looked up one tile ahead, for what they hold cannot be asked for before.
+        page = tl.load(row_table + token // BLOCK_TOKENS, token < last, other=0)
         for _ in tl.range(first, stop, num_stages=STAGES):
-            in_context = token < end
+            in_context = token < last
             # Recycled memory may hold NaN, and 0 times NaN is NaN: zeros where there are no tokens.
             in_tile = in_context[:, None] & (dim < DIM)[None, :]
             unit = page.to(tl.int64) * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
@@ -248,7 +238,7 @@ def _decode_attention_kernel(
             k = tl.load(k_at, in_tile, other=0.0)
             v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
             token += BLOCK_N
-            page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
+            page = tl.load(row_table + token // BLOCK_TOKENS, token < last, other=0)
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             score = tl.where(in_context[None, :], score, -float("inf"))
             new_best = tl.maximum(best, tl.max(score, 1))
@@ -294,11 +284,9 @@ def _decode_attention_kernel(
             )
             tl.store(out_at, (acc / total_p[:, None]).to(q.dtype), in_q)
         tile += stop - first
-        if is_last_head:
+        if tile - before == num_tiles * NUM_KV:
             row += 1
             before = tile
-        end, begin, row_table, page = next_end, next_begin, next_table, next_page
-        num_tiles = tl.cdiv(end - begin, BLOCK_N)
 
 
 @triton.jit
