@@ -22,55 +22,20 @@ from statistics import median
 import torch
 
 from bench.engine.decode_kernels import LLAMA_7B, LLAMA_8B, Shape, say
-from bench.engine.kernels import BF16
 from bench.engine.lt_products import Algorithm, LtLibrary, LtProduct
 from bench.engine.padding import count_steps
+from bench.engine.product_sizes import Product, products_of
 from bench.engine.scale import GPU
 from hearth.sizes import StepLimits
 
 LIMITS = StepLimits(8192, 1024, 16)
 #: Blocks of KV that an H200 has beside each, at a memory fraction of 0.8.
 NUM_BLOCKS = {"7B": 12_484, "8B": 48_396}
-#: Layers in a row, so that the weights of the first are gone from the cache when it comes again.
-NUM_LAYERS = 3
+#: Products that are added to the residual.
+ADDED = ("o", "down")
 NUM_ROUNDS, NUM_FINAL_ROUNDS, NUM_FINALISTS = 3, 9, 3
 #: Sizes on either side whose proposals are tried as well.
 NUM_NEIGHBOURS = 2
-
-
-def products_of(shape: Shape) -> Mapping[str, tuple[int, int, bool]]:
-    """Return of each product its outputs, its inputs and whether it is added to the residual."""
-    heads, hidden, inter = shape.heads, shape.hidden, shape.intermediate
-    q_size = heads.num_q * heads.dim
-    return {
-        "qkv": (q_size + 2 * heads.num_kv * heads.dim, hidden, False),
-        "o": (hidden, q_size, True),
-        "up": (2 * inter, hidden, False),
-        "down": (hidden, inter, True),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """One product of a layer, with weights of several layers and room for the largest step."""
-
-    weights: list[torch.Tensor]
-    x: torch.Tensor
-    out: torch.Tensor
-    adds: bool
-
-    @staticmethod
-    def of(n: int, k: int, max_rows: int, *, adds: bool) -> Operands:
-        weights = [torch.empty(n, k, **BF16).normal_(std=0.02) for _ in range(NUM_LAYERS)]
-        # Small, or what is added again and again would grow without bounds.
-        x = torch.randn(max_rows, k, **BF16) * (1e-3 if adds else 1.0)
-        return Operands(weights, x, torch.zeros(max_rows, n, **BF16), adds)
-
-    def by_torch(self, rows: int) -> list[Callable[[], object]]:
-        x, out = self.x[:rows], self.out[:rows]
-        if self.adds:
-            return [lambda w=w: out.addmm_(x, w.t()) for w in self.weights]
-        return [lambda w=w: torch.mm(x, w.t(), out=out) for w in self.weights]
 
 
 def times_us(ways: Sequence[Sequence[Callable[[], object]]], num_rounds: int) -> list[float]:
@@ -108,26 +73,26 @@ class Choice:
     proposed_at: int  #: rows for which the best one was proposed; 0: it was not
 
 
-def choose(library: LtLibrary, operands: Operands, rows: int, near: Sequence[int]) -> Choice:
+def choose(library: LtLibrary, product: Product, rows: int, near: Sequence[int], *, adds: bool) -> Choice:
     """Time all kernels for one product, then the best of them again."""
-    n, k = operands.weights[0].shape
-    x, out = operands.x[:rows], operands.out[:rows]
-    own = LtProduct(library, n, k, rows, adds=operands.adds)
+    n, k = product.weights[0].shape
+    x, out = product.x[:rows], product.out[:rows]
+    own = LtProduct(library, n, k, rows, adds=adds)
     found: dict[Algorithm, int] = {}
     for size in (rows, *near):
-        at = own if size == rows else LtProduct(library, n, k, size, adds=operands.adds)
+        at = own if size == rows else LtProduct(library, n, k, size, adds=adds)
         for one in (*at.proposed(32), *at.proposed(32, 0)):
             if one not in found and own.can_run(one):
                 found[one] = size
-    tried = {one: [own.launcher(one, w, x, out) for w in operands.weights] for one in found}
+    tried = {one: [own.launcher(one, w, x, out) for w in product.weights] for one in found}
     first = next(iter(tried))
-    ways = [operands.by_torch(rows), *tried.values()]
-    rough = times_us(ways, NUM_ROUNDS)
+    by_torch = product.added_by_torch(rows) if adds else product.by_torch(rows)
+    rough = times_us([by_torch, *tried.values()], NUM_ROUNDS)
     best = sorted(zip(rough[1:], range(len(tried)), tried, strict=True))[:NUM_FINALISTS]
     finalists = [first, *(one for _, _, one in best)]
-    exact = times_us([ways[0], *(tried[one] for one in finalists)], NUM_FINAL_ROUNDS)
+    exact = times_us([by_torch, *(tried[one] for one in finalists)], NUM_FINAL_ROUNDS)
     best_us, winner = min(zip(exact[1:], finalists, strict=True), key=lambda pair: pair[0])
-    expected, result = (_result(way[0], out, adds=operands.adds) for way in (ways[0], tried[winner]))
+    expected, result = (_result(way[0], out, adds=adds) for way in (by_torch, tried[winner]))
     error = float((expected - result).abs().max())
     return Choice(exact[0], exact[1], best_us, error, len(tried), winner, found[winner])
 
@@ -143,7 +108,9 @@ def measure(
     library: LtLibrary, shape: Shape, rows_wanted: Sequence[int], until_s: float
 ) -> Iterator[dict[str, object]]:
     """Yield the times of a layer's products by their rows."""
-    each = {name: Operands.of(n, k, 8192, adds=adds) for name, (n, k, adds) in products_of(shape).items()}
+    each = {name: Product.of(n, k, LIMITS.max_batch_tokens) for name, (n, k) in products_of(shape).items()}
+    for name in ADDED:
+        each[name].x.mul_(1e-3)  # or what is added again and again would grow without bounds
     _warm(each)
     ordered = sorted(rows_wanted)
     for rows in rows_wanted:
@@ -153,7 +120,9 @@ def measure(
         at = ordered.index(rows)
         near = ordered[max(0, at - NUM_NEIGHBOURS) : at] + ordered[at + 1 : at + 1 + NUM_NEIGHBOURS]
         try:
-            chosen = {name: choose(library, one, rows, near) for name, one in each.items()}
+            chosen = {
+                name: choose(library, one, rows, near, adds=name in ADDED) for name, one in each.items()
+            }
         except Exception as error:  # one size that fails costs no other
             say(part="choices", shape=shape.name, rows=rows, error=repr(error))
             continue
@@ -170,12 +139,12 @@ def measure(
         }  # fmt: skip
 
 
-def _warm(each: Mapping[str, Operands]) -> None:
+def _warm(each: Mapping[str, Product]) -> None:
     """Have the device busy for a second, so that it is as warm as under traffic."""
     until_s = time.monotonic() + 1.0
     while time.monotonic() < until_s:
-        for operands in each.values():
-            for launch in operands.by_torch(8192):
+        for product in each.values():
+            for launch in product.by_torch(LIMITS.max_batch_tokens):
                 launch()
         torch.cuda.synchronize()
 

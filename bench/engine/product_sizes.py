@@ -1,9 +1,8 @@
-"""How fast are the library's products of a layer, by the number of rows, and is there anything faster?
+"""How fast are the library's products of a layer, by the number of rows, and with the residual added to them?
 
-    python -m bench.engine.product_sizes [--only sizes,candidates,addend]
+    python -m bench.engine.product_sizes [--only sizes,addend]
 
 sizes        the four products of a layer at every number of rows that a step may be padded to
-candidates   each product by every kernel that cuBLASLt proposes for it, beside the one that torch takes
 addend       the residual added by the product itself, beside one added by the norm behind it
 
 Shapes of Llama-2-7B and Llama-3.1-8B in bf16, random numbers. Prints a JSON line for each measurement. Every
@@ -20,7 +19,6 @@ import torch
 
 from bench.engine.decode_kernels import LLAMA_7B, LLAMA_8B, Shape, run, say
 from bench.engine.kernels import BF16
-from bench.engine.lt_products import LtLibrary, LtProduct
 from bench.engine.timing import microseconds
 from hearth.kernels.norm import add_norm
 from hearth.sizes import StepLimits, decode_sizes
@@ -61,6 +59,10 @@ class Product:
         x, out = self.x[:rows], self.out[:rows]
         return [lambda w=w: torch.mm(x, w.t(), out=out) for w in self.weights]
 
+    def added_by_torch(self, rows: int) -> list[Callable[[], object]]:
+        x, out = self.x[:rows], self.out[:rows]
+        return [lambda w=w: out.addmm_(x, w.t()) for w in self.weights]
+
     def teraflops(self, rows: int, us: float) -> float:
         n, k = self.weights[0].shape
         return 2e-6 * rows * n * k / us
@@ -79,29 +81,6 @@ def sizes() -> None:
             say(part="sizes", shape=shape.name, rows=rows, us=sum(us.values()), tflops=rates)
         del each
         torch.cuda.empty_cache()
-
-
-def candidates() -> None:
-    """Time what cuBLASLt proposes."""
-    library = LtLibrary()
-    for shape in (LLAMA_7B, LLAMA_8B):
-        for name, (n, k) in products_of(shape).items():
-            product = Product.of(n, k, MIXED[-1])
-            for rows in (64, 128, 208, 256, 512, 2048, 4096, 8192):
-                chosen_us, x, out = microseconds(product.by_torch(rows)), product.x[:rows], product.out[:rows]
-                expected, found = out.clone(), []
-                described = LtProduct(library, n, k, rows, adds=False)
-                for at, one in enumerate(described.proposed(12)):
-                    us = microseconds([described.launcher(one, w, x, out) for w in product.weights])
-                    error = float((out - expected).abs().max())
-                    found.append((round(us, 1), at, round(error, 3)))
-                say(
-                    part="candidates", shape=shape.name, product=name, rows=rows, torch_us=chosen_us,
-                    torch_tflops=product.teraflops(rows, chosen_us), best=sorted(found)[:4],
-                    first=found[0] if found else None, count=len(found),
-                )  # fmt: skip
-            del product
-            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +131,7 @@ def addend() -> None:
             torch.cuda.empty_cache()
 
 
-PARTS = {part.__name__: part for part in (sizes, candidates, addend)}
+PARTS = {part.__name__: part for part in (sizes, addend)}
 
 
 def main() -> None:
