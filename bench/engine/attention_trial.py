@@ -12,25 +12,27 @@ from random import Random
 
 import torch
 
-from bench.engine import decode_attention_before
+from bench.engine import decode_attention_before, decode_attention_hint
 from bench.engine.decode_kernels import Attention, say, scratch_for
 from bench.engine.timing import microseconds
 from bench.sharegpt import conversations
 from hearth.kernels import decode_attention
 from hearth.kernels.paged import Heads, PagedRows
 
-KERNELS = {"before": decode_attention_before, "now": decode_attention}
+KERNELS = {"before": decode_attention_before, "now": decode_attention, "hint": decode_attention_hint}
 #: Kernel, tile and programs per multiprocessor.
 WAYS = {
     (32, 32, 128): [
         ("before", (64, 4, 2, None), 4),
         ("now", (32, 4, 3, 128), 4),
+        ("hint", (32, 4, 3, 128), 4),
         ("now", (32, 4, 3, None), 4),
         ("now", (64, 4, 2, 128), 4),
     ],
     (32, 8, 128): [
         ("before", (64, 4, 2, None), 4),
         ("now", (32, 4, 3, 128), 4),
+        ("hint", (32, 4, 3, 128), 4),
         ("now", (32, 4, 3, None), 4),
         ("now", (64, 4, 2, 128), 4),
     ],
