@@ -14,12 +14,14 @@ import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from triton.runtime.errors import OutOfResources
 
 from bench.engine.kernels import BF16, INT32, _paged
 from bench.engine.timing import microseconds
+from bench.sharegpt import conversations
 from hearth.kernels import jit
 from hearth.kernels.activation import activate
 from hearth.kernels.decode_attention import SplitScratch, TileShape, decode_attention_triton
@@ -247,14 +249,26 @@ class Attention:
 
 
 #: Tiles beside the one that is used, each with as many programs per multiprocessor as fit.
-TILES = [((64, 4, 2, 128), 4), ((64, 4, 2), 4), ((32, 2, 2), 6), ((64, 2, 2), 4), ((32, 4, 2), 4)]
+TILES = [((64, 4, 2, 128), 4), ((32, 4, 2, 128), 4), ((32, 4, 4, 128), 3), ((16, 4, 2, 128), 4)]
+
+
+def ragged(count: int) -> list[int]:
+    """Contexts of requests in the midst of conversations."""
+    random = Random(3)
+    return [one.prompt + random.randrange(one.new) for one in conversations()[1000 : 1000 + count]]
+
+
 LENGTHS = {
     "1 x 192": [192],
     "1 x 4096": [4096],
     "16 x 512": [512] * 16,
     "64 x 192": [192] * 64,
     "256 x 64": [64] * 256,
+    "256 x 161": [161] * 256,
     "256 x 192": [192] * 256,
+    "64 ragged": ragged(64),
+    "208 ragged": ragged(208),
+    "480 ragged": ragged(480),
     "64 x 2048": [2048] * 64,
     "40 x 128, 8192, 23 x 128": [128] * 40 + [8192] + [128] * 23,
 }

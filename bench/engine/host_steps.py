@@ -22,7 +22,7 @@ import statistics
 import time
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -43,7 +43,7 @@ PROMPT_TOKENS, NUM_STEPS, NUM_WARM_STEPS = 16, 160, 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
 KINDS = {"greedy": GREEDY, "sampled": replace(GREEDY, temperature=0.8, top_p=0.95)}
 
-_TINY_SHAPE = Shape("tiny", "a tiny Llama", {**TINY, "max_position_embeddings": 2048}, "float32")
+TINY_SHAPE = Shape("tiny", "a tiny Llama", {**TINY, "max_position_embeddings": 2048}, "float32")
 
 
 class NoGraphs:
@@ -53,6 +53,15 @@ class NoGraphs:
         return True
 
     def run(self, key: GraphKey, work: Work) -> None:
+        pass
+
+    def begin_trial(self, keys: Collection[GraphKey]) -> None:
+        pass
+
+    def stop_restoring(self) -> None:
+        pass
+
+    def drop_restored(self) -> None:
         pass
 
 
@@ -214,7 +223,7 @@ def main() -> None:
     given = parser.parse_args()
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
-    shapes = [GPU.shapes[name] for name in given.shapes] if is_cuda else [_TINY_SHAPE]
+    shapes = [GPU.shapes[name] for name in given.shapes] if is_cuda else [TINY_SHAPE]
     for shape in shapes:
         engine = opened(shape, device, max(given.rows))
         cases = [(rows, kind) for rows in given.rows for kind in KINDS]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 
-from bench.sharegpt import conversations
+from bench.sharegpt import Lengths, conversations
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook
@@ -25,20 +26,28 @@ NUM_BLOCKS = 11_000
 TILE_ROWS = 128
 
 
-def padding(limits: StepLimits) -> dict[str, object]:
-    """Return what padding adds to all steps, as shares of their rows."""
+def count_steps(
+    limits: StepLimits, requests: Sequence[Lengths], num_blocks: int
+) -> Counter[tuple[StepShape, int]]:
+    """Return how many steps of each shape and number of tokens it takes to answer requests."""
     sizes = PaddedSizes.of(limits)
     batcher = Batcher(
         BatchLimits(limits.max_batch_tokens, limits.max_seqs, MAX_CONTEXT, sizes.mixed),
-        BlockBook.fixed(NUM_BLOCKS, limits.block_tokens),
+        BlockBook.fixed(num_blocks, limits.block_tokens),
     )
-    for number, lengths in enumerate(conversations()[:NUM_REQUESTS]):
+    for number, lengths in enumerate(requests):
         params = SamplingParams(temperature=0.0, max_tokens=lengths.new, ignore_eos=True)
         batcher.add(EngineRequest(RequestId(str(number)), (number, *range(lengths.prompt - 1)), params))
     steps: Counter[tuple[StepShape, int]] = Counter()
     while (plan := batcher.plan()) is not None:
         steps[sizes.shape_of(plan), plan.num_tokens] += 1
         batcher.commit(plan, [7] * plan.num_samples)
+    return steps
+
+
+def padding(limits: StepLimits) -> dict[str, object]:
+    """Return what padding adds to all steps, as shares of their rows."""
+    steps = count_steps(limits, conversations()[:NUM_REQUESTS], NUM_BLOCKS)
     return {
         "limits": [limits.max_seqs, limits.max_batch_tokens],
         "steps": steps.total(),

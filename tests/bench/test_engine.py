@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine import bounds, process
+from bench.engine import bounds, host_steps, process
 from bench.engine.__main__ import Job, jobs
 from bench.engine.arrivals import Stream, poisson, serve
 from bench.engine.finding import Arm, Finding, Found, document, found_by
+from bench.engine.padding import count_steps
 from bench.engine.process import PARTS, findings, relayed
 from bench.engine.rig import Rig, opened
 from bench.engine.scale import GPU, LLAMA_2_7B, LLAMA_3_8B, TINY, even
 from bench.report import Row, peers
 from bench.sharegpt import Lengths, conversations
+from hearth.sizes import StepLimits
 from hearth.types import RequestId, SamplingParams
 
 CPU = torch.device("cpu")
@@ -170,3 +172,26 @@ def test_a_result_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
     results = new["results"]
     assert isinstance(results, dict)
     assert all("environment" in result for result in results.values())
+
+
+def test_the_hosts_part_of_steps_is_timed_without_a_gpu() -> None:
+    engine = host_steps.opened(host_steps.TINY_SHAPE, CPU, num_rows=2)
+    host_steps.begun(engine, 2, host_steps.GREEDY)
+
+    found = host_steps.median_us(engine)
+
+    host_steps.end(engine, 2)
+    assert 0 < found["host"] <= found["step"]
+    engine.close()
+
+
+def test_all_steps_of_requests_are_counted_by_their_padded_rows() -> None:
+    limits = StepLimits(max_batch_tokens=64, max_seqs=4, block_tokens=4)
+
+    counts = count_steps(limits, [Lengths(6, 3), Lengths(6, 1)], num_blocks=32)
+
+    rows = {
+        (shape.has_prompts, shape.num_rows, num_tokens): count
+        for (shape, num_tokens), count in counts.items()
+    }
+    assert rows == {(True, 64, 12): 1, (False, 1, 1): 2}

@@ -125,6 +125,16 @@ def test_kernel_equals_reference_for_odd_heads(heads: Heads, window: int | None,
     assert_close(case.run(num_programs, window=window), case.expected(window))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [Heads(8, 8, 128), Heads(16, 4, 128), Heads(4, 2, 256)], ids=str)
+@pytest.mark.parametrize("window", [None, 200])
+def test_kernel_equals_reference_for_rows_of_all_lengths(heads: Heads, window: int | None) -> None:
+    lengths = [1 + 37 * row % 900 for row in range(300)]
+    case = Case.build(lengths, heads, "cuda", torch.bfloat16)
+
+    assert_close(case.run(528, window=window), case.expected(window))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_programs", [1, 7])
 @pytest.mark.parametrize("num_rows", [0, 1, 3])

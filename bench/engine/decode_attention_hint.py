@@ -1,0 +1,345 @@
+"""Attention of one query token per sequence over its paged KV (decode). Knows shapes and pointers only.
+
+    tiles of KV:   | row 0, head 0 | row 0, head 1 | ... | row 1, head 0 | ...      a tile: BLOCK_N tokens
+    programs:      |   0   |   1   |   2   |   3   |   4   | ...                    as many tiles each
+
+A program attends to a run of tiles, wherever heads and rows begin and end in it, so long and short contexts
+share the device evenly. The run is one loop, so that the first tile of a head is on its way while the last of
+the head before is computed. Where a head's tiles are of more than one program, each leaves a part of the
+result, and the one that finishes last merges the parts, in the order of the tiles: the result does not depend
+on which one that was. How many rows there are and how long is read on the device, so one captured launch
+serves them all, and a launch without rows costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from hearth.kernels.jit import capability, launch, next_power_of_2, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
+from hearth.kernels.paged import Heads, PagedRows
+
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScratch:
+    """Memory in which programs leave parts of results. Counters are zero between launches."""
+
+    num_programs: int  #: of a launch
+    partial: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][dim]
+    stats: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][maximum, sum]
+    counters: torch.Tensor  #: int32, flat: [row][kv head]
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    heads: Heads,
+    rows: PagedRows,
+    kv: torch.Tensor,
+    *,
+    window: int | None,
+    scratch: SplitScratch | None,
+    out: torch.Tensor,
+    num_rows: torch.Tensor | None = None,
+) -> None:
+    """Attend from each row to its sequence up to itself, or to the last `window` tokens of that.
+
+    `num_rows` (int32 [1], on the device) is how many of the rows there are in this step; the others are left
+    alone. None: all of them are there. Only the CUDA path knows rows that are not there.
+
+    q is the head of each row of `qkv`; k and v are read from `kv` [blocks, 2, block_tokens, kv_heads, dim].
+    """
+    if runs_triton(qkv):
+        assert scratch is not None, "the CUDA path needs scratch"
+        decode_attention_triton(
+            qkv, heads, rows, kv, window=window, scratch=scratch, out=out, num_rows=num_rows
+        )
+    else:
+        decode_attention_reference(qkv, heads, rows, kv, window=window, out=out)
+
+
+def decode_attention_reference(
+    qkv: torch.Tensor,
+    heads: Heads,
+    rows: PagedRows,
+    kv: torch.Tensor,
+    *,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    context = rows.context(kv.shape[2], window)
+    # The q heads that share a k head are the rows of one query, so the library reads each k and v once.
+    q = qkv[:, : heads.num_q * heads.dim].view(len(qkv), heads.num_kv, -1, heads.dim)
+    k, v = map(context.read, kv.unbind(1))
+    out.view(q.shape).copy_(F.scaled_dot_product_attention(q, k, v, context.seen))
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How many tokens a program reads at a time, and with what."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  #: of a thread; None: what the compiler takes
+
+
+def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
+    """Return the tile for heads and numbers like these, such that four programs fit on a multiprocessor.
+
+    Where more than 16 query heads share k and v their results alone take more registers than that allows.
+    """
+    max_registers = 128 if heads.num_q // heads.num_kv <= 16 else None
+    if heads.dim > 128:
+        return TileShape(16, num_warps=4, num_stages=2, max_registers=max_registers)
+    # From Hopper on there is shared memory for two tiles that are on their way.
+    num_stages = 3 if capability() >= 90 and dtype != torch.float32 else 2
+    return TileShape(32, num_warps=4, num_stages=num_stages, max_registers=max_registers)
+
+
+#: Rows whose lengths a program reads at a time.
+_BLOCK_ROWS = 256
+
+
+def decode_attention_triton(
+    qkv: torch.Tensor,
+    heads: Heads,
+    rows: PagedRows,
+    kv: torch.Tensor,
+    *,
+    window: int | None,
+    scratch: SplitScratch,
+    out: torch.Tensor,
+    num_rows: torch.Tensor | None = None,
+    shape: TileShape | None = None,
+) -> None:
+    group = heads.num_q // heads.num_kv
+    shape = tile_shape(heads, qkv.dtype) if shape is None else shape
+    launch(
+        _decode_attention_kernel,
+        (scratch.num_programs,),
+        out,
+        qkv,
+        qkv.stride(0),
+        rows.positions,
+        rows.slots,
+        rows.block_table,
+        rows.block_table.stride(0),
+        kv,
+        kv.stride(0),
+        scratch.partial,
+        scratch.stats,
+        scratch.counters,
+        num_rows,
+        len(qkv),
+        heads.dim**-0.5 * _LOG2E,
+        WINDOW=window or 0,
+        NUM_KV=heads.num_kv,
+        GROUP=group,
+        GROUP_PAD=max(16, next_power_of_2(group)),  # what tensor cores take
+        DIM=heads.dim,
+        DIM_PAD=max(16, next_power_of_2(heads.dim)),
+        BLOCK_TOKENS=kv.shape[2],
+        BLOCK_N=shape.block_n,
+        BLOCK_ROWS=_BLOCK_ROWS,
+        STAGES=shape.num_stages,
+        COUNTS_ROWS=num_rows is not None,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        maxnreg=shape.max_registers,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "max_rows"])
+def _decode_attention_kernel(
+    out,
+    qkv,
+    qkv_stride,
+    positions,
+    slots,
+    table,
+    table_stride,
+    kv,
+    kv_stride,
+    partial,
+    stats,
+    counters,
+    num_rows,
+    max_rows,
+    scale,
+    WINDOW: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    COUNTS_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    # Lengths are those of the whole step, so they are read while the kernel in front still runs.
+    if COUNTS_ROWS:
+        max_rows = tl.minimum(max_rows, tl.load(num_rows))
+    total = 0
+    for at in range(0, max_rows, BLOCK_ROWS):
+        num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
+        total += tl.sum(num_tiles, 0)
+    # One program merges the parts of a head, so a mean length is cut into 64 of them at most, and into no
+    # more than 16 while they are of less than four tiles.
+    mean = tl.cdiv(total, tl.maximum(max_rows, 1))
+    least = tl.maximum(tl.minimum(tl.cdiv(mean, 16), 4), tl.cdiv(mean, 64))
+    total *= NUM_KV
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), tl.maximum(least, 1))
+    first_tile = tl.program_id(0) * share
+    last_tile = tl.minimum(first_tile + share, total)
+    # The row that the first tile is of, and how many tiles lie before that row.
+    row, before, passed = 0, 0, 0
+    if (first_tile < last_tile) & (max_rows > 1):
+        for at in range(0, max_rows, BLOCK_ROWS):
+            num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
+            num_tiles *= NUM_KV
+            is_before = (num_tiles > 0) & (passed + tl.cumsum(num_tiles, 0) <= first_tile)
+            row += tl.sum(is_before.to(tl.int32), 0)
+            before += tl.sum(tl.where(is_before, num_tiles, 0), 0)
+            passed += tl.sum(num_tiles, 0)
+
+    member = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    in_group = member < GROUP
+    in_q = in_group[:, None] & (dim < DIM)[None, :]
+    # Of a tile: its row and head, its number among the head's tiles, its tokens and the pages that they are
+    # in. All of it is known one tile ahead, and of the row behind it what a first tile of that would need.
+    last_row = tl.maximum(max_rows - 1, 0)
+    end = tl.load(positions + row) + 1
+    row_table = table + tl.load(slots + row).to(tl.int64) * table_stride
+    begin = _begin(end, WINDOW)
+    num_tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
+    kv_head = (first_tile - before) // num_tiles
+    at = (first_tile - before) % num_tiles
+    token = begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
+    page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
+    next_row = tl.minimum(row + 1, last_row)
+    next_end = tl.load(positions + next_row) + 1
+    next_slot = tl.load(slots + next_row).to(tl.int64)
+    wait_for_inputs(OVERLAPS)
+
+    opening_row, opening_head, opening_at, opening_tiles = row, kv_head, at, num_tiles
+    first = at  # among the tiles of the head at hand, that this program has
+    best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total_p = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
+        q_head = kv_head * GROUP + member
+        q_at = qkv + tl.cast(row, tl.int64) * qkv_stride + q_head[:, None] * DIM + dim[None, :]
+        q = tl.load(q_at, in_q, other=0.0)
+        in_context = token < end
+        # Recycled memory may hold NaN, and 0 times NaN is NaN: zeros where there are no tokens.
+        in_tile = in_context[:, None] & (dim < DIM)[None, :]
+        unit = page.to(tl.int64) * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
+        k_at = kv + unit[:, None] + dim[None, :]
+        k = tl.load(k_at, in_tile, other=0.0, eviction_policy="evict_first")
+        v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0, eviction_policy="evict_first")
+
+        # Step on, and ask for the next tile's pages: what they hold cannot be asked for before.
+        out_row, out_head = row, kv_head
+        ends_head = at == num_tiles - 1
+        ends_row = ends_head & (kv_head == NUM_KV - 1)
+        at = tl.where(ends_head, 0, at + 1)
+        kv_head = tl.where(ends_row, 0, tl.where(ends_head, kv_head + 1, kv_head))
+        row = tl.where(ends_row, tl.minimum(row + 1, last_row), row)
+        end = tl.where(ends_row, next_end, end)
+        row_table = tl.where(ends_row, table + next_slot * table_stride, row_table)
+        begin = _begin(end, WINDOW)
+        num_tiles = tl.cdiv(end - begin, BLOCK_N)
+        token = begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
+        page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
+        next_row = tl.minimum(row + 1, last_row)
+        next_end = tl.load(positions + next_row) + 1
+        next_slot = tl.load(slots + next_row).to(tl.int64)
+
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.where(in_context[None, :], score, -float("inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        shrink = tl.exp2(best - new_best)
+        p = tl.exp2(score - new_best[:, None])
+        total_p = total_p * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+        if ends_head | (tile == last_tile - 1):
+            if ends_head & (first == 0):
+                out_at = _out_at(out, out_row, out_head, member, dim, NUM_KV, GROUP, DIM)
+                tl.store(out_at, (acc / total_p[:, None]).to(q.dtype), in_q)
+            else:  # leave this part: of the head that the program ends in as the last, of others as the first
+                place = (tl.program_id(0) * 2 + tl.where(first == 0, 1, 0)) * GROUP + member
+                tl.store(partial + place[:, None] * DIM + dim[None, :], acc, in_q)
+                tl.store(stats + place * 2, best, in_group)
+                tl.store(stats + place * 2 + 1, total_p, in_group)
+            best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+            total_p = tl.zeros([GROUP_PAD], tl.float32)
+            acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+            first = 0
+
+    # Parts were left of the head of the first tile and of that of the last, unless all of it is here. Whoever
+    # leaves the last part of a head merges all of them.
+    is_same = (row == opening_row) & (kv_head == opening_head)
+    num_heads = tl.where(first_tile < last_tile, tl.where((at > 0) & (is_same == 0), 2, 1), 0)
+    for which in range(num_heads):
+        is_opening = which == 0
+        head_row = tl.where(is_opening, opening_row, row)
+        head = tl.where(is_opening, opening_head, kv_head)
+        head_begin = tl.where(is_opening, first_tile - opening_at, last_tile - at)
+        head_end = head_begin + tl.where(is_opening, opening_tiles, num_tiles)
+        if (head_begin < first_tile) | (head_end > last_tile):
+            opens = head_begin // share
+            num_parts = (head_end - 1) // share - opens + 1
+            tl.debug_barrier()
+            counter = counters + head_row * NUM_KV + head
+            is_done = tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1
+            tl.debug_barrier()
+            if is_done:
+                best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+                total_p = tl.zeros([GROUP_PAD], tl.float32)
+                acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+                for part in tl.range(0, num_parts, loop_unroll_factor=4):
+                    place = ((opens + part) * 2 + tl.where(part == 0, 1, 0)) * GROUP + member
+                    its_best = tl.load(stats + place * 2, in_group, other=0.0, cache_modifier=".cg")
+                    its_total = tl.load(stats + place * 2 + 1, in_group, other=1.0, cache_modifier=".cg")
+                    its_acc_at = partial + place[:, None] * DIM + dim[None, :]
+                    its_acc = tl.load(its_acc_at, in_q, other=0.0, cache_modifier=".cg")
+                    new_best = tl.maximum(best, its_best)
+                    shrink, its_shrink = tl.exp2(best - new_best), tl.exp2(its_best - new_best)
+                    total_p = total_p * shrink + its_total * its_shrink
+                    acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
+                    best = new_best
+                tl.store(counter, 0)
+                out_at = _out_at(out, head_row, head, member, dim, NUM_KV, GROUP, DIM)
+                tl.store(out_at, (acc / total_p[:, None]).to(out.dtype.element_ty), in_q)
+
+
+@triton.jit
+def _begin(end, WINDOW: tl.constexpr):
+    """The first token that a row attends to whose tokens end there."""
+    return tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
+
+
+@triton.jit
+def _out_at(out, row, kv_head, member, dim, NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Where the results of a group of heads are stored."""
+    head = row.to(tl.int64) * (NUM_KV * GROUP) + kv_head * GROUP + member
+    return out + head[:, None] * DIM + dim[None, :]
+
+
+@triton.jit
+def _tiles_of(positions, rows, num_rows, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many tiles each row has for a head; none from `num_rows` on."""
+    length = tl.load(positions + rows, rows < num_rows, other=-1) + 1
+    if WINDOW > 0:
+        length = tl.minimum(length, WINDOW)
+    return tl.cdiv(length, BLOCK_N)
