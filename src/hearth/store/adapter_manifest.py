@@ -17,6 +17,8 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from hearth.errors import BadCheckpoint
 from hearth.model_files import MAX_JSON_BYTES, brief, parse_json, read_text
 from hearth.models.adapter import (
@@ -36,6 +38,8 @@ from hearth.store.manifest import MANIFEST, Chunk, StoredManifest, check_chunks,
 
 FORMAT = "hearth-adapter"
 VERSION = 2
+#: How many layouts are kept. A service has a thousand adapters, most of them made alike.
+MAX_LAYOUTS = 64
 
 
 @dataclass(frozen=True)  # no slots: what is derived is kept
@@ -110,8 +114,7 @@ def adapter_manifest_of(raw: object, where: str) -> AdapterManifest:
         raise BadCheckpoint(
             f"{where}: `dtype` must be one of {', '.join(COMPUTED_DTYPES)}, given: {brief(manifest.dtype)}"
         )
-    _check_dimensions(manifest.dimensions, where)
-    _check_targets(manifest, where)
+    vars(manifest)["layout"] = _checked_layout(manifest, where)  # where the cached property would put it
     if manifest.files:
         raise BadCheckpoint(f"{where}: an adapter has no `files`, given: {len(manifest.files)}")
     if manifest.num_bytes != stored_bytes(manifest.layout):
@@ -120,7 +123,7 @@ def adapter_manifest_of(raw: object, where: str) -> AdapterManifest:
             f"{brief(manifest.num_bytes)}; deploy the adapter again"
         )
     check_chunks(manifest, where)
-    vars(manifest)["digest"] = digest  # where the cached property would put it
+    vars(manifest)["digest"] = digest  # as above
     return manifest
 
 
@@ -129,6 +132,26 @@ def of_adapter(stored: StoredManifest, where: str) -> AdapterManifest:
     if not isinstance(stored, AdapterManifest):
         raise BadCheckpoint(f"`{where}` is a model and no adapter; deploy it without `--base`")
     return stored
+
+
+def _checked_layout(manifest: AdapterManifest, where: str) -> AdapterLayout:
+    """Return the layout of targets that fit their base, the same one for all adapters that are made alike.
+
+    To check and to lay out hundreds of factors takes most of the time that looking an adapter up does.
+    """
+    key = msgspec.json.encode((manifest.dtype, manifest.dimensions, manifest.targets))
+    layout = _LAYOUTS.get(key)
+    if layout is None:
+        _check_dimensions(manifest.dimensions, where)
+        _check_targets(manifest, where)
+        if len(_LAYOUTS) >= MAX_LAYOUTS:
+            _LAYOUTS.clear()
+        layout = _LAYOUTS[key] = manifest.layout
+    return layout
+
+
+#: Layouts that have passed all checks. Single operations of a dict are atomic, so it needs no lock.
+_LAYOUTS: dict[bytes, AdapterLayout] = {}
 
 
 # The checks below raise at the first contradiction: nothing behind them asks again.

@@ -14,9 +14,10 @@ import torch
 from hearth.errors import HearthError, ModelError, StoreError
 from hearth.messages import AdapterOrder
 from hearth.store.borrower import BorrowedAdapter, Prefetch
-from hearth.store.loader import Load, LoadPiece
 from hearth.store.patient_loan import PatientLoan, patiently
+from hearth.store.piece_copies import LoadPiece
 from hearth.store.record import LoadRecord
+from hearth.store.short_load import MAX_SHORT_CHUNKS, load_here
 from hearth.types import AdapterId
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.runtime import HostingResources
@@ -119,16 +120,17 @@ def load_adapter(
         else:
             post(order.adapter, AdapterFilled(outcome))
 
-    def load() -> Load:
+    def fetch(chunks: Sequence[int]) -> PatientLoan:
+        return PatientLoan(resources.borrower, borrowed, chunks)
+
+    def load() -> None:
         prepare()
-        return resources.loader.load(
-            order.name,
-            manifest,
-            parts,
-            lambda chunks: PatientLoan(resources.borrower, borrowed, chunks),
-            on_end=end,
-            is_idle=True,  # who prepared the pieces waited until the device is done with them
-        )
+        loader = resources.loader
+        # Who prepared the pieces waited until the device is done with them.
+        if len(manifest.chunks) <= MAX_SHORT_CHUNKS:
+            load_here(order.name, manifest, parts, fetch, loader.new_copies, end)
+        else:
+            loader.load(order.name, manifest, parts, fetch, on_end=end, is_idle=True)
 
     _start(load, resources, lambda failure: post(order.adapter, AdapterBroken(failure)))
 
