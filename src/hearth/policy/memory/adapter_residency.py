@@ -75,15 +75,15 @@ class AdapterResidency:
 
     def __init__(
         self,
-        cost_s_per_byte: Callable[[AdapterId], float],
+        cost_per_byte: Callable[[AdapterId], float],
         is_active: Callable[[ModelId], bool],
         is_promise_short: Callable[[], bool],
     ) -> None:
-        """`cost_s_per_byte` is the reload cost of an adapter; `is_active`: a base can step, now or soon.
+        """`cost_per_byte`: how dear an adapter is to have back. `is_active`: a base can step, now or soon.
 
         `is_promise_short`: a model waits for room that it is promised.
         """
-        self._cost_s_per_byte, self._is_active = cost_s_per_byte, is_active
+        self._cost_per_byte, self._is_active = cost_per_byte, is_active
         self._is_promise_short = is_promise_short
         self._known: dict[AdapterId, _KnownAdapter] = {}
         self._runs: dict[int, _AdapterRun] = {}  #: all that wait or run
@@ -253,7 +253,7 @@ class AdapterResidency:
             adapter, known = item
             is_wanted = bool(known.waiting) and adapter not in self._draining
             is_running = bool(known.running)
-            return known.is_pinned, is_wanted, is_running, self._cost_s_per_byte(adapter), adapter
+            return known.is_pinned, is_wanted, is_running, self._cost_per_byte(adapter), adapter
 
         is_used = self._is_stepped if is_promised else self._is_in_use
         there = {
@@ -275,7 +275,7 @@ class AdapterResidency:
             if known.residence is Residence.THERE and not known.is_pinned and self._is_stepped(known)
         }
         left_bytes = need_bytes
-        order = sorted(in_use, key=lambda one: (one not in self._draining, self._cost_s_per_byte(one), one))
+        order = sorted(in_use, key=lambda one: (one not in self._draining, self._cost_per_byte(one), one))
         for adapter in order:
             if left_bytes > 0:
                 self._draining.add(adapter)

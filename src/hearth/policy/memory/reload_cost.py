@@ -146,6 +146,10 @@ class ReloadCosts:
         """Return how probable it is that a model is asked for within the horizon."""
         return self._demand.probability(model, now_s, HORIZON_S)
 
+    def requests_per_s(self, model: str, now_s: float) -> float:
+        """Return how often a model is asked for."""
+        return self._demand.requests_per_s(model, now_s)
+
     def cost_s(self, model: str, load_s: float, weight: float, now_s: float) -> float:
         """Return the reload cost of bytes of a model that would take `load_s` to come back."""
         return reload_cost(self.p_wanted(model, now_s), load_s, weight)
@@ -207,6 +211,15 @@ class DeviceReloadCosts:
         """Return the reload cost of one byte."""
         weight = self._weights.get(model, 1.0)
         return self._costs.cost_s(model, self.load_s_per_byte(model), weight, now_s)
+
+    def adapter_cost_per_byte(self, adapter: AdapterId, now_s: float) -> float:
+        """Return the seconds of reloads that keeping one byte of an adapter saves in a second.
+
+        Of a hundred adapters all may be certain to be asked for again within the horizon of models, and some
+        a hundred times. Loads are short, so each request for one that has gone is one load.
+        """
+        weight = self._weights.get(adapter, 1.0)
+        return self._costs.requests_per_s(adapter, now_s) * self.load_s_per_byte(adapter) * weight
 
     def paused_cost_s_per_byte(self, model: ModelId | AdapterId, due_in_s: float) -> float:
         """Return the reload cost of one byte of a model that waits for its turn, due in so many seconds.
