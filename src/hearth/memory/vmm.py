@@ -21,7 +21,7 @@ from hearth.errors import DeviceError
 from hearth.memory.mapped_tenant import MappedTenant, check_fits, num_pages, runs_of
 from hearth.memory.page_books import PageBooks, check_books, tails_of, usage_of
 from hearth.memory.page_table import PageTable, Wipe
-from hearth.memory.pages import Pages
+from hearth.memory.pages import Mark, Pages
 from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
 from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
@@ -226,14 +226,18 @@ class MappedPool:
         self._table.wait_until_idle(places)
         self._table.make_real(places)
 
-    def drop_pieces(self, owner: AdapterId) -> None:
+    def mark(self) -> Mark | None:
+        return self._pages.mark()
+
+    def drop_pieces(self, owner: AdapterId, last_read: Mark | None = None) -> None:
         if self._wipe is not None:
+            last_read = None  # the wipe comes behind it
             self.prepare_pieces(owner)
             parts = self._books.pieces.parts_of(owner)
             for address, part in zip(self._books.piece_addresses(owner), parts, strict=True):
                 self._wipe(self._pages.bytes_at(address, part.end - part.begin))
         with self._table.lock:
-            self._books.leave_pieces(owner)
+            self._books.leave_pieces(owner, last_read)
 
     def retire(self, model: ModelId) -> None:
         with self._table.lock:

@@ -118,7 +118,8 @@ class WorkerAdapters:
 
     def ended(self, run: int) -> None:
         """Note that a request has ended, wherever it was. One that wants no adapter is unknown."""
-        self.residency.ended(run)
+        if (adapter := self.residency.ended(run)) is not None:
+            self._pieces.rest(adapter)
         self.look_again()
 
     def forget(self, adapter: AdapterId) -> None:

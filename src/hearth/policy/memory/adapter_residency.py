@@ -130,11 +130,15 @@ class AdapterResidency:
         if not known.waiting:
             del self._waited[adapter]
 
-    def ended(self, run: int) -> None:
-        """Note that a request has ended, wherever it was. One that is unknown wanted no adapter."""
+    def ended(self, run: int) -> AdapterId | None:
+        """Note that a request has ended, wherever it was. One that is unknown wanted no adapter.
+
+        Returns the adapter if it was the last running one that had it.
+        """
         if (ended := self._runs.pop(run, None)) is None:
-            return
+            return None
         known = self._known[ended.adapter]
+        was_last = known.running == {run}
         known.waiting.discard(run)
         known.running.discard(run)
         if not known.waiting:
@@ -144,6 +148,7 @@ class AdapterResidency:
         self._forget_unused(ended.adapter)
         if self._draining and not any(self._known[adapter].waiting for adapter in self._away):
             self._stop_draining()  # nobody needs the room any more
+        return ended.adapter if was_last else None
 
     def placed(self, adapter: AdapterId, num_bytes: int) -> None:
         """Note that an adapter has its memory; those that drained for it take requests again."""
