@@ -1,0 +1,82 @@
+"""Times of the step thread's parts during `bench.lora.serving`'s zipf: printed to stderr after each."""
+
+import functools
+import sys
+import time
+from collections import defaultdict
+
+import bench.lora.serving as serving
+from hearth.memory.vmm import MappedPool
+from hearth.policy.memory.adapter_residency import AdapterResidency
+from hearth.store import short_load
+from hearth.worker.adapter_pieces import AdapterPieces
+from hearth.worker.adapters import WorkerAdapters
+from hearth.worker.hosted_models import HostedModels
+from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.worker_loop import WorkerLoop
+from hearth.engine.runner import Runner
+
+T = defaultdict(list)
+
+
+def wrap(owner, name, label=None):
+    inner = getattr(owner, name)
+    label = label or f"{owner.__name__}.{name}"
+
+    @functools.wraps(inner)
+    def timed(*args, **kwargs):
+        began = time.perf_counter()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            T[label].append(time.perf_counter() - began)
+
+    setattr(owner, name, timed)
+
+
+for owner, names in (
+    (WorkerLoop, ("_serve_adapters", "_start_adapted", "_take_orders", "_tell_step", "_start", "_take_adapter_news", "_step")),
+    (WorkerAdapters, ("asked", "_place", "_filled")),
+    (AdapterPieces, ("bind", "drop", "place")),
+    (Reclaimer, ("place_adapter", "before_step", "after_step")),
+    (AdapterResidency, ("idle", "next", "startable")),
+    (HostedModels, ("step",)),
+    (MappedPool, ("prepare_pieces", "place_pieces", "drop_pieces")),
+    (Runner, ("launch",)),
+):
+    for name in names:
+        if hasattr(owner, name):
+            wrap(owner, name)
+        else:
+            print("no", owner.__name__, name, file=sys.stderr)
+
+import hearth.store.patient_loan as patient_loan
+from hearth.store.borrower import Borrower
+
+wrap(short_load, "_copy", "thread: copy and wait")
+wrap(patient_loan, "borrow_chunks", "thread: borrow")
+wrap(Borrower, "open_adapter", "thread: look up")
+wrap(AdapterPieces, "rest")
+
+
+def show(inner):
+    def timed(client, asks):
+        T.clear()
+        began = time.perf_counter()
+        found = inner(client, asks)
+        total = time.perf_counter() - began
+        print(f"--- {total:.2f} s", file=sys.stderr)
+        for label, values in sorted(T.items(), key=lambda item: -sum(item[1])):
+            values = sorted(values)
+            print(
+                f"{label:40s} n={len(values):6d} sum={sum(values):7.3f}s {100 * sum(values) / total:5.1f}% "
+                f"p50={values[len(values) // 2] * 1e3:7.3f}ms p90={values[len(values) * 9 // 10] * 1e3:7.3f}ms max={values[-1] * 1e3:7.2f}ms",
+                file=sys.stderr,
+            )
+        return found
+
+    return timed
+
+
+serving.zipf = show(serving.zipf)
+serving.main()
