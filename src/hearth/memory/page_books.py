@@ -268,10 +268,10 @@ class PageBooks:
 
     def claim_pieces(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> bool:
         """Have pages for the pieces of an adapter; False: memory is short, and nothing has changed."""
-        plan = self.pieces.plan(sizes)
         num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
         num_spare = num_pages(spare_bytes, self._pages.page_bytes)
-        if plan is None or (plan.new_slots and len(plan.new_slots) + num_spare > num_available):
+        plan = self.pieces.plan(sizes, max(0, num_available - num_spare))
+        if plan is None:
             return False
         if self._pieces_address is None:
             self._pieces_address = self._spaces.give_common()

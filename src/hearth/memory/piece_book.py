@@ -57,8 +57,14 @@ class PieceBook:
         """Return the slots on whose pages an adapter has pieces, in order."""
         return sorted({slot for part in self._parts[owner] for slot in self._slots_of(part)})
 
-    def plan(self, sizes: Sequence[int]) -> PiecePlan | None:
-        """Return places for pieces of these sizes, and change nothing; None: there are too few addresses."""
+    def plan(self, sizes: Sequence[int], max_new_slots: int) -> PiecePlan | None:
+        """Return places for pieces of these sizes, and change nothing.
+
+        None: there are too few addresses, or more slots would need a page than may.
+        """
+        room_bytes = sum(map(_size, self._holes)) + max_new_slots * self._page_bytes
+        if sum(map(piece_bytes, sizes)) > room_bytes:
+            return None  # most often, where memory is full: whoever asks has others give way then
         holes, pageless, num_known = list(self._holes), set(self._pageless), self._num_known
         parts: list[ByteRange] = []
         new_slots: list[int] = []
@@ -77,6 +83,8 @@ class PieceBook:
                 if added is None:
                     return None
                 new_slots += added
+                if len(new_slots) > max_new_slots:
+                    return None
                 pageless.difference_update(added)
                 holes, first = _merged([*holes, *map(self._range_of, added)]), {}
                 index = _first_fit(holes, num_bytes)
