@@ -9,6 +9,7 @@ A piece goes to the lowest address that has the room on pages that are there, an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,50 @@ class PiecePlan:
 
     parts: tuple[ByteRange, ...]  #: by piece, rounded up
     new_slots: tuple[int, ...]  #: slots that need a page first
+
+
+class _Rooms:
+    """Ranges of addresses, in order, none of which touch but those that are used up. Mutable."""
+
+    def __init__(self, ranges: Iterable[ByteRange]) -> None:
+        self.begins: list[int] = []
+        self._ends: list[int] = []
+        for one in ranges:
+            self.begins.append(one.begin)
+            self._ends.append(one.end)
+
+    def first_fit(self, num_bytes: int, first: int = 0) -> int | None:
+        """Return the first range from `first` on that has so many bytes."""
+        for index in range(first, len(self.begins)):
+            if self._ends[index] - self.begins[index] >= num_bytes:
+                return index
+        return None
+
+    def take(self, index: int, num_bytes: int) -> ByteRange:
+        """Take bytes from the beginning of a range, and return them."""
+        begin = self.begins[index]
+        self.begins[index] += num_bytes
+        return ByteRange(begin, begin + num_bytes)
+
+    def take_out(self, part: ByteRange) -> None:
+        """Take bytes that lie within one range."""
+        index = bisect_right(self.begins, part.begin) - 1
+        assert part.end <= self._ends[index], f"{part=} {self.begins[index]=} {self._ends[index]=}"
+        self.begins.insert(index + 1, part.end)
+        self._ends.insert(index, part.begin)
+
+    def add(self, part: ByteRange) -> None:
+        """Add bytes that lie in none of the ranges."""
+        index = bisect_right(self.begins, part.begin)
+        begin, end, low = part.begin, part.end, index
+        while low and self._ends[low - 1] == begin:  # the one before touches it, used up or not
+            low -= 1
+            begin = self.begins[low]
+        while index < len(self.begins) and self.begins[index] == end:
+            end = self._ends[index]
+            index += 1
+        self.begins[low:index] = [begin]
+        self._ends[low:index] = [end]
 
 
 class PieceBook:
@@ -65,34 +110,42 @@ class PieceBook:
         room_bytes = sum(map(_size, self._holes)) + max_new_slots * self._page_bytes
         if sum(map(piece_bytes, sizes)) > room_bytes:
             return None  # most often, where memory is full: whoever asks has others give way then
-        holes, pageless, num_known = list(self._holes), set(self._pageless), self._num_known
+        holes = _Rooms(self._holes)
+        rooms: _Rooms | None = None  #: holes, and what would be one with another page; made when it is needed
         parts: list[ByteRange] = []
         new_slots: list[int] = []
         #: Before which hole none has room for so many bytes. Most pieces of an adapter are of one size, and
-        #: holes that are used up stay in the list for now, so that nobody looks through the same ones again.
+        #: holes that are used up stay in the list, so that nobody looks through the same ones again.
         first: dict[int, int] = {}
         for size in sizes:
             assert size > 0, f"a piece has no bytes: {sizes}"
             num_bytes = piece_bytes(size)
-            index = _first_fit(holes, num_bytes, first.get(num_bytes, 0))
+            index = holes.first_fit(num_bytes, first.get(num_bytes, 0))
             if index is None:
-                num_more = -(-num_bytes // self._page_bytes) + 1
-                pageless.update(range(num_known, min(num_known + num_more, self._num_slots)))
-                num_known = max(num_known, min(num_known + num_more, self._num_slots))
-                added = self._slots_for(num_bytes, holes, pageless)
-                if added is None:
+                if rooms is None:
+                    rooms = self._all_rooms(sum(map(piece_bytes, sizes)), parts)
+                place = rooms.first_fit(num_bytes)
+                if place is None:
                     return None
+                begin = rooms.begins[place]
+                added = [
+                    slot
+                    for slot in self._slots_of(ByteRange(begin, begin + num_bytes))
+                    if slot not in self._num_pieces and slot not in new_slots
+                ]
                 new_slots += added
                 if len(new_slots) > max_new_slots:
                     return None
-                pageless.difference_update(added)
-                holes, first = _merged([*holes, *map(self._range_of, added)]), {}
-                index = _first_fit(holes, num_bytes)
+                for slot in added:
+                    holes.add(self._range_of(slot))
+                first.clear()
+                index = holes.first_fit(num_bytes)
                 assert index is not None, f"{added=} have no room for {num_bytes} bytes"
             first[num_bytes] = index
-            begin, end = holes[index].begin, holes[index].end
-            parts.append(ByteRange(begin, begin + num_bytes))
-            holes[index] = ByteRange(begin + num_bytes, end)
+            part = holes.take(index, num_bytes)
+            parts.append(part)
+            if rooms is not None:
+                rooms.take_out(part)
         return PiecePlan(tuple(parts), tuple(new_slots))
 
     def take(self, owner: AdapterId, plan: PiecePlan) -> None:
@@ -131,15 +184,14 @@ class PieceBook:
         users = Counter(slot for part in parts for slot in self._slots_of(part))
         assert users == self._num_pieces, f"{users=} {self._num_pieces=}"
 
-    def _slots_for(self, num_bytes: int, holes: Sequence[ByteRange], pageless: set[int]) -> list[int] | None:
-        """Return the slots that need a page so that one hole has so many bytes; None: there are too few."""
-        rooms = _merged([*holes, *map(self._range_of, pageless)])
-        index = _first_fit(rooms, num_bytes)
-        if index is None:
-            return None
-        begin = rooms[index].begin
-        wanted = self._slots_of(ByteRange(begin, begin + num_bytes))
-        return [slot for slot in wanted if slot in pageless]
+    def _all_rooms(self, num_bytes: int, taken: Sequence[ByteRange]) -> _Rooms:
+        """Return where pieces of so many bytes could lie, with pages that are there or not."""
+        num_more = -(-num_bytes // self._page_bytes) + 1
+        beyond = range(self._num_known, min(self._num_known + num_more, self._num_slots))
+        rooms = _Rooms(_merged([*self._holes, *map(self._range_of, (*self._pageless, *beyond))]))
+        for part in taken:
+            rooms.take_out(part)
+        return rooms
 
     def _range_of(self, slot: int) -> ByteRange:
         return ByteRange(slot * self._page_bytes, (slot + 1) * self._page_bytes)
@@ -155,14 +207,6 @@ def piece_bytes(num_bytes: int) -> int:
 
 def _size(part: ByteRange) -> int:
     return part.end - part.begin
-
-
-def _first_fit(holes: Sequence[ByteRange], num_bytes: int, begin: int = 0) -> int | None:
-    """Return the first hole from `begin` on that has so many bytes."""
-    for index in range(begin, len(holes)):
-        if holes[index].end - holes[index].begin >= num_bytes:
-            return index
-    return None
 
 
 def _merged(parts: Iterable[ByteRange]) -> list[ByteRange]:
