@@ -50,15 +50,6 @@ class ByteCopy:
     source: int
     num_bytes: int
 
-    def touches(self, other: ByteCopy) -> bool:
-        """True if another copy begins where this one ends, there as here."""
-        ends = (self.destination + self.num_bytes, self.source + self.num_bytes)
-        return ends == (other.destination, other.source)
-
-    def with_next(self, other: ByteCopy) -> ByteCopy:
-        """Return this copy and one that it touches as one."""
-        return ByteCopy(self.destination, self.source, self.num_bytes + other.num_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class HandleRun:

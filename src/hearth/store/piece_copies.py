@@ -29,42 +29,63 @@ class PieceCopies:
 
     def __init__(self, manifest: StoredManifest, pieces: Sequence[LoadPiece], tally: Tally) -> None:
         """`tally` counts all chunks and bytes that copies are made of."""
-        for piece in pieces:
-            assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
-            assert len(piece.destination) == piece.part.end - piece.part.begin, f"{piece.part=}"
         self._manifest, self._tally = manifest, tally
-        self._pieces = sorted(pieces, key=lambda piece: piece.part.begin)
-        self._first = 0  #: the piece that may have bytes of the chunks to come
-        parts = (piece.part for piece in self._pieces)
+        self._pieces = pieces  #: kept, for their memory is written as long as this lives
+        self._spans = _spans_of(pieces)
+        self._first = 0  #: the span that may have bytes of the chunks to come
+        parts = [ByteRange(span.begin, span.end) for span in self._spans]
         #: The chunks that hold bytes of the pieces, in forward order.
         self.chunks = sorted({index for part in parts for index in manifest.chunks_of(part)})
 
     def of(self, chunk: HostChunk) -> list[ByteCopy]:
-        """Return what of a chunk goes where. Pieces that lie one behind the other, there as here, are one."""
+        """Return what of a chunk goes where."""
         begin = self._manifest.chunk_range(chunk.index).begin
         end = begin + len(chunk.data)
         self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.data)) - begin
         copies: list[ByteCopy] = []
-        for piece in self._pieces_before(begin, end):
-            low, high = max(piece.part.begin, begin), min(piece.part.end, end)
+        for span in self._spans_before(begin, end):
+            low, high = max(span.begin, begin), min(span.end, end)
             if low < high:
+                copies.append(ByteCopy(span.address + low - span.begin, address + low, high - low))
                 self._tally.num_bytes += high - low
-                destination = piece.destination.data_ptr() + low - piece.part.begin
-                copy = ByteCopy(destination, address + low, high - low)
-                if copies and copies[-1].touches(copy):
-                    copy = copies.pop().with_next(copy)
-                copies.append(copy)
         return copies
 
-    def _pieces_before(self, begin: int, end: int) -> Iterator[LoadPiece]:
-        """Yield the pieces that may have bytes from `begin` to `end`; nobody asks for earlier ones again.
+    def _spans_before(self, begin: int, end: int) -> Iterator[_Span]:
+        """Yield the spans that may have bytes from `begin` to `end`; nobody asks for earlier ones again.
 
-        A model of which pages are missing here and there has hundreds of pieces.
+        A model of which pages are missing here and there has hundreds of them.
         """
-        while self._first < len(self._pieces) and self._pieces[self._first].part.end <= begin:
+        while self._first < len(self._spans) and self._spans[self._first].end <= begin:
             self._first += 1
-        for piece in islice(self._pieces, self._first, None):
-            if piece.part.begin >= end:
+        for span in islice(self._spans, self._first, None):
+            if span.begin >= end:
                 return
-            yield piece
+            yield span
+
+
+@dataclass(slots=True)
+class _Span:
+    """A byte range of a model, and the address that it is copied to. Mutable; written by `_spans_of`."""
+
+    begin: int
+    end: int
+    address: int
+
+    def touches(self, begin: int, address: int) -> bool:
+        """True if bytes from `begin` on that go to an address follow it, here as there."""
+        return begin == self.end and address - self.address == self.end - self.begin
+
+
+def _spans_of(pieces: Sequence[LoadPiece]) -> list[_Span]:
+    """Return where bytes go, in order. Pieces that lie one behind the other there as here are one span."""
+    spans: list[_Span] = []
+    for piece in sorted(pieces, key=lambda piece: piece.part.begin):
+        part, address = piece.part, piece.destination.data_ptr()
+        assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
+        assert piece.destination.numel() == part.end - part.begin, f"{piece.part=}"
+        if spans and spans[-1].touches(part.begin, address):
+            spans[-1].end = part.end
+        else:
+            spans.append(_Span(part.begin, part.end, address))
+    return spans

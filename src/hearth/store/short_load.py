@@ -53,15 +53,15 @@ def load_here(
                 try:
                     _copy(chunks, copies, plan)
                     if copies.num_queued == len(plan.chunks):
-                        copies.close()
                         on_end(tally.record(name, time.perf_counter()))
                 finally:
                     source.release(*chunks)
                 asked_s = time.perf_counter()
     except BaseException:
         source.cancel()
-        copies.close()
         raise
+    finally:
+        copies.close()
 
 
 def _copy(chunks: Sequence[HostChunk], copies: ChunkCopies, plan: PieceCopies) -> None:

@@ -261,13 +261,13 @@ class AdapterResidency:
             return known.is_pinned, is_wanted, is_running, self._cost_per_byte(adapter), adapter
 
         is_used = self._is_stepped if is_promised else self._is_in_use
-        there = {
-            adapter: known
+        there = [
+            (adapter, known)
             for adapter, known in self._known.items()
             if known.residence is Residence.THERE and (is_promised or not known.is_pinned)
-            if not is_used(known)
-        }
-        return [adapter for adapter, _ in sorted(there.items(), key=price)]
+            if not known.running or not is_used(known)
+        ]
+        return [adapter for adapter, _ in sorted(there, key=price)]
 
     def drain(self, need_bytes: int) -> bool:
         """Have adapters that steps use take no new requests, until so many bytes of them will come free.

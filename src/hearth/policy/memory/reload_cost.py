@@ -19,6 +19,7 @@ HORIZON_S = 600.0
 PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
     {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
 )
+_FROM_HOST: Mapping[Rung, float] = MappingProxyType({Rung.HOST: 1.0})
 #: A paused model that is due sooner counts as due then.
 MIN_DUE_S = 0.05
 #: What was moved this many bytes ago counts half as much as what is moved now.
@@ -204,7 +205,10 @@ class DeviceReloadCosts:
 
     def load_s_per_byte(self, model: ModelId | AdapterId) -> float:
         """Return how long one byte takes to come back; that of an unloaded model as if from host memory."""
-        shares = self._shares.get(model, {Rung.HOST: 1.0})
+        shares = self._shares.get(model, _FROM_HOST)
+        if len(shares) == 1:  # as most adapters: all that are idle are priced between two steps
+            (rung,) = shares
+            return 1 / self._costs.bytes_per_s(rung)
         return sum(share / self._costs.bytes_per_s(rung) for rung, share in shares.items())
 
     def cost_s_per_byte(self, model: ModelId | AdapterId, now_s: float) -> float:
