@@ -58,6 +58,21 @@ wrap(patient_loan, "borrow_chunks", "thread: borrow")
 wrap(Borrower, "open_adapter", "thread: look up")
 wrap(AdapterPieces, "rest")
 
+import gc
+
+GC = []
+
+
+def collected(phase, info):
+    if phase == "start":
+        GC.append(time.perf_counter())
+    else:
+        took = time.perf_counter() - GC[-1]
+        T[f"gc {info['generation']}"].append(took)
+
+
+gc.callbacks.append(collected)
+
 
 def show(inner):
     def timed(client, asks):

@@ -59,6 +59,7 @@ def test_adapters_that_are_made_alike_have_one_layout(adapter: Path) -> None:
     other = parse_adapter(json.dumps(with_digest(raw)))
     assert other.digest != parse_adapter(text).digest
     assert other.layout is parse_adapter(text).layout
+    assert other.targets is parse_adapter(text).targets
     raw["dtype"] = "float16"  # as wide, and not the same
     assert parse_adapter(json.dumps(with_digest(raw))).layout.dtype == "float16"
 

@@ -39,7 +39,7 @@ from hearth.store.manifest import MANIFEST, Chunk, StoredManifest, check_chunks,
 FORMAT = "hearth-adapter"
 VERSION = 2
 #: How many layouts are kept. A service has a thousand adapters, most of them made alike.
-MAX_LAYOUTS = 64
+MAX_PATTERNS = 64
 
 
 @dataclass(frozen=True)  # no slots: what is derived is kept
@@ -114,7 +114,7 @@ def adapter_manifest_of(raw: object, where: str) -> AdapterManifest:
         raise BadCheckpoint(
             f"{where}: `dtype` must be one of {', '.join(COMPUTED_DTYPES)}, given: {brief(manifest.dtype)}"
         )
-    vars(manifest)["layout"] = _checked_layout(manifest, where)  # where the cached property would put it
+    _take_layout(manifest, where)
     if manifest.files:
         raise BadCheckpoint(f"{where}: an adapter has no `files`, given: {len(manifest.files)}")
     if manifest.num_bytes != stored_bytes(manifest.layout):
@@ -123,7 +123,7 @@ def adapter_manifest_of(raw: object, where: str) -> AdapterManifest:
             f"{brief(manifest.num_bytes)}; deploy the adapter again"
         )
     check_chunks(manifest, where)
-    vars(manifest)["digest"] = digest  # as above
+    vars(manifest)["digest"] = digest  # where the cached property would put it
     return manifest
 
 
@@ -134,24 +134,33 @@ def of_adapter(stored: StoredManifest, where: str) -> AdapterManifest:
     return stored
 
 
-def _checked_layout(manifest: AdapterManifest, where: str) -> AdapterLayout:
-    """Return the layout of targets that fit their base, the same one for all adapters that are made alike.
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """All that adapters which are made alike have in common, checked."""
 
-    To check and to lay out hundreds of factors takes most of the time that looking an adapter up does.
+    targets: tuple[AdapterTarget, ...]
+    layout: AdapterLayout
+
+
+#: By their description. Single operations of a dict are atomic, so it needs no lock.
+_PATTERNS: dict[bytes, _Pattern] = {}
+
+
+def _take_layout(manifest: AdapterManifest, where: str) -> None:
+    """Have a manifest know its layout, once its targets fit its base.
+
+    All that are made alike have one: to check and to lay out hundreds of factors takes most of the time that
+    looking an adapter up does, and a thousand adapters would have half a million objects for no purpose.
     """
     key = msgspec.json.encode((manifest.dtype, manifest.dimensions, manifest.targets))
-    layout = _LAYOUTS.get(key)
-    if layout is None:
+    pattern = _PATTERNS.get(key)
+    if pattern is None:
         _check_dimensions(manifest.dimensions, where)
         _check_targets(manifest, where)
-        if len(_LAYOUTS) >= MAX_LAYOUTS:
-            _LAYOUTS.clear()
-        layout = _LAYOUTS[key] = manifest.layout
-    return layout
-
-
-#: Layouts that have passed all checks. Single operations of a dict are atomic, so it needs no lock.
-_LAYOUTS: dict[bytes, AdapterLayout] = {}
+        if len(_PATTERNS) >= MAX_PATTERNS:
+            _PATTERNS.clear()
+        pattern = _PATTERNS[key] = _Pattern(manifest.targets, manifest.layout)
+    vars(manifest).update(targets=pattern.targets, layout=pattern.layout)  # equal to what it has, or would
 
 
 # The checks below raise at the first contradiction: nothing behind them asks again.
