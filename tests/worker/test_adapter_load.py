@@ -120,7 +120,7 @@ def test_memory_that_cannot_be_prepared_breaks_the_load_alone(road: Road) -> Non
 def test_a_keeper_that_does_not_lend_is_told_of_only_if_there_is_room(
     road: Road, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, is_given_up: object) -> None:
         raise StoreError("it was removed")
 
     monkeypatch.setattr(adapter_load, "PatientLoan", refuse)

@@ -120,6 +120,7 @@ class AdapterLoad:
     ) -> None:
         self._order, self._borrowed, self._resources, self._post = order, borrowed, resources, post
         self._placed: SimpleQueue[_AdapterPlace | None] = SimpleQueue()  #: None: it has no memory
+        self._is_called_off = False
         _start(self._run, resources, lambda failure: post(order.adapter, AdapterBroken(failure)))
 
     def fill(self, pieces: Sequence[torch.Tensor], prepare: Callable[[], None]) -> None:
@@ -128,13 +129,16 @@ class AdapterLoad:
 
     def call_off(self) -> None:
         """Have nothing loaded, for there is no memory. No news are posted."""
+        self._is_called_off = True
         self._placed.put(None)
 
     def _run(self) -> None:
         manifest = self._borrowed.manifest
         chunks = chunks_of(manifest, (part for _, part in manifest.layout.layers))
         try:
-            loan = PatientLoan(self._resources.borrower, self._borrowed, chunks)
+            loan = PatientLoan(
+                self._resources.borrower, self._borrowed, chunks, is_given_up=lambda: self._is_called_off
+            )
         except Exception:
             if self._placed.get() is None:
                 return  # whoever needs the adapter meets it again, and says so
