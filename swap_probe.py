@@ -94,4 +94,51 @@ def show(inner):
 
 
 serving.zipf = show(serving.zipf)
-serving.main()
+
+
+def trimmed(tiny):
+    """Zipf with room for 100 alone, over the adapters that are asked for, all of which come to host memory first."""
+    import json
+    import tempfile
+    from concurrent.futures import ThreadPoolExecutor
+    from dataclasses import asdict, replace
+    from itertools import accumulate
+    from pathlib import Path
+    import random
+
+    from bench.lora import library as lib
+    from bench.reuse.worker import keeping
+    from bench.report import step
+
+    scale = lib.TINY if tiny else lib.full(32, 1000)
+    weights = list(accumulate(1 / rank for rank in range(1, scale.num_adapters + 1)))
+    drawn = random.Random(2)
+    numbers = drawn.choices(range(scale.num_adapters), cum_weights=weights, k=scale.num_requests)
+    used = sorted(set(numbers))
+    gc.freeze()
+    with tempfile.TemporaryDirectory(prefix="hearth-lora-", dir=scale.place) as name:
+        with step(f"writing the base and {len(used)} adapters"):
+            library = lib.Library.write(replace(scale, num_adapters=len(used)), Path(name))
+        place = {number: at for at, number in enumerate(used)}
+        least = scale.new_tokens // 2
+        asks = [
+            serving.AdapterAsk(library.adapters[place[n]], drawn.randint(least, 2 * scale.new_tokens - least))
+            for n in numbers
+        ]
+        with keeping(scale.device, library.host_bytes, Path(name)) as socket:
+            with step("worker"), serving.asking(library, socket, scale.num_room) as client:
+                with step("to host memory"):
+                    borrower = Borrower(socket, is_pinned=False) if tiny else Borrower(socket, is_pinned=True, is_device_up=False)
+                    opened = [borrower.open_adapter(one.where) for one in library.adapters]
+                    with ThreadPoolExecutor(8) as pool:
+                        list(pool.map(lambda one: borrower.prefetch(one).wait(), opened))
+                    borrower.close()
+                with step("warm"):
+                    client.run(asks[: 3 * scale.batch])
+                print(json.dumps(asdict(serving.zipf(client, asks))), flush=True)
+
+
+if "--trim" in sys.argv:
+    trimmed("--tiny" in sys.argv)
+else:
+    serving.main()
