@@ -5,9 +5,11 @@ python -m bench.lora.serving [--save] [--layers N] [--adapters N] [--tiny]
     cold     the first token of an adapter that is in host memory and was never on the device, its base idle,
              over that of one that is there
     steps    a batch of 64 that decodes, beside requests for other adapters that are there, and beside such
-             whose adapters have to come: how long the steps take
+             whose adapters have to come: how long the steps take, over contexts of the same lengths
     zipf     1,000 adapters asked for as Zipf has it (exponent 1), 64 at a time and each at once followed by
-             the next, with room for 100 of them: tokens per second over those with room for all
+             the next, with room for 100 of them: tokens per second over those with room for all. Answers have
+             24 to 72 tokens; where all have 48 ("in waves"), requests whose adapters are there begin and end
+             together, 64 prompts in one step, which is not how they come
 
 Adapters are of rank 8, of q and v alone: 8.4 MB each, so that 1,000 of them fit into /dev/shm and into host
 memory. Each answer is printed as a line of JSON as soon as it is there, and one that fails costs no other.
@@ -16,6 +18,7 @@ memory. Each answer is printed as a line of JSON as soon as it is there, and one
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import statistics
@@ -26,7 +29,7 @@ import traceback
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -67,10 +70,71 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """A batch that is always full."""
+    """As many requests at a time as there are rows."""
 
     tokens_per_s: float
     loads_per_s: float
+    loaded_bytes_per_s: float
+    rows_per_step: float  #: that have a token; the others wait for their adapter, or for the next step
+    step_s: Mapping[str, float]  #: of steps in which all decode, from the end of the one before
+    prompt_step_s: Mapping[str, float]  #: of steps in which some prompts are read
+    share_of_prompt_steps: float
+    until_admitted_s: Mapping[str, float]  #: from a request to the step that has its prompt
+    until_placed_s: Mapping[str, float]  #: of those whose adapter had to come, until it had its memory
+    until_filled_s: Mapping[str, float]  #: then until its bytes were there
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAsk:
+    """A request to be made."""
+
+    adapter: AdapterOrder
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class StepTally:
+    """The facts of a stretch of time. Mutable; written by `zipf`."""
+
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    num_tokens: int = 0
+    step_s: list[float] = field(default_factory=list)
+    prompt_step_s: list[float] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+    begun: set[int] = field(default_factory=set)  #: runs that have a token
+    loads: list[AdapterLoaded] = field(default_factory=list)
+
+    def note(self, at_s: float, fact: Fact) -> None:
+        match fact:
+            case AdapterLoaded():
+                self.loads.append(fact)
+            case StepDone():
+                self.num_tokens += len(fact.runs)
+                self.waits_s += [one.waited_s for one in fact.admitted]
+                has_prompts = not self.begun.issuperset(fact.runs)
+                (self.prompt_step_s if has_prompts else self.step_s).append(at_s - self.ended_s)
+                self.begun.update(fact.runs)
+                self.ended_s = at_s
+
+    def throughput(self) -> Throughput:
+        total_s, num_steps = self.ended_s - self.began_s, len(self.step_s) + len(self.prompt_step_s)
+        return Throughput(
+            tokens_per_s=self.num_tokens / total_s,
+            loads_per_s=len(self.loads) / total_s,
+            loaded_bytes_per_s=sum(one.num_bytes for one in self.loads) / total_s,
+            rows_per_step=self.num_tokens / num_steps,
+            step_s=_percentiles(self.step_s),
+            prompt_step_s=_percentiles(self.prompt_step_s),
+            share_of_prompt_steps=len(self.prompt_step_s) / num_steps,
+            until_admitted_s=_percentiles(self.waits_s),
+            until_placed_s=_percentiles([one.wait_s for one in self.loads]),
+            until_filled_s=_percentiles([one.total_s for one in self.loads]),
+        )
+
+
+def _percentiles(values: Sequence[float]) -> Mapping[str, float]:
+    return percentiles(values) if values else {}
 
 
 @dataclass(slots=True)
@@ -100,24 +164,30 @@ class AdapterClient:
         self.worker.rest()
         return heard.at_s - began_s
 
-    def rolling(self, adapters: Sequence[AdapterOrder], max_tokens: int) -> Iterator[tuple[float, Fact, int]]:
+    def rolling(self, asks: Sequence[AdapterAsk]) -> Iterator[tuple[float, Fact, int]]:
         """Ask for these, a batch at a time; yield facts with their times and how many are still to come."""
-        left = list(reversed(adapters))
-        running = {
-            self.start(left.pop(), max_tokens) for _ in range(min(self.library.scale.batch, len(left)))
-        }
+        left = list(reversed(asks))
+
+        def start_next() -> int:
+            ask = left.pop()
+            return self.start(ask.adapter, ask.max_tokens)
+
+        running = {start_next() for _ in range(min(self.library.scale.batch, len(left)))}
         while running:
             heard = self.worker.until(StepDone, AdapterLoaded)
             if isinstance(heard.fact, StepDone):
                 for run in running & heard.fact.finished.keys():
                     running.remove(run)
                     if left:
-                        running.add(self.start(left.pop(), max_tokens))
+                        running.add(start_next())
             yield heard.at_s, heard.fact, len(left)
 
-    def run_all(self, adapters: Sequence[AdapterOrder], max_tokens: int) -> None:
-        for _ in self.rolling(adapters, max_tokens):
+    def run(self, asks: Sequence[AdapterAsk]) -> None:
+        for _ in self.rolling(asks):
             pass
+
+    def run_all(self, adapters: Sequence[AdapterOrder], max_tokens: int) -> None:
+        self.run([AdapterAsk(adapter, max_tokens) for adapter in adapters])
 
 
 @contextmanager
@@ -148,66 +218,76 @@ def cold(client: AdapterClient, adapters: Sequence[AdapterOrder]) -> FirstTokens
 
 
 def steps(client: AdapterClient, there: Sequence[AdapterOrder], away: Sequence[AdapterOrder]) -> StepTimes:
-    """Time the tokens of a batch that decodes, alone and beside others that ask for one token each."""
+    """Time the tokens of a batch that decodes, alone and beside others that ask for one token each.
+
+    Each time a batch begins anew: steps take longer as contexts grow, by a tenth in a hundred of them.
+    """
     scale = client.library.scale
     batch, others = there[: scale.batch], there[scale.batch :]
     client.run_all([*batch, *others], max_tokens=1)
+    warm = [others[number % len(others)] for number in range(len(away))]
+    _intervals(client, batch, warm)  # so that steps of all these shapes have been captured
+    return StepTimes(*(percentiles(_intervals(client, batch, beside)) for beside in ([], warm, away)))
+
+
+def _intervals(
+    client: AdapterClient, batch: Sequence[AdapterOrder], others: Sequence[AdapterOrder]
+) -> list[float]:
+    """Return the times between the tokens of a batch, while others are asked for if there are any."""
+    scale = client.library.scale
     running = [client.start(adapter, max_tokens=scale.max_context // 2) for adapter in batch]
     for run in running:
         client.worker.first_token(run)
-    warm = [others[number % len(others)] for number in range(len(away))]
-    _intervals(client, running[0], warm[::3])  # so that steps of all these shapes have been captured
-    found = [percentiles(_intervals(client, running[0], beside)) for beside in ([], warm, away)]
-    client.worker.send(*(CancelRequest(run) for run in running))
-    client.worker.rest()
-    return StepTimes(*found)
-
-
-def _intervals(client: AdapterClient, run: int, others: Sequence[AdapterOrder]) -> list[float]:
-    """Return the times between tokens of a run while these are asked for, or for as many steps."""
     ends: list[float] = []
     waiting = list(others)
-    open_runs: set[int] = set()
-    while waiting or open_runs or len(ends) < client.library.scale.num_swaps:
+    while len(ends) <= BESIDE_STEPS * (scale.num_swaps + 1):
         heard = client.worker.until(StepDone)
         assert isinstance(heard.fact, StepDone)
-        open_runs -= heard.fact.finished.keys()
-        assert run not in heard.fact.finished, "the batch has ended before all was asked"
-        if heard.has_token_of(run):
+        assert running[0] not in heard.fact.finished, "the batch has ended before all was asked"
+        if heard.has_token_of(running[0]):
             ends.append(heard.at_s)
             if waiting and len(ends) % BESIDE_STEPS == 0:
-                open_runs.add(client.start(waiting.pop(), max_tokens=1))
+                client.start(waiting.pop(), max_tokens=1)
+    client.worker.send(*(CancelRequest(run) for run in running))
+    client.worker.rest()
     return [after - before for before, after in pairwise(ends)]
 
 
-def zipf(client: AdapterClient, asked: Sequence[AdapterOrder]) -> Throughput:
+def zipf(client: AdapterClient, asks: Sequence[AdapterAsk]) -> Throughput:
     """Tokens per second while the batch is full, the first tenth of the requests left out."""
-    scale = client.library.scale
-    num_warm, num_tokens, num_loads, began_s, ended_s = len(asked) // 10, 0, 0, 0.0, 0.0
-    for at_s, fact, num_left in client.rolling(asked, scale.new_tokens):
-        if num_left > len(asked) - scale.batch - num_warm:
-            began_s = at_s
+    num_warm, tally = len(asks) // 10, StepTally()
+    for at_s, fact, num_left in client.rolling(asks):
+        if num_left > len(asks) - client.library.scale.batch - num_warm:
+            tally = StepTally(at_s, at_s)
         elif num_left:
-            num_tokens += len(fact.runs) if isinstance(fact, StepDone) else 0
-            num_loads += isinstance(fact, AdapterLoaded)
-            ended_s = at_s
-    return Throughput(num_tokens / (ended_s - began_s), num_loads / (ended_s - began_s))
+            tally.note(at_s, fact)
+    return tally.throughput()
 
 
-def zipf_requests(library: Library) -> list[AdapterOrder]:
-    """Return the adapters of the requests, the same for every worker."""
+def zipf_requests(library: Library) -> list[AdapterAsk]:
+    """Return the requests, the same for every worker."""
+    scale = library.scale
     weights = list(accumulate(1 / rank for rank in range(1, len(library.adapters) + 1)))
     drawn = random.Random(2)
-    return drawn.choices(library.adapters, cum_weights=weights, k=library.scale.num_requests)
+    adapters = drawn.choices(library.adapters, cum_weights=weights, k=scale.num_requests)
+    least = scale.new_tokens // 2
+    return [AdapterAsk(adapter, drawn.randint(least, 2 * scale.new_tokens - least)) for adapter in adapters]
+
+
+def in_waves(library: Library, asks: Sequence[AdapterAsk]) -> list[AdapterAsk]:
+    """Return the same requests, all as long."""
+    return [AdapterAsk(ask.adapter, library.scale.new_tokens) for ask in asks]
 
 
 def answers(library: Library, socket: Path) -> Iterator[Answer]:
-    scale, asked = library.scale, zipf_requests(library)
+    scale, asks = library.scale, zipf_requests(library)
+    waves = in_waves(library, asks[: len(asks) // 2])
     with step("room for all"), asking(library, socket, scale.num_adapters) as client:
         with step("all adapters to host memory and to the device"):
             client.run_all(library.adapters, max_tokens=1)
-            client.run_all(library.adapters[-2 * scale.batch :], max_tokens=8)
-        resident = yield from _surviving("zipf, room for all", lambda: zipf(client, asked))
+            client.run(asks[: 3 * scale.batch])  # so that steps of all these shapes have been captured
+        all_there = yield from _surviving("zipf, room for all", lambda: zipf(client, asks))
+        all_in_waves = yield from _surviving("zipf in waves, room for all", lambda: zipf(client, waves))
     with step(f"room for {scale.num_room}"), asking(library, socket, scale.num_room) as client:
         there, away = library.adapters[: scale.num_room], library.adapters[scale.num_room :]
         with step("warming up"):
@@ -216,12 +296,16 @@ def answers(library: Library, socket: Path) -> Iterator[Answer]:
                 client.first_token_s(adapter)
         yield from _surviving("cold", lambda: cold(client, away[: scale.num_cold]))
         yield from _surviving("steps", lambda: steps(client, there, away[-scale.num_swaps :]))
-        client.run_all(asked[: 2 * scale.batch], scale.new_tokens)
-        few = yield from _surviving(f"zipf, room for {scale.num_room}", lambda: zipf(client, asked))
+        client.run(asks[: 3 * scale.batch])
+        few = yield from _surviving(f"zipf, room for {scale.num_room}", lambda: zipf(client, asks))
+        few_in_waves = yield from _surviving(
+            f"zipf in waves, room for {scale.num_room}", lambda: zipf(client, waves)
+        )
         num_there = sum(use.num_bytes > 0 for use in client.worker.rest().adapters)
-    if resident is not None and few is not None:
-        share = few.tokens_per_s / resident.tokens_per_s
-        yield {"part": "zipf", "share_of_all_resident": share, "aim": AIM_ZIPF, "num_there": num_there}
+    for part, most, least in (("zipf", all_there, few), ("zipf in waves", all_in_waves, few_in_waves)):
+        if most is not None and least is not None:
+            share = least.tokens_per_s / most.tokens_per_s
+            yield {"part": part, "share_of_all_resident": share, "aim": AIM_ZIPF, "num_there": num_there}
 
 
 def _surviving(part: str, measure: Callable[[], T]) -> Generator[Answer, None, T | None]:
@@ -247,6 +331,7 @@ def main() -> None:
         parser.error("numbers of a tiny run mean nothing: leave out --save")
     scale = TINY if given.tiny else full(given.layers, given.adapters)
     found: list[Answer] = []
+    gc.freeze()  # as a worker's process does: to look through all that is imported takes 0.3 s
     with tempfile.TemporaryDirectory(prefix="hearth-lora-", dir=scale.place) as name:
         place = Path(name)
         with step("writing the base and its adapters"):

@@ -2,8 +2,10 @@
 
 python -m bench.lora.swap [--save] [--layers N]
 
-    swap      an adapter of rank 16 of all projections of Llama-2-7B, looked up before, from a lender's pinned
-              memory: places, mapping and copies, beside one copy of as many bytes
+    swap      an adapter of rank 16 of all projections of Llama-2-7B, looked up before, from a keeper's pinned
+              memory: places, mapping and copies, beside one copy of as many bytes; and after how long each
+              of what is done for it is done
+    scattered the same where no two of its pieces lie one behind the other
     memory    128 adapters of mixed ranks in the pool, some of which have given way to others
 
 Each answer is printed as a line of JSON as soon as it is there, and one that fails costs no other.
@@ -13,13 +15,14 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 import traceback
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -28,7 +31,9 @@ import torch
 from bench.llama7b import ARCH, SHAPE
 from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank, write_adapter
 from bench.report import arguments, keep
-from hearth.config import EngineConfig, StoreConfig
+from bench.reuse.worker import SWITCH_S, keeping
+from hearth.config import EngineConfig
+from hearth.cuda_batches import ByteCopy
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.vmm import MappedPool
@@ -36,12 +41,10 @@ from hearth.messages import AdapterOrder
 from hearth.models.adapter import AdapterLayout
 from hearth.store.adapter_manifest import stored_bytes
 from hearth.store.borrower import BorrowedAdapter, Borrower
-from hearth.store.lender import Lender
+from hearth.store.chunk_copies import ChunkCopies
 from hearth.store.loader import Loader
-from hearth.store.manifest import CHUNK_BYTES
-from hearth.store.tiers import Tiers
 from hearth.types import AdapterId, Hold
-from hearth.worker.adapter_load import AdapterFilled, AdapterNews, load_adapter
+from hearth.worker.adapter_load import AdapterFilled, AdapterLoad, AdapterNews
 from hearth.worker.runtime import HostingResources
 
 NUM_SWAPS, NUM_ADAPTERS, POOL_BYTES = 20, 128, 24 << 30
@@ -57,6 +60,92 @@ def sizes_of(layout: AdapterLayout) -> list[int]:
     return [part.end - part.begin for _, part in layout.layers]
 
 
+class TimedCopies:
+    """The copies of a load, which note when they were queued and have passed."""
+
+    def __init__(self, copies: ChunkCopies, noted_s: dict[str, float]) -> None:
+        self._copies, self._noted_s = copies, noted_s
+        self.max_batch, self.stop, self.close = copies.max_batch, copies.stop, copies.close
+        self.has_passed, self.have_stream_wait = copies.has_passed, copies.have_stream_wait
+
+    @property
+    def num_queued(self) -> int:
+        return self._copies.num_queued
+
+    def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
+        self._copies.queue(chunks)
+        self._noted_s["queued"] = time.perf_counter()
+
+    def wait(self, position: int) -> None:
+        self._copies.wait(position)
+        self._noted_s["passed"] = time.perf_counter()
+
+
+class TimedLoader(Loader):
+    """A loader of one adapter at a time, which notes when each step of its way was done."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.noted_s: dict[str, float] = {}
+
+    def new_copies(self, num_chunks: int) -> ChunkCopies:
+        return TimedCopies(super().new_copies(num_chunks), self.noted_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapSetting:
+    """All that one adapter needs to come, again and again."""
+
+    pool: MappedPool
+    order: AdapterOrder
+    layout: AdapterLayout
+    borrowed: BorrowedAdapter
+    resources: HostingResources
+    loader: TimedLoader  #: of the resources
+
+    def swap(self) -> Mapping[str, float]:
+        """Have it come and go. Returns after how many seconds each step of its way was done, in order."""
+        news: SimpleQueue[AdapterNews] = SimpleQueue()
+        noted_s = self.loader.noted_s
+        noted_s.clear()
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        load = AdapterLoad(self.order, self.borrowed, self.resources, lambda _, told: news.put(told))
+        noted_s["begun"] = time.perf_counter()
+        pieces = self.pool.place_pieces(self.order.adapter, sizes_of(self.layout))
+        assert pieces is not None, f"{self.pool.usage()}"
+        noted_s["placed"] = time.perf_counter()
+
+        def prepare() -> None:
+            noted_s["lent"] = time.perf_counter()
+            self.pool.prepare_pieces(self.order.adapter)
+            noted_s["prepared"] = time.perf_counter()
+
+        load.fill(pieces, prepare)
+        told = news.get(timeout=60)
+        noted_s["told"] = time.perf_counter()
+        assert isinstance(told, AdapterFilled), f"{told}"
+        self.pool.drop_pieces(self.order.adapter)
+        return {name: at_s - began_s for name, at_s in noted_s.items()}
+
+    def answer(self, part: str, copy_s: float) -> Answer:
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        swaps = [self.swap() for _ in range(NUM_SWAPS)]
+        sys.setswitchinterval(interval_s)
+        warm_s = [one["told"] for one in swaps[2:]]
+        return {
+            "part": part,
+            "num_bytes": self.layout.num_bytes,
+            "first_s": swaps[0]["told"],
+            "median_s": statistics.median(warm_s),
+            "worst_s": max(warm_s),
+            "until_s": {name: statistics.median(one[name] for one in swaps[2:]) for name in swaps[-1]},
+            "copy_s": copy_s,
+            "aim_s": 1.2 * copy_s + 0.0002,
+        }
+
+
 def swap(num_layers: int) -> Iterator[Answer]:
     arch = replace(SHAPE, config={**SHAPE.config, "num_hidden_layers": num_layers}).arch
     layout = layout_of_rank(arch.dimensions, 16)
@@ -64,46 +153,27 @@ def swap(num_layers: int) -> Iterator[Answer]:
     with tempfile.TemporaryDirectory(prefix="hearth-") as name, closing(new_pool()) as pool:
         root = Path(name)
         manifest = write_adapter(arch, layout, memoryview(content), root / "adapter")
-        tiers = Tiers(StoreConfig(path=str(root / "store"), host_bytes=1 << 30), CHUNK_BYTES)
-        with closing(tiers), closing(Lender(tiers, root / "s")), closing(Borrower(root / "s")) as borrower:
-            resources = HostingResources(CUDA, EngineConfig(), lambda terms: pool, borrower, Loader(CUDA))
+        with keeping(CUDA, 1 << 30, root) as socket, closing(Borrower(socket)) as borrower:
+            borrower.segment.wait_pinned()
+            loader = TimedLoader(CUDA)
+            resources = HostingResources(CUDA, EngineConfig(), lambda terms: pool, borrower, loader)
             borrowed = borrower.open_adapter(root / "adapter")
             order = AdapterOrder(AdapterId(manifest.digest), "adapter", str(root / "adapter"))
-            seconds = [_swap_s(pool, order, layout, borrowed, resources) for _ in range(NUM_SWAPS)]
+            setting = SwapSetting(pool, order, layout, borrowed, resources, loader)
             copy_s = _copy_s(layout.num_bytes)
-    warm = seconds[2:]
-    yield {
-        "part": "swap",
-        "num_bytes": layout.num_bytes,
-        "first_s": seconds[0],
-        "median_s": statistics.median(warm),
-        "worst_s": max(warm),
-        "copy_s": copy_s,
-        "aim_s": 1.2 * copy_s + 0.0002,
-    }
+            yield setting.answer("swap", copy_s)
+            _scatter(pool, layout)
+            yield setting.answer("scattered", copy_s)
 
 
-def _swap_s(
-    pool: MappedPool,
-    order: AdapterOrder,
-    layout: AdapterLayout,
-    borrowed: BorrowedAdapter,
-    resources: HostingResources,
-) -> float:
-    news: SimpleQueue[AdapterNews] = SimpleQueue()
-    torch.cuda.synchronize()
-    began_s = time.perf_counter()
-    pieces = pool.place_pieces(order.adapter, sizes_of(layout))
-    assert pieces is not None, f"{pool.usage()}"
-    load_adapter(
-        *(order, borrowed, pieces, lambda: pool.prepare_pieces(order.adapter), resources),
-        lambda _, told: news.put(told),
-    )
-    told = news.get(timeout=60)
-    swap_s = time.perf_counter() - began_s
-    assert isinstance(told, AdapterFilled), f"{told}"
-    pool.drop_pieces(order.adapter)
-    return swap_s
+def _scatter(pool: MappedPool, layout: AdapterLayout) -> None:
+    """Leave holes for the pieces of an adapter, and no two of them side by side."""
+    sizes = [size for size in sizes_of(layout) for _ in range(2)]
+    owners = [AdapterId(f"{number:064x}") for number in range(len(sizes))]
+    for owner, size in zip(owners, sizes, strict=True):
+        assert pool.place_pieces(owner, [size]) is not None, f"{pool.usage()}"
+    for owner in owners[::2]:
+        pool.drop_pieces(owner)
 
 
 def _copy_s(num_bytes: int) -> float:

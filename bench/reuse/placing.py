@@ -19,7 +19,8 @@ from bench.reuse.replay import ReplayTerms, make_room, map_ahead_of, synchronize
 from bench.reuse.setting import Aim, Part, Setting
 from hearth.memory.pool import Pool, Space
 from hearth.models.layout import ByteRange
-from hearth.store.loader import Loader, LoadPiece, whole
+from hearth.store.loader import Loader, whole
+from hearth.store.piece_copies import LoadPiece
 from hearth.types import ModelId
 
 MAX_MAPPING = 1.02

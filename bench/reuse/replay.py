@@ -17,7 +17,8 @@ from bench.reuse.workload import Asked
 from hearth.memory.pool import EvictionTerms, Pool, Space
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
-from hearth.store.loader import Loader, LoadPiece
+from hearth.store.loader import Loader
+from hearth.store.piece_copies import LoadPiece
 from hearth.types import Hold, ModelId
 from hearth.worker.map_ahead import MapAhead
 

@@ -17,8 +17,10 @@ A, B, C = (AdapterId(name * 64) for name in "abc")
 
 def place(book: PieceBook, owner: AdapterId, *sizes: int) -> list[int]:
     """Take places for pieces; return the slots that needed a page."""
-    plan = book.plan(sizes)
+    plan = book.plan(sizes, max_new_slots=1000)
     assert plan is not None
+    assert book.plan(sizes, len(plan.new_slots)) == plan
+    assert not plan.new_slots or book.plan(sizes, len(plan.new_slots) - 1) is None
     book.take(owner, plan)
     book.check()
     return list(plan.new_slots)
@@ -82,8 +84,8 @@ def test_what_has_no_addresses_has_no_plan() -> None:
     book = PieceBook(PAGE_BYTES, 2)
     place(book, A, PAGE_BYTES)
 
-    assert book.plan([PAGE_BYTES + 1]) is None
-    assert book.plan([PAGE_BYTES]) is not None
+    assert book.plan([PAGE_BYTES + 1], 10) is None
+    assert book.plan([PAGE_BYTES], 10) is not None
 
 
 @given(st.lists(st.one_of(st.lists(st.integers(1, 3 * PAGE_BYTES), min_size=1, max_size=6), st.integers(0))))

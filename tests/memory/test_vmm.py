@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -333,6 +333,9 @@ class _Held:
         self.is_waited_for.set()
         assert self.is_done.wait(timeout=30), "nobody ended it"
 
+    def has_passed(self) -> bool:
+        return self.is_done.is_set()
+
 
 def test_nothing_is_unmapped_that_the_device_still_uses() -> None:
     mark = _Held()
@@ -370,6 +373,9 @@ class _InFlight:
     def synchronize(self) -> None:
         assert self.is_done, "somebody waits for a step that nobody ends"
 
+    def has_passed(self) -> bool:
+        return self.is_done
+
 
 @pytest.mark.parametrize("is_computing", [False, True])
 def test_who_gets_weights_waits_for_the_step_that_reads_them(is_computing: bool) -> None:
@@ -405,6 +411,46 @@ def test_who_gets_the_place_of_pieces_waits_for_the_steps_that_read_them(others_
             pool.prepare_pieces(new)
         step.is_done = True
         pool.prepare_pieces(new)
+
+
+@pytest.mark.parametrize("others_stay", [False, True])
+@pytest.mark.parametrize("has_passed", [False, True])
+def test_who_gets_the_place_of_pieces_that_no_step_in_flight_reads_waits_for_none(
+    others_stay: bool, has_passed: bool
+) -> None:
+    step, last_read = _InFlight(), _InFlight()
+    last_read.is_done = has_passed
+    old, other, new = (AdapterId(name * 64) for name in "abc")
+    with closing(MappedPool(HostPages(1, PAGE, new_mark=step.mark), Holds().eviction_terms)) as pool:
+        pool.place_pieces(old, [256])
+        pool.prepare_pieces(old)
+        if others_stay:
+            pool.place_pieces(other, [256])
+        pool.drop_pieces(old, last_read)
+        pool.place_pieces(new, [256])
+
+        with pytest.raises(AssertionError, match="waits for a step") if not has_passed else nullcontext():
+            pool.prepare_pieces(new)
+        step.is_done = True
+        pool.check()
+
+
+def test_pieces_that_were_given_up_under_a_step_are_waited_for_though_others_of_their_page_are_not() -> None:
+    step, done = _InFlight(), _InFlight()
+    done.is_done = True
+    read, rested, new = (AdapterId(name * 64) for name in "abc")
+    for order in ((read, rested), (rested, read)):
+        step.is_done = False
+        with closing(MappedPool(HostPages(1, PAGE, new_mark=step.mark), Holds().eviction_terms)) as pool:
+            for owner in order:
+                pool.place_pieces(owner, [256])
+                pool.prepare_pieces(owner)
+            for owner in order:  # the page goes with the last of them
+                pool.drop_pieces(owner, done if owner == rested else None)
+            pool.place_pieces(new, [512])
+            with pytest.raises(AssertionError, match="waits for a step"):
+                pool.prepare_pieces(new)
+            step.is_done = True
 
 
 def test_pieces_lie_in_a_space_of_their_own_which_is_no_model_s(pages: Watched) -> None:

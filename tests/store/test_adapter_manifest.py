@@ -18,9 +18,10 @@ from hearth.store.borrower import Borrower
 from hearth.store.convert_adapter import AdapterBase, convert_adapter
 from hearth.store.description import parse_description, read_description
 from hearth.store.lender import Lender
-from hearth.store.loader import Loader, LoadPiece
+from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS, read_manifest, with_digest
 from hearth.store.peft import open_peft
+from hearth.store.piece_copies import LoadPiece
 from hearth.store.verify import BadChunk, verify
 from tests.models.zoo import build
 from tests.store.peft_files import write_peft
@@ -48,6 +49,25 @@ def test_a_description_is_read_as_it_was_written(adapter: Path) -> None:
     assert manifest.layout.num_bytes <= manifest.num_bytes < manifest.layout.num_bytes + 4096
     assert manifest.tensors_in(0)[:2] == ["layers.0.qkv", "layers.0.o"]
     assert manifest.tensors_in(len(manifest.chunks) - 1)[-1] == "layers.2.down"
+
+
+def test_adapters_that_are_made_alike_have_one_layout(adapter: Path) -> None:
+    text = read_adapter_manifest(adapter).to_json()
+    raw = json.loads(text)
+    del raw["digest"]
+    raw["chunks"][0]["digest"] = raw["chunks"][1]["digest"]
+    other = parse_adapter(json.dumps(with_digest(raw)))
+    assert other.digest != parse_adapter(text).digest
+    assert other.layout is parse_adapter(text).layout
+    assert other.targets is parse_adapter(text).targets
+    raw["dtype"] = "float16"  # as wide, and not the same
+    assert parse_adapter(json.dumps(with_digest(raw))).layout.dtype == "float16"
+
+
+def parse_adapter(text: str) -> AdapterManifest:
+    manifest = parse_description(text, "here")
+    assert isinstance(manifest, AdapterManifest)
+    return manifest
 
 
 def test_a_model_is_no_adapter_and_an_adapter_no_model(adapter: Path) -> None:

@@ -15,7 +15,10 @@ from hearth.models.layout import ByteRange
 from hearth.store import loader
 from hearth.store.chunk_copies import ChunkCopies, SingleCopies
 from hearth.store.fetch import HostChunk
-from hearth.store.loader import Load, LoadPiece
+from hearth.store.loader import Load
+from hearth.store.piece_copies import LoadPiece, PieceCopies
+from hearth.store.record import LoadRecord, Tally
+from hearth.store.short_load import load_here
 from hearth.store.standing_threads import StandingThreads
 from tests.fake_cuda import FakeCuda, fake_cuda
 from tests.store.stored import CHUNK_BYTES, PATIENCE_S, model_of, parts_of, until
@@ -105,9 +108,14 @@ class Setting:
         self._kind = kind
 
     def begin(self, shelf: Shelf, on_end: Callable[[object], None] | None = None) -> Load:
-        pieces = [LoadPiece(part, target) for part, target in zip(PIECES, self.target, strict=True)]
         threads = StandingThreads("test", idle_s=1.0)
-        return Load("m", MANIFEST, pieces, lambda _: shelf, self._copies, on_end, threads)
+        return Load("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end, threads)
+
+    def load_here(self, shelf: Shelf, on_end: Callable[[LoadRecord], None]) -> None:
+        load_here("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end)
+
+    def _pieces(self) -> list[LoadPiece]:
+        return [LoadPiece(part, target) for part, target in zip(PIECES, self.target, strict=True)]
 
     def num_there(self) -> int:
         """Return how many of the pieces have come."""
@@ -245,3 +253,68 @@ def test_a_layer_waits_on_its_stream_for_just_its_chunks() -> None:
     load.wait_for(ByteRange(0, len(DATA)))  # nothing to wait for any more
     assert [call for call in setting.cuda.calls if call[0] == "cuStreamWaitEvent"] == [waited]
     assert setting.cuda.num_events == 0
+
+
+@pytest.mark.parametrize("window", [1, 3, 32])
+def test_a_short_load_gives_back_all_that_it_has_before_it_waits_for_more(
+    window: int, setting: Setting
+) -> None:
+    setting.cuda.set_times(pass_ns=200_000)
+    shelf = Shelf(window)
+    records: list[LoadRecord] = []
+    num_released: list[int] = []
+
+    def end(record: LoadRecord) -> None:
+        records.append(record)
+        num_released.append(len(shelf.released))
+        assert setting.num_there() == len(PIECES)
+
+    setting.load_here(shelf, end)
+    assert [record.num_bytes for record in records] == [sum(part.end - part.begin for part in PIECES)]
+    assert num_released[0] < NUM_CHUNKS, "whoever waits is told before the last chunks are given back"
+    assert shelf.released == list(range(NUM_CHUNKS))
+    assert shelf.released_at_once == shelf.batches_given
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuEventSynchronize"])
+def test_a_short_load_that_is_refused_gives_everything_back_and_says_so(call: str) -> None:
+    setting, shelf = Setting("batched"), Shelf()
+    setting.cuda.refuse(call, num_before=1)
+    with pytest.raises(DeviceError, match=f"refused {call}"):
+        setting.load_here(shelf, lambda record: pytest.fail("not all is there"))
+    assert sorted(shelf.released) == list(range(sum(shelf.batches_given)))
+    assert shelf._is_cancelled
+    assert setting.cuda.num_events == 0
+
+
+def test_a_short_load_whose_chunks_do_not_come_says_so(setting: Setting) -> None:
+    shelf = Shelf()
+    shelf.cancel()
+    with pytest.raises(LoadCancelled):
+        setting.load_here(shelf, lambda record: pytest.fail("nothing is there"))
+    assert setting.num_there() == 0
+
+
+def test_pieces_that_lie_side_by_side_there_as_in_their_chunk_are_one_copy() -> None:
+    memory = torch.zeros(3 * CHUNK_BYTES, dtype=torch.uint8)
+    quarter = CHUNK_BYTES // 4
+
+    def at(begin: int, num_bytes: int, place: int) -> LoadPiece:
+        return LoadPiece(ByteRange(begin, begin + num_bytes), memory[place : place + num_bytes])
+
+    pieces = [
+        *(at(0, quarter, 0), at(quarter, quarter, quarter)),  # one behind the other, in both
+        at(2 * quarter, quarter, CHUNK_BYTES),  # elsewhere
+        at(3 * quarter, 2 * quarter, CHUNK_BYTES + quarter),  # behind it, and into the next chunk
+        at(6 * quarter, quarter, CHUNK_BYTES + 3 * quarter),  # behind it there, but not here
+    ]
+    tally = Tally(0.0)
+    plan = PieceCopies(MANIFEST, pieces, tally)
+    chunks = [HostChunk(i, memoryview(bytearray(PARTS[i])), 0, None) for i in plan.chunks]
+    copies = [plan.of(chunk) for chunk in chunks]
+    base = memory.data_ptr()
+    assert [[(one.destination - base, one.num_bytes) for one in own] for own in copies] == [
+        [(0, 2 * quarter), (CHUNK_BYTES, 2 * quarter)],
+        [(CHUNK_BYTES + 2 * quarter, quarter), (CHUNK_BYTES + 3 * quarter, quarter)],
+    ]
+    assert tally.num_bytes == 6 * quarter

@@ -46,6 +46,7 @@ from hearth.store.loader import Loader, whole
 from hearth.store.loan import Loan
 from hearth.store.manifest import TOKENIZER, WEIGHTS, Manifest, read_manifest
 from hearth.store.segment import Segment
+from hearth.store.standing_threads import Errand
 from hearth.store.tiers import Tiers
 from hearth.types import Rung
 from tests.models.zoo import build
@@ -691,6 +692,38 @@ def test_a_lender_without_a_thread_for_a_borrower_or_a_load_serves_on(
             assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
             _, base = load(borrower, model)
         assert base.numpy().tobytes() == (model / WEIGHTS).read_bytes()
+
+
+def test_what_is_in_host_memory_is_lent_at_once_and_by_no_thread_of_its_own(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
+        borrowed = borrower.open(model)
+        for chunk in (loan := borrower.fetch(borrowed, [0, 1])):
+            loan.release(chunk)
+
+        def start(act: Callable[[], None]) -> Errand:
+            pytest.fail("a thread was asked for")
+
+        monkeypatch.setattr(lender._senders, "start", start)
+        for _ in range(3):  # on the line of the load before
+            loan = borrower.fetch(borrowed, [1, 0])
+            (batch,) = loan.batches(2)
+            assert loan.is_in_host
+            assert [bytes(chunk.data) for chunk in batch] == [_chunk_bytes(model, index) for index in (1, 0)]
+            assert tiers.fetcher.book.num_leased == 2
+            loan.release(*batch)
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+
+        held = borrower.fetch(borrowed, [0])
+        next(iter(held))
+        held._line.close()  # as if it had died
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+
+
+def _chunk_bytes(model: Path, index: int) -> bytes:
+    part = read_manifest(model).chunk_range(index)
+    return (model / WEIGHTS).read_bytes()[part.begin : part.end]
 
 
 @pytest.mark.parametrize(

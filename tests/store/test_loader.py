@@ -22,8 +22,9 @@ from hearth.errors import ChunkCorrupt, ChunkMissing, LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
 from hearth.store.chunk_copies import SingleCopies
 from hearth.store.fetch import HostChunk
-from hearth.store.loader import Load, Loader, LoadGate, LoadPiece, chunks_of, whole
+from hearth.store.loader import Load, Loader, LoadGate, chunks_of, whole
 from hearth.store.manifest import Manifest
+from hearth.store.piece_copies import LoadPiece
 from hearth.store.record import LoadRecord
 from hearth.types import Rung
 from tests.store.stored import (

@@ -17,6 +17,7 @@ from hearth.errors import DeviceError
 from hearth.memory.arena_books import ArenaBooks
 from hearth.memory.arena_tenant import BATCH_BLOCKS, ArenaTenant, need_of, places_of, space_of
 from hearth.memory.contiguous import ContiguousMemory
+from hearth.memory.pages import Mark
 from hearth.memory.piece_book import piece_bytes
 from hearth.memory.placement import Packer, PlacementNeed, extent_span, plan_placement
 from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
@@ -225,7 +226,11 @@ class ArenaPool:
         if queued is not None:
             queued.synchronize()
 
-    def drop_pieces(self, owner: AdapterId) -> None:
+    def mark(self) -> Mark | None:
+        """None: pieces that are placed wait for all that is queued then."""
+        return None
+
+    def drop_pieces(self, owner: AdapterId, last_read: Mark | None = None) -> None:
         self._books.give(self._books.pieces.pop(owner).owner)
 
     def retire(self, model: ModelId) -> None:

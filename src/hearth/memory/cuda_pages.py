@@ -210,8 +210,11 @@ class _EventMark:
         self._event = event
 
     def synchronize(self) -> None:
-        if not self._event.query():  # type: ignore[no-untyped-call] # torch leaves it untyped
+        if not self.has_passed():
             self._event.synchronize()
+
+    def has_passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call] # torch leaves it untyped
 
 
 def create_patiently(

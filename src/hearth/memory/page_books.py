@@ -268,10 +268,10 @@ class PageBooks:
 
     def claim_pieces(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> bool:
         """Have pages for the pieces of an adapter; False: memory is short, and nothing has changed."""
-        plan = self.pieces.plan(sizes)
         num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
         num_spare = num_pages(spare_bytes, self._pages.page_bytes)
-        if plan is None or (plan.new_slots and len(plan.new_slots) + num_spare > num_available):
+        plan = self.pieces.plan(sizes, max(0, num_available - num_spare))
+        if plan is None:
             return False
         if self._pieces_address is None:
             self._pieces_address = self._spaces.give_common()
@@ -295,15 +295,24 @@ class PageBooks:
         marks = {id(mark): mark for slot in slots if (mark := self._left_pieces.get(slot)) is not None}
         return list(marks.values())
 
-    def leave_pieces(self, owner: AdapterId) -> None:
-        """Give up the pieces of an adapter, and the pages that have no others."""
+    def leave_pieces(self, owner: AdapterId, last_read: Mark | None) -> None:
+        """Give up the pieces of an adapter, and the pages that have no others. `last_read`: see `Pool`."""
         slots = self.pieces.slots_of(owner)
         empty = self.pieces.give(owner)
-        self.table.leave(self._piece_places(empty))
-        mark = self._pages.mark()
-        self._left_pieces.update((slot, mark) for slot in slots if slot not in empty)
+        is_idle = last_read is not None and last_read.has_passed()
+        idle = [slot for slot in empty if is_idle and self._is_idle(slot)]
+        self.table.leave(self._piece_places(idle), is_idle=True)
+        self.table.leave(self._piece_places([slot for slot in empty if slot not in idle]))
+        if not is_idle:
+            mark = self._pages.mark()
+            self._left_pieces.update((slot, mark) for slot in slots if slot not in empty)
         for slot in empty:
             self._left_pieces.pop(slot, None)
+
+    def _is_idle(self, slot: int) -> bool:
+        """True if the device is done with all pieces of a slot that were given up before."""
+        mark = self._left_pieces.get(slot)
+        return mark is None or mark.has_passed()
 
     def _piece_places(self, slots: Sequence[int]) -> list[int]:
         assert self._pieces_address is not None, "there never were any pieces"

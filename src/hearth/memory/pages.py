@@ -22,6 +22,9 @@ class Mark(Protocol):
     def synchronize(self) -> None:
         """Return when all work before it is done."""
 
+    def has_passed(self) -> bool:
+        """True if all work before it is done."""
+
 
 @dataclass(frozen=True, slots=True)
 class PageRun:

@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from hearth.memory.pages import Mark
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace
 from hearth.types import AdapterId, ChunkId, Digest, Hold, ModelId, SamplingTable
@@ -205,9 +206,12 @@ class Pool(Protocol):
     def prepare_pieces(self, owner: AdapterId) -> None:
         """Make the pieces of an adapter ready to be written. Any one thread may call it."""
 
-    def drop_pieces(self, owner: AdapterId) -> None:
+    def mark(self) -> Mark | None:
+        """Return a mark behind all that is queued now; None: it would make no difference to this pool."""
+
+    def drop_pieces(self, owner: AdapterId, last_read: Mark | None = None) -> None:
         """Take back all pieces of an adapter that nobody writes. The device may still read them, as in
-        `shrink`."""
+        `shrink`: whatever is queued may, or by `last_read` only what is before that."""
 
     def retire(self, model: ModelId) -> None:
         """Take back KV, tables, workspace and sink of a model that computes no more; its weights stay. One

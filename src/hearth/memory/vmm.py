@@ -21,7 +21,7 @@ from hearth.errors import DeviceError
 from hearth.memory.mapped_tenant import MappedTenant, check_fits, num_pages, runs_of
 from hearth.memory.page_books import PageBooks, check_books, tails_of, usage_of
 from hearth.memory.page_table import PageTable, Wipe
-from hearth.memory.pages import Pages
+from hearth.memory.pages import Mark, Pages
 from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
 from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
@@ -205,7 +205,18 @@ class MappedPool:
             if not self._books.claim_pieces(owner, sizes, spare_bytes):
                 return None
             addresses = self._books.piece_addresses(owner)
-        return [self._pages.bytes_at(at, size) for at, size in zip(addresses, sizes, strict=True)]
+        return self._pieces_at(addresses, sizes)
+
+    def _pieces_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return memory by its addresses. To split a tensor takes far less time than to make one of each."""
+        pieces: list[torch.Tensor] = []
+        begin = 0
+        for end in range(1, len(sizes) + 1):
+            if end == len(sizes) or addresses[end] != addresses[end - 1] + sizes[end - 1]:
+                run = list(sizes[begin:end])
+                pieces += self._pages.bytes_at(addresses[begin], sum(run)).split_with_sizes(run)
+                begin = end
+        return pieces
 
     def prepare_pieces(self, owner: AdapterId) -> None:
         with self._table.lock:
@@ -215,14 +226,18 @@ class MappedPool:
         self._table.wait_until_idle(places)
         self._table.make_real(places)
 
-    def drop_pieces(self, owner: AdapterId) -> None:
+    def mark(self) -> Mark | None:
+        return self._pages.mark()
+
+    def drop_pieces(self, owner: AdapterId, last_read: Mark | None = None) -> None:
         if self._wipe is not None:
+            last_read = None  # the wipe comes behind it
             self.prepare_pieces(owner)
             parts = self._books.pieces.parts_of(owner)
             for address, part in zip(self._books.piece_addresses(owner), parts, strict=True):
                 self._wipe(self._pages.bytes_at(address, part.end - part.begin))
         with self._table.lock:
-            self._books.leave_pieces(owner)
+            self._books.leave_pieces(owner, last_read)
 
     def retire(self, model: ModelId) -> None:
         with self._table.lock:

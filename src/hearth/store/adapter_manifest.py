@@ -17,6 +17,8 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from hearth.errors import BadCheckpoint
 from hearth.model_files import MAX_JSON_BYTES, brief, parse_json, read_text
 from hearth.models.adapter import (
@@ -36,6 +38,8 @@ from hearth.store.manifest import MANIFEST, Chunk, StoredManifest, check_chunks,
 
 FORMAT = "hearth-adapter"
 VERSION = 2
+#: How many layouts are kept. A service has a thousand adapters, most of them made alike.
+MAX_PATTERNS = 64
 
 
 @dataclass(frozen=True)  # no slots: what is derived is kept
@@ -110,8 +114,7 @@ def adapter_manifest_of(raw: object, where: str) -> AdapterManifest:
         raise BadCheckpoint(
             f"{where}: `dtype` must be one of {', '.join(COMPUTED_DTYPES)}, given: {brief(manifest.dtype)}"
         )
-    _check_dimensions(manifest.dimensions, where)
-    _check_targets(manifest, where)
+    _take_layout(manifest, where)
     if manifest.files:
         raise BadCheckpoint(f"{where}: an adapter has no `files`, given: {len(manifest.files)}")
     if manifest.num_bytes != stored_bytes(manifest.layout):
@@ -129,6 +132,35 @@ def of_adapter(stored: StoredManifest, where: str) -> AdapterManifest:
     if not isinstance(stored, AdapterManifest):
         raise BadCheckpoint(f"`{where}` is a model and no adapter; deploy it without `--base`")
     return stored
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """All that adapters which are made alike have in common, checked."""
+
+    targets: tuple[AdapterTarget, ...]
+    layout: AdapterLayout
+
+
+#: By their description. Single operations of a dict are atomic, so it needs no lock.
+_PATTERNS: dict[bytes, _Pattern] = {}
+
+
+def _take_layout(manifest: AdapterManifest, where: str) -> None:
+    """Have a manifest know its layout, once its targets fit its base.
+
+    All that are made alike have one: to check and to lay out hundreds of factors takes most of the time that
+    looking an adapter up does, and a thousand adapters would have half a million objects for no purpose.
+    """
+    key = msgspec.json.encode((manifest.dtype, manifest.dimensions, manifest.targets))
+    pattern = _PATTERNS.get(key)
+    if pattern is None:
+        _check_dimensions(manifest.dimensions, where)
+        _check_targets(manifest, where)
+        if len(_PATTERNS) >= MAX_PATTERNS:
+            _PATTERNS.clear()
+        pattern = _PATTERNS[key] = _Pattern(manifest.targets, manifest.layout)
+    vars(manifest).update(targets=pattern.targets, layout=pattern.layout)  # equal to what it has, or would
 
 
 # The checks below raise at the first contradiction: nothing behind them asks again.

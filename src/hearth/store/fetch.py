@@ -428,6 +428,16 @@ class Fetch:
             at += len(batch)
             yield batch
 
+    def take_all(self) -> list[HostChunk]:
+        """Return all chunks, if they are ready to be copied before any was taken; else nothing."""
+        can_copy = self._fetcher.segment.can_copy
+        with self.arrived:
+            chunks = [self.ready[index] for index in self._order if index in self.ready]
+            if len(chunks) < len(self._order) or not all(can_copy(chunk.cell) for chunk in chunks):
+                return []
+            self.ready.clear()
+        return chunks
+
     def _wait_for(self, at: int, end: int) -> list[HostChunk]:
         """Return the chunk in this place, and what is ready before `end`; nothing if the load is over."""
         can_copy = self._fetcher.segment.can_copy

@@ -257,11 +257,12 @@ class _Session:
 
     def _end_load(self) -> None:
         """Have the load before be over, of which all was lent and released."""
-        if self._fetch is None or self._sender is None:
+        if self._fetch is None:
             return
         if not self._fetch.is_finished:
             raise StoreError("a second load on one connection; open another for it")
-        self._sender.join()
+        if self._sender is not None:
+            self._sender.join()
         self._fetch = self._sender = None
 
     def _start(self, model: StoredModel, chunks: tuple[int, ...], *, passes_on: bool) -> None:
@@ -273,8 +274,19 @@ class _Session:
         chunk_ids = model.manifest.chunk_ids
         wanted = {chunk_ids[index] for index in chunks}
         is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
-        self._send(LoadBegan(is_in_host))
-        self._run(self._lend, self._tiers.fetch(model, chunks, passes_on=passes_on))
+        if not is_in_host:
+            self._send(LoadBegan(is_in_host))  # before the first chunk has come
+            self._run(self._lend, self._tiers.fetch(model, chunks, passes_on=passes_on))
+            return
+        fetch = self._tiers.fetch(model, chunks)
+        if lent := fetch.take_all():
+            # At once and by this thread: to wake another takes longer than an adapter takes to be copied.
+            self._fetch = fetch
+            self._note_lent(lent)
+            self._send(LoadBegan(is_in_host), *map(_lent, lent))
+        else:
+            self._send(LoadBegan(is_in_host))
+            self._run(self._lend, fetch)
 
     def _start_prefetch(self, model: StoredModel) -> None:
         fetch = self._tiers.prefetch(model)
@@ -295,8 +307,7 @@ class _Session:
         deliveries: list[Delivery] = []
         try:
             for chunks in fetch.batches():
-                with self._lock:
-                    self._lent.update((chunk.index, chunk) for chunk in chunks)
+                self._note_lent(chunks)
                 deliveries += [chunk.delivery for chunk in chunks if chunk.delivery is not None]
                 self._send(*map(_lent, chunks))
         except StoreError as error:
@@ -306,6 +317,10 @@ class _Session:
             fetch.cancel()  # the borrower listens no more; it may still have chunks to give back
         else:
             self._learn_speeds(deliveries)
+
+    def _note_lent(self, chunks: Sequence[HostChunk]) -> None:
+        with self._lock:
+            self._lent.update((chunk.index, chunk) for chunk in chunks)
 
     def _prefetch(self, fetch: Fetch) -> None:
         """Give back each chunk as soon as it is there: it stays in host memory as long as it is worth it."""
@@ -356,10 +371,11 @@ class _Session:
 
     def _end(self) -> None:
         """Take back what the borrower still had, whether it closed or died."""
-        if self._fetch is not None and self._sender is not None:
+        if self._fetch is not None:
             self._fetch.cancel()
             self.hang_up()
-            self._sender.join()
+            if self._sender is not None:
+                self._sender.join()
             self._fetch.release(*self._lent.values())  # by now no other thread knows them
         self._connection.close()
 

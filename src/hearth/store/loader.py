@@ -10,29 +10,25 @@ copies are queued, on the device until they are done. A chunk is given back when
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
 
-from hearth.cuda_batches import ByteCopy
 from hearth.errors import LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
 from hearth.store.chunk_copies import ChunkCopies, copies_of
 from hearth.store.copy_stream import CopyStream
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import Manifest, StoredManifest
+from hearth.store.piece_copies import LoadPiece, PieceCopies
 from hearth.store.record import LoadRecord, Tally
 from hearth.store.standing_threads import StandingThreads
 
@@ -58,14 +54,6 @@ class ChunkStream(Protocol):
     def release(self, *chunks: HostChunk) -> None: ...
 
     def cancel(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPiece:
-    """A byte range of a model and the uint8 memory of that length that it is copied to."""
-
-    part: ByteRange
-    destination: torch.Tensor
 
 
 def whole(manifest: StoredManifest, base: torch.Tensor) -> list[LoadPiece]:
@@ -109,8 +97,11 @@ class Loader:
         if self._stream is not None and not is_idle:
             # The memory may have been somebody else's until a moment ago, on the stream of this thread.
             self._stream.wait_for_current()
-        new_copies = partial(copies_of, stream=self._stream)
-        return Load(name, manifest, pieces, fetch, new_copies, on_end, self.threads)
+        return Load(name, manifest, pieces, fetch, self.new_copies, on_end, self.threads)
+
+    def new_copies(self, num_chunks: int) -> ChunkCopies:
+        """Return the copies of a load of so many chunks, none of which is queued yet."""
+        return copies_of(num_chunks, self._stream)
 
 
 class LoadGate:
@@ -148,16 +139,12 @@ class Load:
         threads: StandingThreads,
     ) -> None:
         """`new_copies` is asked for the copies of so many chunks."""
-        for piece in pieces:
-            assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
-            assert len(piece.destination) == piece.part.end - piece.part.begin, f"{piece.part=}"
         self.name = name
         self._manifest = manifest
-        self._pieces = sorted(pieces, key=lambda piece: piece.part.begin)
-        self._first_piece = 0  #: that may have bytes of the chunks to come
         self._on_end = on_end
         self._tally = Tally(time.perf_counter())
-        self._chunks = chunks_of(manifest, (piece.part for piece in self._pieces))
+        self._plan = PieceCopies(manifest, pieces, self._tally)
+        self._chunks = self._plan.chunks
         self._copies = new_copies(len(self._chunks))
         self._num_queued = 0  #: how many of `_chunks`, from the first, have their copies queued
         self._record: LoadRecord | None = None
@@ -261,7 +248,7 @@ class Load:
         """
         num_before = self._copies.num_queued
         try:
-            self._copies.queue([list(self._copies_of(chunk)) for chunk in chunks])
+            self._copies.queue([self._plan.of(chunk) for chunk in chunks])
         finally:
             num_queued = self._copies.num_queued - num_before
             if num_queued:
@@ -319,31 +306,6 @@ class Load:
         if not isinstance(error, StoreError):
             log.error("load_broke model=%s", self.name, exc_info=error)
         self._source.cancel()
-
-    def _copies_of(self, chunk: HostChunk) -> Iterator[ByteCopy]:
-        """Yield what of a chunk goes where, and count it."""
-        begin = self._manifest.chunk_range(chunk.index).begin
-        end = begin + len(chunk.data)
-        self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.data)) - begin
-        for piece in self._pieces_before(begin, end):
-            low, high = max(piece.part.begin, begin), min(piece.part.end, end)
-            if low < high:
-                destination = piece.destination.data_ptr() + low - piece.part.begin
-                yield ByteCopy(destination, address + low, high - low)
-                self._tally.num_bytes += high - low
-
-    def _pieces_before(self, begin: int, end: int) -> Iterator[LoadPiece]:
-        """Yield the pieces that may have bytes from `begin` to `end`; nobody asks for earlier ones again.
-
-        A model of which pages are missing here and there has hundreds of pieces.
-        """
-        while self._first_piece < len(self._pieces) and self._pieces[self._first_piece].part.end <= begin:
-            self._first_piece += 1
-        for piece in islice(self._pieces, self._first_piece, None):
-            if piece.part.begin >= end:
-                return
-            yield piece
 
     def _note_first_layer(self, chunk: HostChunk) -> None:
         if (

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hearth.engine.engine import Engine
+from hearth.memory.pages import Mark
 from hearth.memory.pool import Pool
 from hearth.models.adapter import AdapterLayout
 from hearth.policy.memory.adapter_residency import AdapterResidency
@@ -30,6 +31,8 @@ class AdapterPieces:
     engines: Callable[[], Mapping[ModelId, Engine]]  #: of all models, also of retired ones
     _pieces: dict[AdapterId, Sequence[torch.Tensor]] = field(default_factory=dict)
     _layouts: dict[AdapterId, AdapterLayout] = field(default_factory=dict)  #: of those that are there
+    #: By adapter whose last request has ended: a mark behind all steps that may read it.
+    _last_reads: dict[AdapterId, Mark] = field(default_factory=dict)
 
     def __getitem__(self, adapter: AdapterId) -> Sequence[torch.Tensor]:
         return self._pieces[adapter]
@@ -50,10 +53,20 @@ class AdapterPieces:
                     engine.move_adapter(adapter, layout, self._pieces[adapter])
 
     def bind(self, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
-        """Have the engine of a model know an adapter that is there."""
+        """Have the engine of a model know an adapter that is there, for a request that starts."""
+        self._last_reads.pop(adapter, None)
         if adapter not in engine.adapters:
             with blaming(model):
                 engine.add_adapter(adapter, self._layouts[adapter], self._pieces[adapter])
+
+    def rest(self, adapter: AdapterId) -> None:
+        """Note that the last request of an adapter has ended: no step reads it that is queued from now on.
+
+        Those that are queued by then have ended when it gives way, unless that is within a step or two. So
+        whoever gets its memory need not wait for those that run meanwhile.
+        """
+        if adapter in self._pieces and (mark := self.pool.mark()) is not None:
+            self._last_reads[adapter] = mark
 
     def drop(self, adapter: AdapterId) -> int:
         """Take back the memory of an adapter that no step uses; return how many bytes came free."""
@@ -64,6 +77,6 @@ class AdapterPieces:
                     engine.remove_adapter(adapter)
         self._layouts.pop(adapter, None)
         del self._pieces[adapter]
-        self.pool.drop_pieces(adapter)
+        self.pool.drop_pieces(adapter, self._last_reads.pop(adapter, None))
         self.residency.left(adapter)
         return self.pool.free_bytes - free_bytes

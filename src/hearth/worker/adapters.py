@@ -25,11 +25,11 @@ from hearth.worker.adapter_load import (
     AdapterClimb,
     AdapterFilled,
     AdapterFound,
+    AdapterLoad,
     AdapterMissing,
     AdapterNews,
     PostAdapterNews,
     find_adapter,
-    load_adapter,
 )
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.hosted_model import HostedModel
@@ -118,7 +118,8 @@ class WorkerAdapters:
 
     def ended(self, run: int) -> None:
         """Note that a request has ended, wherever it was. One that wants no adapter is unknown."""
-        self.residency.ended(run)
+        if (adapter := self.residency.ended(run)) is not None:
+            self._pieces.rest(adapter)
         self.look_again()
 
     def forget(self, adapter: AdapterId) -> None:
@@ -263,21 +264,28 @@ class WorkerAdapters:
 
     def _place(self, adapter: AdapterId, *, may_take: bool) -> bool:
         """Give an adapter its memory, and have it filled; False: there is no room."""
-        wanted, borrowed = self._wanted[adapter], self._found[adapter]
+        wanted, borrowed, pool = self._wanted[adapter], self._found[adapter], self._reclaimer.pool
         layout = borrowed.manifest.layout
-        sizes = [part.end - part.begin for _, part in layout.layers]
-        if not self._reclaimer.place_adapter(adapter, sizes, may_take=may_take):
+        load: AdapterLoad | None = None
+        if layout.num_bytes <= pool.free_bytes or (may_take and self.residency.is_any_idle):
+            load = AdapterLoad(wanted.order, borrowed, self._resources, self._post)  # there will be room
+        is_placed = False
+        try:
+            sizes = [part.end - part.begin for _, part in layout.layers]
+            is_placed = self._reclaimer.place_adapter(adapter, sizes, may_take=may_take)
+        finally:
+            if load is not None and not is_placed:
+                load.call_off()
+        if not is_placed:
             return False
+        if load is None:
+            load = AdapterLoad(wanted.order, borrowed, self._resources, self._post)
         self.residency.placed(adapter, layout.num_bytes)
         if wanted.climb is not None:
             wanted.climb.cancel()
             wanted.climb = None
         wanted.wait_s = time.perf_counter() - wanted.asked_s
-        pool = self._reclaimer.pool
-        load_adapter(
-            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
-            *(self._resources, self._post),
-        )
+        load.fill(self._pieces[adapter], lambda: pool.prepare_pieces(adapter))
         return True
 
     def _climb(self, adapter: AdapterId) -> None:

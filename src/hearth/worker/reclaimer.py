@@ -176,7 +176,7 @@ class Reclaimer:
         return self._run(self.policy.place_adapter(adapter, sizes, may_take=may_take)) > 0
 
     def _adapter_cost(self, adapter: AdapterId) -> float:
-        return self.reload_costs.cost_s_per_byte(adapter, time.monotonic())
+        return self.reload_costs.adapter_cost_per_byte(adapter, time.monotonic())
 
     def _is_active(self, model: ModelId) -> bool:
         """True if a model has its engine and its turn."""

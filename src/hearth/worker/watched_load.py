@@ -20,10 +20,11 @@ from hearth.models.weights import TensorPlace, WeightGate
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.store.borrower import BorrowedModel
 from hearth.store.fetch import HostChunk
-from hearth.store.loader import Load, Loader, LoadGate, LoadPiece, chunks_of
+from hearth.store.loader import Load, Loader, LoadGate, chunks_of
 from hearth.store.loan import Loan
 from hearth.store.manifest import Manifest
 from hearth.store.patient_loan import PatientLoan
+from hearth.store.piece_copies import LoadPiece
 from hearth.store.record import LoadRecord
 from hearth.store.widen_dtype import tell_widening, widen_in_place
 from hearth.worker.failure import Failure, failure_of

@@ -75,15 +75,15 @@ class AdapterResidency:
 
     def __init__(
         self,
-        cost_s_per_byte: Callable[[AdapterId], float],
+        cost_per_byte: Callable[[AdapterId], float],
         is_active: Callable[[ModelId], bool],
         is_promise_short: Callable[[], bool],
     ) -> None:
-        """`cost_s_per_byte` is the reload cost of an adapter; `is_active`: a base can step, now or soon.
+        """`cost_per_byte`: how dear an adapter is to have back. `is_active`: a base can step, now or soon.
 
         `is_promise_short`: a model waits for room that it is promised.
         """
-        self._cost_s_per_byte, self._is_active = cost_s_per_byte, is_active
+        self._cost_per_byte, self._is_active = cost_per_byte, is_active
         self._is_promise_short = is_promise_short
         self._known: dict[AdapterId, _KnownAdapter] = {}
         self._runs: dict[int, _AdapterRun] = {}  #: all that wait or run
@@ -130,11 +130,15 @@ class AdapterResidency:
         if not known.waiting:
             del self._waited[adapter]
 
-    def ended(self, run: int) -> None:
-        """Note that a request has ended, wherever it was. One that is unknown wanted no adapter."""
+    def ended(self, run: int) -> AdapterId | None:
+        """Note that a request has ended, wherever it was. One that is unknown wanted no adapter.
+
+        Returns the adapter if it was the last running one that had it.
+        """
         if (ended := self._runs.pop(run, None)) is None:
-            return
+            return None
         known = self._known[ended.adapter]
+        was_last = known.running == {run}
         known.waiting.discard(run)
         known.running.discard(run)
         if not known.waiting:
@@ -144,6 +148,7 @@ class AdapterResidency:
         self._forget_unused(ended.adapter)
         if self._draining and not any(self._known[adapter].waiting for adapter in self._away):
             self._stop_draining()  # nobody needs the room any more
+        return ended.adapter if was_last else None
 
     def placed(self, adapter: AdapterId, num_bytes: int) -> None:
         """Note that an adapter has its memory; those that drained for it take requests again."""
@@ -253,16 +258,16 @@ class AdapterResidency:
             adapter, known = item
             is_wanted = bool(known.waiting) and adapter not in self._draining
             is_running = bool(known.running)
-            return known.is_pinned, is_wanted, is_running, self._cost_s_per_byte(adapter), adapter
+            return known.is_pinned, is_wanted, is_running, self._cost_per_byte(adapter), adapter
 
         is_used = self._is_stepped if is_promised else self._is_in_use
-        there = {
-            adapter: known
+        there = [
+            (adapter, known)
             for adapter, known in self._known.items()
             if known.residence is Residence.THERE and (is_promised or not known.is_pinned)
-            if not is_used(known)
-        }
-        return [adapter for adapter, _ in sorted(there.items(), key=price)]
+            if not known.running or not is_used(known)
+        ]
+        return [adapter for adapter, _ in sorted(there, key=price)]
 
     def drain(self, need_bytes: int) -> bool:
         """Have adapters that steps use take no new requests, until so many bytes of them will come free.
@@ -275,7 +280,7 @@ class AdapterResidency:
             if known.residence is Residence.THERE and not known.is_pinned and self._is_stepped(known)
         }
         left_bytes = need_bytes
-        order = sorted(in_use, key=lambda one: (one not in self._draining, self._cost_s_per_byte(one), one))
+        order = sorted(in_use, key=lambda one: (one not in self._draining, self._cost_per_byte(one), one))
         for adapter in order:
             if left_bytes > 0:
                 self._draining.add(adapter)
@@ -290,6 +295,14 @@ class AdapterResidency:
             if known.residence is Residence.THERE and self._is_stepped(known)
         ]
         return max(in_use, key=lambda adapter: self._age(self.runs_of(adapter)[0]), default=None)
+
+    @property
+    def is_any_idle(self) -> bool:
+        """True if one may give way that no request uses."""
+        return any(
+            known.residence is Residence.THERE and not known.running and not known.is_pinned
+            for known in self._known.values()
+        )
 
     @property
     def is_any_draining(self) -> bool:

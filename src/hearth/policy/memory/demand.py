@@ -10,6 +10,8 @@ NEWEST_WEIGHT = 0.3
 
 #: The interval of a model that was asked for once: there is none to measure yet.
 PRIOR_INTERVAL_S = 3600.0
+#: A model is taken to be asked for no more often than this.
+MIN_INTERVAL_S = 0.001
 
 
 @dataclass(slots=True)
@@ -18,6 +20,11 @@ class _History:
 
     last_s: float
     mean_interval_s: float | None = None  #: None after one request
+
+    def interval_s(self, now_s: float) -> float:
+        """Return the time between requests that is to be expected now."""
+        mean_s = PRIOR_INTERVAL_S if self.mean_interval_s is None else self.mean_interval_s
+        return max(mean_s, now_s - self.last_s)
 
 
 class Demand:
@@ -52,6 +59,10 @@ class Demand:
         history = self._history_by_model.get(model)
         if history is None or horizon_s <= 0:
             return 0.0
-        mean_s = PRIOR_INTERVAL_S if history.mean_interval_s is None else history.mean_interval_s
-        interval_s = max(mean_s, now_s - history.last_s)
+        interval_s = history.interval_s(now_s)
         return -math.expm1(-horizon_s / interval_s) if interval_s > 0 else 1.0
+
+    def requests_per_s(self, model: str, now_s: float) -> float:
+        """Return how often a model is asked for; 0 for one that nobody has asked for."""
+        history = self._history_by_model.get(model)
+        return 0.0 if history is None else 1 / max(history.interval_s(now_s), MIN_INTERVAL_S)

@@ -19,6 +19,7 @@ HORIZON_S = 600.0
 PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
     {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
 )
+_FROM_HOST: Mapping[Rung, float] = MappingProxyType({Rung.HOST: 1.0})
 #: A paused model that is due sooner counts as due then.
 MIN_DUE_S = 0.05
 #: What was moved this many bytes ago counts half as much as what is moved now.
@@ -146,6 +147,10 @@ class ReloadCosts:
         """Return how probable it is that a model is asked for within the horizon."""
         return self._demand.probability(model, now_s, HORIZON_S)
 
+    def requests_per_s(self, model: str, now_s: float) -> float:
+        """Return how often a model is asked for."""
+        return self._demand.requests_per_s(model, now_s)
+
     def cost_s(self, model: str, load_s: float, weight: float, now_s: float) -> float:
         """Return the reload cost of bytes of a model that would take `load_s` to come back."""
         return reload_cost(self.p_wanted(model, now_s), load_s, weight)
@@ -200,13 +205,25 @@ class DeviceReloadCosts:
 
     def load_s_per_byte(self, model: ModelId | AdapterId) -> float:
         """Return how long one byte takes to come back; that of an unloaded model as if from host memory."""
-        shares = self._shares.get(model, {Rung.HOST: 1.0})
+        shares = self._shares.get(model, _FROM_HOST)
+        if len(shares) == 1:  # as most adapters: all that are idle are priced between two steps
+            (rung,) = shares
+            return 1 / self._costs.bytes_per_s(rung)
         return sum(share / self._costs.bytes_per_s(rung) for rung, share in shares.items())
 
     def cost_s_per_byte(self, model: ModelId | AdapterId, now_s: float) -> float:
         """Return the reload cost of one byte."""
         weight = self._weights.get(model, 1.0)
         return self._costs.cost_s(model, self.load_s_per_byte(model), weight, now_s)
+
+    def adapter_cost_per_byte(self, adapter: AdapterId, now_s: float) -> float:
+        """Return the seconds of reloads that keeping one byte of an adapter saves in a second.
+
+        Of a hundred adapters all may be certain to be asked for again within the horizon of models, and some
+        a hundred times. Loads are short, so each request for one that has gone is one load.
+        """
+        weight = self._weights.get(adapter, 1.0)
+        return self._costs.requests_per_s(adapter, now_s) * self.load_s_per_byte(adapter) * weight
 
     def paused_cost_s_per_byte(self, model: ModelId | AdapterId, due_in_s: float) -> float:
         """Return the reload cost of one byte of a model that waits for its turn, due in so many seconds.

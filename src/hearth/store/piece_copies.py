@@ -1,0 +1,91 @@
+"""Which bytes of a load's chunks go to which pieces of memory. Copies nothing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from hearth.cuda_batches import ByteCopy
+from hearth.models.layout import ByteRange
+from hearth.store.fetch import HostChunk
+from hearth.store.manifest import StoredManifest
+from hearth.store.record import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPiece:
+    """A byte range of a model and the uint8 memory of that length that it is copied to."""
+
+    part: ByteRange
+    destination: torch.Tensor
+
+
+class PieceCopies:
+    """The copies of one load, chunk by chunk in forward order. Mutable; one thread calls it."""
+
+    def __init__(self, manifest: StoredManifest, pieces: Sequence[LoadPiece], tally: Tally) -> None:
+        """`tally` counts all chunks and bytes that copies are made of."""
+        self._manifest, self._tally = manifest, tally
+        self._pieces = pieces  #: kept, for their memory is written as long as this lives
+        self._spans = _spans_of(pieces)
+        self._first = 0  #: the span that may have bytes of the chunks to come
+        parts = [ByteRange(span.begin, span.end) for span in self._spans]
+        #: The chunks that hold bytes of the pieces, in forward order.
+        self.chunks = sorted({index for part in parts for index in manifest.chunks_of(part)})
+
+    def of(self, chunk: HostChunk) -> list[ByteCopy]:
+        """Return what of a chunk goes where."""
+        begin = self._manifest.chunk_range(chunk.index).begin
+        end = begin + len(chunk.data)
+        self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.data)) - begin
+        copies: list[ByteCopy] = []
+        for span in self._spans_before(begin, end):
+            low, high = max(span.begin, begin), min(span.end, end)
+            if low < high:
+                copies.append(ByteCopy(span.address + low - span.begin, address + low, high - low))
+                self._tally.num_bytes += high - low
+        return copies
+
+    def _spans_before(self, begin: int, end: int) -> Iterator[_Span]:
+        """Yield the spans that may have bytes from `begin` to `end`; nobody asks for earlier ones again.
+
+        A model of which pages are missing here and there has hundreds of them.
+        """
+        while self._first < len(self._spans) and self._spans[self._first].end <= begin:
+            self._first += 1
+        for span in islice(self._spans, self._first, None):
+            if span.begin >= end:
+                return
+            yield span
+
+
+@dataclass(slots=True)
+class _Span:
+    """A byte range of a model, and the address that it is copied to. Mutable; written by `_spans_of`."""
+
+    begin: int
+    end: int
+    address: int
+
+    def touches(self, begin: int, address: int) -> bool:
+        """True if bytes from `begin` on that go to an address follow it, here as there."""
+        return begin == self.end and address - self.address == self.end - self.begin
+
+
+def _spans_of(pieces: Sequence[LoadPiece]) -> list[_Span]:
+    """Return where bytes go, in order. Pieces that lie one behind the other there as here are one span."""
+    spans: list[_Span] = []
+    for piece in sorted(pieces, key=lambda piece: piece.part.begin):
+        part, address = piece.part, piece.destination.data_ptr()
+        assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
+        assert piece.destination.numel() == part.end - part.begin, f"{piece.part=}"
+        if spans and spans[-1].touches(part.begin, address):
+            spans[-1].end = part.end
+        else:
+            spans.append(_Span(part.begin, part.end, address))
+    return spans
