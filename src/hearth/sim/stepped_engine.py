@@ -132,6 +132,11 @@ class SteppedEngine:
 
     # Steps, one ahead of the device.
 
+    @property
+    def start_s(self) -> float:
+        """Seconds until the device can begin the next step, if it has nothing else to do."""
+        return self.shape.times.start_s if self.flight is None else 0.0
+
     def launch(self, begin_s: float, not_before_s: float = 0.0, least_step_s: float = 0.0) -> StepCall:
         """Do what a call of a real engine does: launch the next step, and wait for the one before.
 

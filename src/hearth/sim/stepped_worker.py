@@ -381,8 +381,8 @@ class SteppedWorker:
             urgent = [model for model in ready if self.hosted[model].engine.batcher.has_newcomer]
             model, now_s = self._sharing.next(ready, urgent), self._now_s
             self.reclaimer.before_step(model)
-            begin_s = max(now_s + self._take_wake_s(), self._device_free_s)
             hosted = self.hosted[model]
+            begin_s = max(now_s + self._take_wake_s() + hosted.engine.start_s, self._device_free_s)
             # A step that follows a load ends with it at the soonest, and holds up its thread until then.
             load_end_s = now_s if hosted.load is None else hosted.load.end_s
             not_before_s = 0.0 if hosted.load is None else load_end_s + self._profile.begin_s
