@@ -29,18 +29,20 @@ import torch
 from msgspec.structs import replace as replace_struct
 
 from bench.profile.beside import measure_beside_loads
-from bench.profile.moves import measure_disk, measure_mapping, measure_worker
+from bench.profile.moves import LoadLine, measure_disk, measure_mapping, measure_return, measure_worker
 from bench.profile.requests import measure_request
 from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
-from bench.profile.steps import measure_steps
+from bench.profile.steps import measure_prompts, measure_steps
 from bench.report import HERE, environment, step, tell
 from hearth.sim.profile import Profile
 from hearth.sim.step_times import StepTimes
-from hearth.snapshot.cost_profile import VERSION, MeasuredShape, Origin, PartOrigin
+from hearth.snapshot.cost_profile import VERSION, MeasuredShape, MeasuredSwitch, Origin, PartOrigin
 from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
 NUM_THREADS = 2  #: of a CPU
+#: Tokens of prompts that are measured again by themselves, at most: longer ones take long.
+MOST_AGAIN = 1024
 #: No object storage can be reached from where this runs: what a link of 10 Gbit/s delivers.
 OBJECT_BYTES_PER_S = 1.25e9
 OBJECT_REASON = "no object storage is reached by the benchmark: a link of 10 Gbit/s"
@@ -114,8 +116,32 @@ def add_requests(scale: Scale, device: torch.device, draft: Draft) -> None:
     draft.add(**asdict(measure_request(scale, device, known)))
 
 
+def add_returns(scale: Scale, device: torch.device, draft: Draft) -> None:
+    switch = msgspec.convert(draft.parts["switch"], type=MeasuredSwitch, from_attributes=True)
+    rates = msgspec.convert(draft.parts["bytes_per_s"], type=dict[Rung, float])
+    small = replace(scale, shapes=scale.shapes[:2])
+    draft.add(return_s=measure_return(small, device, LoadLine(switch.give_way_s, rates[Rung.HOST])))
+
+
+def measure_prompts_again(scale: Scale, device: torch.device, draft: Draft) -> None:
+    """Measure steps with prompts of up to so many tokens in place of those that a profile has."""
+    few = replace(scale, prompts=tuple(tokens for tokens in scale.prompts if tokens <= MOST_AGAIN))
+    shapes = {shape.name: shape for shape in scale.shapes}
+    again = []
+    for known in _measured_shapes(draft):
+        with step(f"prompts of {known.name}"):
+            steps = measure_prompts(shapes[known.name], few, device)
+        _forget(device)
+        most = max(one.num_tokens for one in steps)
+        kept = [one for one in known.steps if one.num_tokens == one.num_rows or one.num_tokens > most]
+        again.append(replace_struct(known, steps=[*kept, *steps]))
+    draft.add(shapes=again)
+
+
 #: Measured last, and each by itself.
-LAST_PARTS = {"beside": add_steps_beside_loads, "requests": add_requests}
+LAST_PARTS = {"beside": add_steps_beside_loads, "returns": add_returns, "requests": add_requests}
+#: Parts that can be measured again by themselves.
+PARTS = {"prompts": measure_prompts_again, **LAST_PARTS}
 
 
 def tell_errors(profile: Profile) -> None:
@@ -124,8 +150,8 @@ def tell_errors(profile: Profile) -> None:
         times = profile.shapes[measured.name].times
         errors = {}
         for one in measured.steps:
-            fitted_s = times.step_s(one.num_tokens, one.num_rows, one.context_tokens)
-            errors[one.num_tokens, one.num_rows, one.context_tokens] = fitted_s / one.seconds - 1
+            share = times.measured_s(one) / one.seconds
+            errors[one.num_tokens, one.num_rows, one.context_tokens] = share - 1
         worst = max(errors, key=lambda key: abs(errors[key]))
         mean = sum(map(abs, errors.values())) / len(errors)
         tell(f"{measured.name}: the fit is off by {mean:.1%} in the mean, {errors[worst]:+.1%} at {worst}")
@@ -190,7 +216,7 @@ def main() -> None:
         measure(scale, device, draft)
     for part in options.only or LAST_PARTS:
         with step(part):
-            LAST_PARTS[part](scale, device, draft)
+            PARTS[part](scale, device, draft)
     tell_errors(Profile.load(path))
     print(json.dumps({name: part for name, part in json.loads(path.read_text()).items() if name != "shapes"}))
 
@@ -207,9 +233,9 @@ def _options() -> ArgumentParser:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=list(LAST_PARTS),
+        choices=list(PARTS),
         metavar="PART",
-        help=f"beside the rest, from that file or the kept one: {', '.join(LAST_PARTS)}",
+        help=f"beside the rest, from that file or the kept one: {', '.join(PARTS)}",
     )
     parser.add_argument("--tiny", action="store_true", help="see only that everything runs")
     return parser

@@ -12,6 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from random import Random
 from statistics import median
@@ -34,27 +35,30 @@ NUM_TRAIN_STEPS = 4
 
 def measure_steps(shape: Shape, scale: Scale, device: torch.device) -> list[MeasuredStep]:
     """Return the times of all kinds of steps."""
-    rig = _new_rig(shape, scale, device)
-    try:
-        return list(_kinds(rig, scale))
-    finally:
-        rig.engine.close()
+    with _rig(shape, scale, device) as rig:
+        decodes = [step for context in scale.contexts for step in rig.time_decodes(context)]
+        return [*decodes, *_with_prompts(rig, scale)]
 
 
-def _kinds(rig: EngineRig, scale: Scale) -> Iterator[MeasuredStep]:
-    """Yield all kinds of steps. Small prompts wait for the host, whose speed drifts: they come in rounds."""
-    for context in scale.contexts:
-        yield from rig.time_decodes(context)
+def measure_prompts(shape: Shape, scale: Scale, device: torch.device) -> list[MeasuredStep]:
+    """Return the times of steps with prompts."""
+    with _rig(shape, scale, device) as rig:
+        return list(_with_prompts(rig, scale))
+
+
+def _with_prompts(rig: EngineRig, scale: Scale) -> Iterator[MeasuredStep]:
+    """Yield steps with prompts. Small ones wait for the host, whose speed drifts: they come in rounds."""
     several = [(scale.num_prompts, tokens // scale.num_prompts) for tokens in scale.prompts[-2:]]
     alone = [(1, tokens) for tokens in scale.prompts] + several
     rounds: dict[object, list[MeasuredStep]] = defaultdict(list)
     for _ in range(scale.num_rounds):
         for num_prompts, num_tokens in alone:
             rounds[num_prompts, num_tokens].append(rig.time_prompts(num_prompts, num_tokens))
-        rig.fill(scale.busy_rows, scale.busy_context, scale.num_busy_tokens)
-        for num_tokens in scale.prompts[:-1]:
-            rounds[num_tokens].append(rig.time_prompts_beside_rows(num_tokens))
-        rig.keep(0)
+        for num_rows in scale.busy_rows:
+            rig.fill(num_rows, scale.busy_context, scale.num_busy_tokens)
+            for num_tokens in scale.prompts[:-1]:
+                rounds[num_rows, num_tokens, "beside"].append(rig.time_prompts_beside_rows(num_tokens))
+            rig.keep(0)
     for steps in rounds.values():
         yield sorted(steps, key=lambda one: one.seconds)[int(scale.quantile * len(steps))]
 
@@ -162,8 +166,9 @@ class EngineRig:
                 del self._prompts[one]
 
 
-def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
-    """Return an engine over random weights."""
+@contextmanager
+def _rig(shape: Shape, scale: Scale, device: torch.device) -> Iterator[EngineRig]:
+    """Have an engine over random weights."""
     kv_bytes = min(scale.max_kv_bytes, 2 * scale.max_prefill_tokens * shape.kv_bytes_per_token)
     limits = scale.limits
     # A prompt is to be computed by one step, however long that takes.
@@ -171,4 +176,7 @@ def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
     engine = new_engine(shape, config, device, seed=1, max_context=scale.max_context)
     # Each row may have begun a block, and the sink is nobody's.
     live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * limits.block_tokens * limits.max_seqs
-    return EngineRig(engine, scale, shape.arch.vocab_size, live_tokens)
+    try:
+        yield EngineRig(engine, scale, shape.arch.vocab_size, live_tokens)
+    finally:
+        engine.close()

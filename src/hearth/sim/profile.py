@@ -64,6 +64,7 @@ class Profile:
         self.request_s = measured.request_s
         self.wake_s = measured.wake_s
         self.beside_load_s = measured.beside_load_s
+        self.return_s = measured.return_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
 
     @staticmethod

@@ -112,12 +112,9 @@ def _is_first(step: MeasuredStep) -> bool:
 
 
 def _with_prompts(rows_s: Line, prompts: Sequence[MeasuredStep], slope: float) -> StepTimes:
-    """Return the times of a model whose steps with prompts follow others.
-
-    A single token of a prompt would be computed like a decode row.
-    """
-    points = _means(((step.num_tokens, step) for step in prompts), slope)
-    return StepTimes(rows_s, Line.through({1: rows_s.at(1)} | points), slope, start_s=0.0)
+    """Return the times of a model whose steps with prompts follow others."""
+    tokens_s = Line.through(_means(((step.num_tokens, step) for step in prompts), slope))
+    return StepTimes(rows_s, tokens_s, slope, start_s=0.0)
 
 
 def _start_s(prompts: Sequence[MeasuredStep], following: StepTimes) -> float:

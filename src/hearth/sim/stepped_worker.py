@@ -197,8 +197,8 @@ class SteppedWorker:
         assert model not in self.hosted, f"hosted twice: {order.load}"
         self.reclaimer.costs.hosted(model, order.profile.weight)
         engine = self._retired.pop(model, None)
-        is_new = engine is None
-        self.hosted[model] = SteppedModel(order, engine or self._new_engine(order), is_assembled=not is_new)
+        is_known = engine is not None
+        self.hosted[model] = SteppedModel(order, engine or self._new_engine(order), is_known, is_known)
         if self.turns is None:
             self._load(model)
         else:
@@ -316,12 +316,21 @@ class SteppedWorker:
         num_bytes = self.reclaimer.place(model)
         if num_bytes is None:
             return
-        if not num_bytes and hosted.is_assembled:
-            self._complete(model, hosted, LoadUnderWay(self._now_s, self._now_s, 0))
+        ready_s = self._now_s + self._first_s(hosted)
+        if not num_bytes and ready_s == self._now_s:
+            self._complete(model, hosted, LoadUnderWay(ready_s, ready_s, 0))
             return
-        first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
-        begin_s = max(self._now_s + first_s, self._bus_free_s, self._flushed_s)
-        hosted.load = LoadUnderWay(begin_s, self._have_cross(num_bytes, begin_s), num_bytes)
+        begin_s, end_s = ready_s, ready_s
+        if num_bytes:
+            begin_s = max(ready_s, self._bus_free_s, self._flushed_s)
+            end_s = self._have_cross(num_bytes, begin_s)
+        hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
+
+    def _first_s(self, hosted: SteppedModel) -> float:
+        """Return how long it takes until bytes of a model can cross which was not hosted a moment ago."""
+        if not hosted.is_assembled:
+            return self._profile.assemble_s
+        return self._profile.return_s if hosted.is_returning else 0.0
 
     def _load_front(self) -> None:
         """Have the first bytes of the next in line cross before its turn, where others cost less."""
@@ -347,12 +356,13 @@ class SteppedWorker:
         load = hosted.load
         assert load is not None, f"`{model}` is not being loaded"
         hosted.load = None
-        seconds = self._bytes_s(load.num_bytes)
-        self.bytes_moved += load.num_bytes
-        self.bus_s += seconds
-        self.reclaimer.costs.learn_load(
-            model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
-        )
+        if load.num_bytes:
+            seconds = self._bytes_s(load.num_bytes)
+            self.bytes_moved += load.num_bytes
+            self.bus_s += seconds
+            self.reclaimer.costs.learn_load(
+                model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
+            )
         self.reclaimer.policy.room_may_have_come()
         if load.is_front:
             if self._is_in_turn(model):  # as it is now
@@ -363,7 +373,7 @@ class SteppedWorker:
 
     def _complete(self, model: ModelId, hosted: SteppedModel, load: LoadUnderWay) -> None:
         """Note that all of a model is there by a load, which may have had nothing to bring."""
-        hosted.is_assembled = True
+        hosted.is_assembled, hosted.is_returning = True, False
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
         uses = (RungUse(Rung.HOST, load.num_bytes, self._bytes_s(load.num_bytes)),) if load.num_bytes else ()

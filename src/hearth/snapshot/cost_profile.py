@@ -100,6 +100,7 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     request_s: _Time = 0.0
     wake_s: _Time = 0.0  #: that it takes longer through a service that rests
     beside_load_s: _Time = 0.0  #: that a step takes at least while bytes cross: the host sees to both
+    return_s: _Time = 0.0  #: of a model that was evicted and is hosted again, beside its load
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:
