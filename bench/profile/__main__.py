@@ -32,7 +32,7 @@ from bench.profile.beside import measure_beside_loads
 from bench.profile.moves import LoadLine, measure_disk, measure_mapping, measure_return, measure_worker
 from bench.profile.requests import measure_request
 from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
-from bench.profile.steps import measure_prompts, measure_steps
+from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
 from hearth.sim.profile import Profile
 from hearth.sim.step_times import StepTimes
@@ -82,9 +82,9 @@ def measure(scale: Scale, device: torch.device, draft: Draft) -> None:
     one_row_s: dict[str, float] = {}
     for shape in scale.shapes:
         with step(f"steps of {shape.name}"):
-            steps = measure_steps(shape, scale, device)
+            times = measure_steps(shape, scale, device)
         _forget(device)
-        one_row_s[shape.name] = StepTimes.fitted(steps).step_s(1, 1, scale.switch_prompt)
+        one_row_s[shape.name] = StepTimes.fitted(times.steps).step_s(1, 1, scale.switch_prompt)
         shapes.append(
             {
                 "name": shape.name,
@@ -92,17 +92,18 @@ def measure(scale: Scale, device: torch.device, draft: Draft) -> None:
                 "dtype": shape.dtype,
                 "weights_bytes": shape.weights_bytes,
                 "kv_bytes_per_token": shape.kv_bytes_per_token,
-                "steps": steps,
+                "steps": times.steps,
+                **asdict(times.graphs),
             }
         )
         draft.add(shapes=shapes)
-    times = measure_worker(scale, device)
-    tell(json.dumps({"switches": times.details, "decode_s": times.decode_s}))
-    host_step_s = median(times.decode_s[name] - one_row_s[name] for name in one_row_s)
+    moves = measure_worker(scale, device)
+    tell(json.dumps({"switches": moves.details, "decode_s": moves.decode_s}))
+    host_step_s = median(moves.decode_s[name] - one_row_s[name] for name in one_row_s)
     draft.add(
-        bytes_per_s={Rung.HOST: times.host_bytes_per_s, **rates},
-        switch=times.switch,
-        assemble_s=times.assemble_s,
+        bytes_per_s={Rung.HOST: moves.host_bytes_per_s, **rates},
+        switch=moves.switch,
+        assemble_s=moves.assemble_s,
         host_step_s=max(0.0, host_step_s),
     )
 
@@ -130,11 +131,11 @@ def measure_prompts_again(scale: Scale, device: torch.device, draft: Draft) -> N
     again = []
     for known in _measured_shapes(draft):
         with step(f"prompts of {known.name}"):
-            steps = measure_prompts(shapes[known.name], few, device)
+            found = measure_steps(shapes[known.name], few, device, prompts_only=True)
         _forget(device)
-        most = max(one.num_tokens for one in steps)
+        most = max(one.num_tokens for one in found.steps)
         kept = [one for one in known.steps if one.num_tokens == one.num_rows or one.num_tokens > most]
-        again.append(replace_struct(known, steps=[*kept, *steps]))
+        again.append(replace_struct(known, steps=[*kept, *found.steps], **asdict(found.graphs)))
     draft.add(shapes=again)
 
 

@@ -50,7 +50,7 @@ def measure_request(scale: Scale, device: torch.device, known: Mapping[str, Step
     """Return what requests take through a service; `known`: times of steps by shape."""
     small = scale.small or scale
     shape = small.shapes[0]
-    times = known.get(shape.name) or StepTimes.fitted(measure_steps(shape, small, device))
+    times = known.get(shape.name) or StepTimes.fitted(measure_steps(shape, small, device).steps)
     with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
         data_dir = Path(place) / "data"
         directory = write_random(Path(place) / MODEL, shape.config, shape.dtype, 0, device)

@@ -82,6 +82,8 @@ class MeasuredShape(Struct, frozen=True, forbid_unknown_fields=True):
     weights_bytes: _Count
     kv_bytes_per_token: _Count
     steps: list[MeasuredStep]
+    capture_s: _Time = 0.0  #: that the first step of a size takes longer, for a graph is captured of it
+    eager_s: _Time = 0.0  #: that a step takes at least which has no graph: the host launches every kernel
 
 
 class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
