@@ -79,7 +79,7 @@ def serve(shape: ShapeProfile, requests: Sequence[Asked], max_step_s: float) -> 
             times_s[request_id] = [asked.arrived_s]
             num_prompt, num_output = asked.num_prompt_tokens, asked.num_output_tokens
             engine.add(request_id, num_prompt, num_output, 0, Pace(), asked.arrived_s, now_s)
-        call = engine.launch(max(now_s, device_free_s))
+        call = engine.launch(now_s, device_free_s)
         device_free_s = device_free_s if call.launched is None else call.launched.end_s
         if call.awaited is not None:
             now_s = max(now_s, call.awaited.end_s)

@@ -206,7 +206,8 @@ def orders_of(plan: Plan, place: Path, device: torch.device) -> dict[ModelId, Ho
         block_bytes = shape.kv_bytes_per_token * plan.limits.block_tokens
         floor_bytes = in_pages((1 + context // plan.limits.block_tokens) * block_bytes)
         standing_bytes = in_pages(tables_bytes(spec)) + in_pages(block_bytes)
-        most_bytes = in_pages(plan.limits.max_seqs * context // plan.limits.block_tokens * block_bytes)
+        most_blocks = plan.limits.max_seqs * context // plan.limits.block_tokens
+        most_bytes = min(in_pages(most_blocks * block_bytes), plan.budget_bytes)
         orders[ModelId(name)] = HostModel(
             model=ModelId(name),
             hosting=0,

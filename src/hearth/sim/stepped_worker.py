@@ -324,6 +324,7 @@ class SteppedWorker:
         if num_bytes:
             begin_s = max(ready_s, self._bus_free_s, self._flushed_s)
             end_s = self._have_cross(num_bytes, begin_s)
+            hosted.engine.is_behind_load = True
         hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
 
     def _first_s(self, hosted: SteppedModel) -> float:
@@ -391,16 +392,16 @@ class SteppedWorker:
             urgent = [model for model in ready if self.hosted[model].engine.batcher.has_newcomer]
             model, now_s = self._sharing.next(ready, urgent), self._now_s
             self.reclaimer.before_step(model)
-            hosted = self.hosted[model]
-            begin_s = max(now_s + self._take_wake_s() + hosted.engine.start_s, self._device_free_s)
+            hosted, wake_s = self.hosted[model], self._take_wake_s()
             # A step that follows a load ends with it at the soonest, and holds up its thread until then.
-            load_end_s = now_s if hosted.load is None else hosted.load.end_s
-            not_before_s = 0.0 if hosted.load is None else load_end_s + self._profile.begin_s
-            call = hosted.engine.launch(begin_s, not_before_s, self._least_step_s())
+            load_end_s = None if hosted.load is None else hosted.load.end_s
+            follow_s = None if load_end_s is None else load_end_s + self._profile.begin_s
+            call = hosted.engine.launch(now_s + wake_s, self._device_free_s, follow_s, self._least_step_s())
             if (launched := call.launched) is not None:
-                self._note_step(launched.end_s, launched.end_s - begin_s)
+                self._note_step(launched.end_s, launched.step_s)
             if call.awaited is not None or launched is not None:
-                end_s = load_end_s if call.awaited is None else max(load_end_s, call.awaited.end_s)
+                awaited_s = now_s if call.awaited is None else call.awaited.end_s
+                end_s = max(load_end_s or now_s, awaited_s, now_s + wake_s + call.launch_s)
                 self._running = _Call(model, now_s, end_s, call.awaited)
                 return
             self._sharing.stepped(model, 0.0)
