@@ -107,6 +107,7 @@ class SteppedWorker:
         self._flushed_s = 0.0  #: when the last step of a model is over whose turn has ended
         self._bus_free_s = 0.0
         self._is_asleep = True  #: nothing was to be done when it was last looked
+        self._awake_s = 0.0  #: when it has woken up for the first order since
         self._now_s = 0.0
         self._facts: list[WorkerFact] = []
 
@@ -118,7 +119,7 @@ class SteppedWorker:
         if self._running is not None:
             return self._running.end_s
         if self._inbox:
-            return self._now_s
+            return max(self._now_s, self._awake_s)
         return self._news_s()
 
     def _news_s(self) -> float:
@@ -131,6 +132,8 @@ class SteppedWorker:
     def post(self, order: WorkerOrder, now_s: float) -> None:
         """Give an order, to be carried out as soon as no step is under way."""
         self._now_s = now_s
+        if self._is_asleep:
+            self._is_asleep, self._awake_s = False, now_s + self._profile.wake_s
         self._inbox.append(order)
         if isinstance(self._running, Jump):
             self._running.cut(now_s)
@@ -392,16 +395,16 @@ class SteppedWorker:
             urgent = [model for model in ready if self.hosted[model].engine.batcher.has_newcomer]
             model, now_s = self._sharing.next(ready, urgent), self._now_s
             self.reclaimer.before_step(model)
-            hosted, wake_s = self.hosted[model], self._take_wake_s()
+            hosted = self.hosted[model]
             # A step that follows a load ends with it at the soonest, and holds up its thread until then.
             load_end_s = None if hosted.load is None else hosted.load.end_s
             follow_s = None if load_end_s is None else load_end_s + self._profile.begin_s
-            call = hosted.engine.launch(now_s + wake_s, self._device_free_s, follow_s, self._least_step_s())
+            call = hosted.engine.launch(now_s, self._device_free_s, follow_s, self._least_step_s())
             if (launched := call.launched) is not None:
                 self._note_step(launched.end_s, launched.step_s)
             if call.awaited is not None or launched is not None:
                 awaited_s = now_s if call.awaited is None else call.awaited.end_s
-                end_s = max(load_end_s or now_s, awaited_s, now_s + wake_s + call.launch_s)
+                end_s = max(load_end_s or now_s, awaited_s, now_s + call.launch_s)
                 self._running = _Call(model, now_s, end_s, call.awaited)
                 return
             self._sharing.stepped(model, 0.0)
@@ -415,11 +418,6 @@ class SteppedWorker:
 
     def _is_any_loading(self) -> bool:
         return any(one.load is not None for one in self.hosted.values())
-
-    def _take_wake_s(self) -> float:
-        """Return how long it takes to begin a step; longer where the thread slept until somebody asked."""
-        was_asleep, self._is_asleep = self._is_asleep, False
-        return self._profile.wake_s if was_asleep else 0.0
 
     def _plan_jump(self, ready: Sequence[ModelId]) -> Jump | None:
         """Return the calls to jump over; None while somebody waits, who may get a turn after any of them."""
