@@ -31,7 +31,7 @@ from hearth.sim.stepped_model import StartOrder
 from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
 from hearth.sim.traces import TracedRequest
 from hearth.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
-from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES
+from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES, SLOW_HOST
 
 SETTING = SimulationSetting(SHAPES, MEMORY_BYTES)
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
@@ -179,13 +179,17 @@ def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
     service.check()
 
 
-@given(REQUESTS, POLICIES, CANCELS, st.none() | st.floats(0.1, 5.0))
+@given(REQUESTS, POLICIES, CANCELS, st.none() | st.floats(0.1, 5.0), st.sampled_from([MACHINE, SLOW_HOST]))
 @settings(max_examples=30, deadline=None)
 def test_jumping_over_steps_changes_no_time_of_any_token(
-    requests: list[TracedRequest], policy: Policy, cancels: list[tuple[int, float]], lost_s: float | None
+    requests: list[TracedRequest],
+    policy: Policy,
+    cancels: list[tuple[int, float]],
+    lost_s: float | None,
+    machine: Profile,
 ) -> None:
     def disturbed() -> SimulatedService:
-        service = SimulatedService(replace(SETTING, policy=policy, num_workers=2), MACHINE)
+        service = SimulatedService(replace(SETTING, policy=policy, num_workers=2), machine)
         service.ask(requests)
         cancel(service, cancels)
         if lost_s is not None:
