@@ -80,7 +80,6 @@ class Plan:
     """What is measured."""
 
     shapes: Mapping[str, Shape]  #: by name of the model
-    dtype: str
     limits: StepLimits
     page_bytes: int
     budget_bytes: int
@@ -114,7 +113,6 @@ class Log:
 
     calls: list[Note] = field(default_factory=list)
     loads: list[tuple[str, float, float]] = field(default_factory=list)  #: model, began, took of the thread
-    others: list[tuple[str, float, float]] = field(default_factory=list)  #: what else the thread did
     now: Note | None = None
 
 
@@ -360,10 +358,10 @@ def summary(found: Mapping[str, object]) -> None:
         for kind in ("decode", "prompts"):
             chosen = [o for o in own if o.launched and (o.launched[2] > 0) == (kind == "prompts")]
             if chosen:
+                before, launch = ([getattr(o, name) for o in chosen] for name in ("before_s", "launch_s"))
                 tell(
-                    f"  {kind}: {len(chosen)} calls, before p50 "
-                    f"{1e3 * median(o.before_s for o in chosen):.3f}, mean {1e3 * fmean(o.before_s for o in chosen):.3f}, launch p50 "
-                    f"{1e3 * median(o.launch_s for o in chosen):.3f} ms"
+                    f"  {kind}: {len(chosen)} calls, before p50 {1e3 * median(before):.3f}, mean "
+                    f"{1e3 * fmean(before):.3f}, launch p50 {1e3 * median(launch):.3f} ms"
                 )
 
 
@@ -380,7 +378,6 @@ def main() -> None:
         shapes = {name: shape_of(kind, {"1B": 2 << 30, "3B": 6 << 30}[kind]) for name, kind in sizes}
         plan = Plan(
             shapes,
-            "float32",
             limits,
             16 << 10,
             24 << 20,
@@ -394,9 +391,7 @@ def main() -> None:
         one, three, seven = GPU.shapes
         shapes = {"m0-1b": one, "m1-7b": seven, "m2-3b": three, "m3-1b": one}
         phases = [Phase(0.0, 54.0, 3.0), Phase(60.0, 8.0, 1.0)]
-        plan = Plan(
-            shapes, "bfloat16", LIMITS, CHUNK_BYTES, 17 * GIB, 26 * GIB, 24, Phase(180.0, 24.0, 8.0), phases
-        )
+        plan = Plan(shapes, LIMITS, CHUNK_BYTES, 17 * GIB, 26 * GIB, 24, Phase(180.0, 24.0, 8.0), phases)
     found = measured(plan, device)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"environment": dict(environment()), **found}, default=str))
