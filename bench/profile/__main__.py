@@ -42,7 +42,7 @@ from hearth.types import Rung
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
 NUM_THREADS = 2  #: of a CPU
 #: Tokens of prompts that are measured again by themselves, at most: longer ones take long.
-MOST_AGAIN = 1024
+MOST_AGAIN = 512
 #: No object storage can be reached from where this runs: what a link of 10 Gbit/s delivers.
 OBJECT_BYTES_PER_S = 1.25e9
 OBJECT_REASON = "no object storage is reached by the benchmark: a link of 10 Gbit/s"
@@ -120,23 +120,26 @@ def add_requests(scale: Scale, device: torch.device, draft: Draft) -> None:
 def add_returns(scale: Scale, device: torch.device, draft: Draft) -> None:
     switch = msgspec.convert(draft.parts["switch"], type=MeasuredSwitch, from_attributes=True)
     rates = msgspec.convert(draft.parts["bytes_per_s"], type=dict[Rung, float])
-    small = replace(scale, shapes=scale.shapes[:2])
+    shapes = scale.shapes[:2]
+    small = replace(scale, shapes=shapes, host_bytes=sum(2 * shape.weights_bytes for shape in shapes))
     draft.add(return_s=measure_return(small, device, LoadLine(switch.give_way_s, rates[Rung.HOST])))
 
 
 def measure_prompts_again(scale: Scale, device: torch.device, draft: Draft) -> None:
-    """Measure steps with prompts of up to so many tokens in place of those that a profile has."""
-    few = replace(scale, prompts=tuple(tokens for tokens in scale.prompts if tokens <= MOST_AGAIN))
-    shapes = {shape.name: shape for shape in scale.shapes}
-    again = []
-    for known in _measured_shapes(draft):
-        with step(f"prompts of {known.name}"):
-            found = measure_steps(shapes[known.name], few, device, prompts_only=True)
+    """Measure steps with few tokens of prompts in place of those that a profile has, model by model."""
+    few = tuple(tokens for tokens in scale.prompts if tokens <= MOST_AGAIN)
+    known = {shape.name: shape for shape in _measured_shapes(draft)}
+    for shape in scale.shapes:
+        with step(f"prompts of {shape.name}"):
+            found = measure_steps(shape, replace(scale, prompts=few), device, prompts_only=True)
         _forget(device)
         most = max(one.num_tokens for one in found.steps)
-        kept = [one for one in known.steps if one.num_tokens == one.num_rows or one.num_tokens > most]
-        again.append(replace_struct(known, steps=[*kept, *found.steps], **asdict(found.graphs)))
-    draft.add(shapes=again)
+        old = known[shape.name].steps
+        kept = [one for one in old if one.num_tokens == one.num_rows or one.num_tokens > most]
+        known[shape.name] = replace_struct(
+            known[shape.name], steps=[*kept, *found.steps], **asdict(found.graphs)
+        )
+        draft.add(shapes=list(known.values()))
 
 
 #: Measured last, and each by itself.
