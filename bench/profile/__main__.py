@@ -31,7 +31,7 @@ from msgspec.structs import replace as replace_struct
 from bench.profile.beside import measure_beside_loads
 from bench.profile.moves import LoadLine, measure_disk, measure_mapping, measure_return, measure_worker
 from bench.profile.requests import measure_request
-from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
+from bench.profile.scale import CPU, GIB, GPU, TINY_CPU, TINY_GPU, Scale
 from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
 from hearth.sim.profile import Profile
@@ -121,7 +121,8 @@ def add_returns(scale: Scale, device: torch.device, draft: Draft) -> None:
     switch = msgspec.convert(draft.parts["switch"], type=MeasuredSwitch, from_attributes=True)
     rates = msgspec.convert(draft.parts["bytes_per_s"], type=dict[Rung, float])
     shapes = scale.shapes[:2]
-    small = replace(scale, shapes=shapes, host_bytes=sum(2 * shape.weights_bytes for shape in shapes))
+    host_bytes = min(scale.host_bytes, GIB + sum(2 * shape.weights_bytes for shape in shapes))
+    small = replace(scale, shapes=shapes, host_bytes=host_bytes)
     draft.add(return_s=measure_return(small, device, LoadLine(switch.give_way_s, rates[Rung.HOST])))
 
 
