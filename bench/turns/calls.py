@@ -2,8 +2,8 @@
 
 python -m bench.turns.calls [--out FILE] [--small]
 
-Four models of `bench.turns` in memory for some of them, asked as its trace has it, at 3x and then at 1x,
-through a worker's step loop in this process: no gateway, no HTTP. Every call of an engine is noted: what its
+Three models of `bench.turns` in memory for one or two of them, asked as its trace has it at 3x, through a
+worker's step loop in this process: no gateway, no HTTP. Every call of an engine is noted: what its
 step holds, how long launching it took the host, how long the call waited, how long the device took, and what
 came before and behind; every load and every turn, too. `--small` is to see that everything runs: tiny models
 on a CPU, whose numbers mean nothing.
@@ -388,10 +388,10 @@ def main() -> None:
         )
     else:
         device = torch.device("cuda", 0)
-        one, three, seven = GPU.shapes
-        shapes = {"m0-1b": one, "m1-7b": seven, "m2-3b": three, "m3-1b": one}
-        phases = [Phase(0.0, 54.0, 3.0), Phase(60.0, 8.0, 1.0)]
-        plan = Plan(shapes, LIMITS, CHUNK_BYTES, 17 * GIB, 26 * GIB, 24, Phase(180.0, 24.0, 8.0), phases)
+        one, three, _ = GPU.shapes
+        shapes = {"m0-1b": one, "m1-3b": three, "m2-1b": one}
+        phases = [Phase(0.0, 30.0, 3.0)]
+        plan = Plan(shapes, LIMITS, CHUNK_BYTES, 17 * GIB // 2, 13 * GIB, 24, Phase(180.0, 12.0, 8.0), phases)
     found = measured(plan, device)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"environment": dict(environment()), **found}, default=str))
