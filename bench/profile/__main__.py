@@ -41,8 +41,9 @@ from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
 NUM_THREADS = 2  #: of a CPU
-#: Tokens of prompts that are measured again by themselves, at most: longer ones take long.
-MOST_AGAIN = 512
+#: Steps that are measured again by themselves have at most so many rows that decode, tokens of prompts, and of
+#: context each: larger ones take long.
+MOST_ROWS, MOST_TOKENS = 64, 512
 #: No object storage can be reached from where this runs: what a link of 10 Gbit/s delivers.
 OBJECT_BYTES_PER_S = 1.25e9
 OBJECT_REASON = "no object storage is reached by the benchmark: a link of 10 Gbit/s"
@@ -126,17 +127,25 @@ def add_returns(scale: Scale, device: torch.device, draft: Draft) -> None:
     draft.add(return_s=measure_return(small, device, LoadLine(switch.give_way_s, rates[Rung.HOST])))
 
 
-def measure_prompts_again(scale: Scale, device: torch.device, draft: Draft) -> None:
-    """Measure steps with few tokens of prompts in place of those that a profile has, model by model."""
-    few = tuple(tokens for tokens in scale.prompts if tokens <= MOST_AGAIN)
+def measure_small_steps(scale: Scale, device: torch.device, draft: Draft) -> None:
+    """Measure steps of few rows and tokens in place of those that a profile has, model by model."""
+    few = replace(
+        scale,
+        prompts=tuple(tokens for tokens in scale.prompts if tokens <= MOST_TOKENS),
+        batches=tuple(rows for rows in scale.batches if rows <= MOST_ROWS),
+        contexts=tuple(context for context in scale.contexts if context <= MOST_TOKENS),
+    )
     known = {shape.name: shape for shape in _measured_shapes(draft)}
     for shape in scale.shapes:
-        with step(f"prompts of {shape.name}"):
-            found = measure_steps(shape, replace(scale, prompts=few), device, prompts_only=True)
+        with step(f"small steps of {shape.name}"):
+            found = measure_steps(shape, few, device)
         _forget(device)
         most = max(one.num_tokens for one in found.steps)
-        old = known[shape.name].steps
-        kept = [one for one in old if one.num_tokens == one.num_rows or one.num_tokens > most]
+        kept = [
+            one
+            for one in known[shape.name].steps
+            if one.num_tokens > (MOST_ROWS if one.num_tokens == one.num_rows else most)
+        ]
         known[shape.name] = replace_struct(
             known[shape.name], steps=[*kept, *found.steps], **asdict(found.graphs)
         )
@@ -146,7 +155,7 @@ def measure_prompts_again(scale: Scale, device: torch.device, draft: Draft) -> N
 #: Measured last, and each by itself.
 LAST_PARTS = {"beside": add_steps_beside_loads, "returns": add_returns, "requests": add_requests}
 #: Parts that can be measured again by themselves.
-PARTS = {"prompts": measure_prompts_again, **LAST_PARTS}
+PARTS = {"steps": measure_small_steps, **LAST_PARTS}
 
 
 def tell_errors(profile: Profile) -> None:

@@ -52,14 +52,11 @@ class ShapeTimes:
     graphs: GraphTimes
 
 
-def measure_steps(
-    shape: Shape, scale: Scale, device: torch.device, *, prompts_only: bool = False
-) -> ShapeTimes:
-    """Return the times of all kinds of steps; `prompts_only`: of those with prompts."""
+def measure_steps(shape: Shape, scale: Scale, device: torch.device) -> ShapeTimes:
+    """Return the times of all kinds of steps."""
     with _rig(shape, scale, device) as rig:
         graphs = rig.time_without_graphs(scale.prompts)
-        contexts = () if prompts_only else scale.contexts
-        decodes = [step for context in contexts for step in rig.time_decodes(context)]
+        decodes = [step for context in scale.contexts for step in rig.time_decodes(context)]
         return ShapeTimes([*decodes, *_with_prompts(rig, scale)], graphs)
 
 
