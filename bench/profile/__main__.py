@@ -41,8 +41,8 @@ from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
 NUM_THREADS = 2  #: of a CPU
-#: Steps that are measured again by themselves have at most so many rows that decode, tokens of prompts, and of
-#: context each: larger ones take long.
+#: Steps that are measured again by themselves have at most so many rows that decode, and tokens of prompts or
+#: of each row's context: larger ones take long.
 MOST_ROWS, MOST_TOKENS = 64, 512
 #: No object storage can be reached from where this runs: what a link of 10 Gbit/s delivers.
 OBJECT_BYTES_PER_S = 1.25e9
