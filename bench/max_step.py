@@ -56,9 +56,9 @@ class Served:
     took_s: float
 
 
-def captured(shape: ShapeProfile, kv: float = 1.0) -> ShapeProfile:
-    """A model whose steps are all graphs, with so many times the KV."""
-    times = replace(shape.times.scaled(weights=1.0, kv=kv), launch_s=0.0)
+def with_kv(shape: ShapeProfile, kv: float) -> ShapeProfile:
+    """A model with so many times the KV."""
+    times = shape.times.scaled(weights=1.0, kv=kv)
     return replace(shape, times=times, kv_bytes_per_token=int(kv * shape.kv_bytes_per_token))
 
 
@@ -79,7 +79,7 @@ def serve(shape: ShapeProfile, requests: Sequence[Asked], max_step_s: float) -> 
             times_s[request_id] = [asked.arrived_s]
             num_prompt, num_output = asked.num_prompt_tokens, asked.num_output_tokens
             engine.add(request_id, num_prompt, num_output, 0, Pace(), asked.arrived_s, now_s)
-        call = engine.launch(max(now_s, device_free_s))
+        call = engine.launch(now_s, device_free_s)
         device_free_s = device_free_s if call.launched is None else call.launched.end_s
         if call.awaited is not None:
             now_s = max(now_s, call.awaited.end_s)
@@ -147,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     prompt_allowance.SPREAD_STEPS = options.spread_steps
     asked, shape = _read(options.lengths), Profile.load("h200").shape("7B")
-    shapes = [replace(captured(shape), name="mha"), replace(captured(shape, kv=0.25), name="gqa")]
+    shapes = [replace(shape, name="mha"), replace(with_kv(shape, 0.25), name="gqa")]
     rows = [
         {"first_row": first, **row}
         for one in shapes

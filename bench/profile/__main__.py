@@ -29,18 +29,21 @@ import torch
 from msgspec.structs import replace as replace_struct
 
 from bench.profile.beside import measure_beside_loads
-from bench.profile.moves import measure_disk, measure_mapping, measure_worker
+from bench.profile.moves import LoadLine, measure_disk, measure_mapping, measure_return, measure_worker
 from bench.profile.requests import measure_request
-from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
+from bench.profile.scale import CPU, GIB, GPU, TINY_CPU, TINY_GPU, Scale
 from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
 from hearth.sim.profile import Profile
 from hearth.sim.step_times import StepTimes
-from hearth.snapshot.cost_profile import VERSION, MeasuredShape, Origin, PartOrigin
+from hearth.snapshot.cost_profile import VERSION, MeasuredShape, MeasuredSwitch, Origin, PartOrigin
 from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
 NUM_THREADS = 2  #: of a CPU
+#: Steps that are measured again by themselves have at most so many rows that decode, and tokens of prompts or
+#: of each row's context: larger ones take long.
+MOST_ROWS, MOST_TOKENS = 64, 512
 #: No object storage can be reached from where this runs: what a link of 10 Gbit/s delivers.
 OBJECT_BYTES_PER_S = 1.25e9
 OBJECT_REASON = "no object storage is reached by the benchmark: a link of 10 Gbit/s"
@@ -80,9 +83,9 @@ def measure(scale: Scale, device: torch.device, draft: Draft) -> None:
     one_row_s: dict[str, float] = {}
     for shape in scale.shapes:
         with step(f"steps of {shape.name}"):
-            steps = measure_steps(shape, scale, device)
+            times = measure_steps(shape, scale, device)
         _forget(device)
-        one_row_s[shape.name] = StepTimes.fitted(steps).step_s(1, 1, scale.switch_prompt)
+        one_row_s[shape.name] = StepTimes.fitted(times.steps).step_s(1, 1, scale.switch_prompt)
         shapes.append(
             {
                 "name": shape.name,
@@ -90,17 +93,18 @@ def measure(scale: Scale, device: torch.device, draft: Draft) -> None:
                 "dtype": shape.dtype,
                 "weights_bytes": shape.weights_bytes,
                 "kv_bytes_per_token": shape.kv_bytes_per_token,
-                "steps": steps,
+                "steps": times.steps,
+                **asdict(times.graphs),
             }
         )
         draft.add(shapes=shapes)
-    times = measure_worker(scale, device)
-    tell(json.dumps({"switches": times.details, "decode_s": times.decode_s}))
-    host_step_s = median(times.decode_s[name] - one_row_s[name] for name in one_row_s)
+    moves = measure_worker(scale, device)
+    tell(json.dumps({"switches": moves.details, "decode_s": moves.decode_s}))
+    host_step_s = median(moves.decode_s[name] - one_row_s[name] for name in one_row_s)
     draft.add(
-        bytes_per_s={Rung.HOST: times.host_bytes_per_s, **rates},
-        switch=times.switch,
-        assemble_s=times.assemble_s,
+        bytes_per_s={Rung.HOST: moves.host_bytes_per_s, **rates},
+        switch=moves.switch,
+        assemble_s=moves.assemble_s,
         host_step_s=max(0.0, host_step_s),
     )
 
@@ -114,8 +118,44 @@ def add_requests(scale: Scale, device: torch.device, draft: Draft) -> None:
     draft.add(**asdict(measure_request(scale, device, known)))
 
 
+def add_returns(scale: Scale, device: torch.device, draft: Draft) -> None:
+    switch = msgspec.convert(draft.parts["switch"], type=MeasuredSwitch, from_attributes=True)
+    rates = msgspec.convert(draft.parts["bytes_per_s"], type=dict[Rung, float])
+    shapes = scale.shapes[:2]
+    host_bytes = min(scale.host_bytes, GIB + sum(2 * shape.weights_bytes for shape in shapes))
+    small = replace(scale, shapes=shapes, host_bytes=host_bytes)
+    draft.add(return_s=measure_return(small, device, LoadLine(switch.give_way_s, rates[Rung.HOST])))
+
+
+def measure_small_steps(scale: Scale, device: torch.device, draft: Draft) -> None:
+    """Measure steps of few rows and tokens in place of those that a profile has, model by model."""
+    few = replace(
+        scale,
+        prompts=tuple(tokens for tokens in scale.prompts if tokens <= MOST_TOKENS),
+        batches=tuple(rows for rows in scale.batches if rows <= MOST_ROWS),
+        contexts=tuple(context for context in scale.contexts if context <= MOST_TOKENS),
+    )
+    known = {shape.name: shape for shape in _measured_shapes(draft)}
+    for shape in scale.shapes:
+        with step(f"small steps of {shape.name}"):
+            found = measure_steps(shape, few, device)
+        _forget(device)
+        most = max(one.num_tokens for one in found.steps)
+        kept = [
+            one
+            for one in known[shape.name].steps
+            if one.num_tokens > (MOST_ROWS if one.num_tokens == one.num_rows else most)
+        ]
+        known[shape.name] = replace_struct(
+            known[shape.name], steps=[*kept, *found.steps], **asdict(found.graphs)
+        )
+        draft.add(shapes=list(known.values()))
+
+
 #: Measured last, and each by itself.
-LAST_PARTS = {"beside": add_steps_beside_loads, "requests": add_requests}
+LAST_PARTS = {"beside": add_steps_beside_loads, "returns": add_returns, "requests": add_requests}
+#: Parts that can be measured again by themselves.
+PARTS = {"steps": measure_small_steps, **LAST_PARTS}
 
 
 def tell_errors(profile: Profile) -> None:
@@ -124,8 +164,8 @@ def tell_errors(profile: Profile) -> None:
         times = profile.shapes[measured.name].times
         errors = {}
         for one in measured.steps:
-            fitted_s = times.step_s(one.num_tokens, one.num_rows, one.context_tokens)
-            errors[one.num_tokens, one.num_rows, one.context_tokens] = fitted_s / one.seconds - 1
+            share = times.measured_s(one) / one.seconds
+            errors[one.num_tokens, one.num_rows, one.context_tokens] = share - 1
         worst = max(errors, key=lambda key: abs(errors[key]))
         mean = sum(map(abs, errors.values())) / len(errors)
         tell(f"{measured.name}: the fit is off by {mean:.1%} in the mean, {errors[worst]:+.1%} at {worst}")
@@ -190,7 +230,7 @@ def main() -> None:
         measure(scale, device, draft)
     for part in options.only or LAST_PARTS:
         with step(part):
-            LAST_PARTS[part](scale, device, draft)
+            PARTS[part](scale, device, draft)
     tell_errors(Profile.load(path))
     print(json.dumps({name: part for name, part in json.loads(path.read_text()).items() if name != "shapes"}))
 
@@ -207,9 +247,9 @@ def _options() -> ArgumentParser:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=list(LAST_PARTS),
+        choices=list(PARTS),
         metavar="PART",
-        help=f"beside the rest, from that file or the kept one: {', '.join(LAST_PARTS)}",
+        help=f"beside the rest, from that file or the kept one: {', '.join(PARTS)}",
     )
     parser.add_argument("--tiny", action="store_true", help="see only that everything runs")
     return parser

@@ -40,6 +40,7 @@ from hearth.messages import (
     DropModel,
     HostModel,
     ModelLoaded,
+    RetireModel,
     Sampling,
     StartRequest,
     StepDone,
@@ -153,6 +154,41 @@ def measure_worker(scale: Scale, device: torch.device) -> WorkerTimes:
         with working(setting, Path(place), orders, budget_bytes, turns=RULES) as worker:
             worker.segment.wait_pinned()
             return _WorkerRig(worker, scale).measure()
+
+
+def measure_return(scale: Scale, device: torch.device, line: LoadLine) -> float:
+    """Return how much longer than a load by `line` it takes until an evicted model is there again.
+
+    As without turns: one model is retired, another hosted, and the budget holds one of them.
+    """
+    times = []
+    with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
+        orders = _orders(scale, device, Path(place))
+        setting = Setting(
+            ReuseScale(host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
+            device,
+            Loader(device),
+            device_pages if device.type == "cuda" else host_pages,
+        )
+        with working(setting, Path(place), orders, _budget_bytes(scale, device), is_mapped=True) as worker:
+            worker.segment.wait_pinned()
+            models, last = list(orders), None
+            for round_number in range(scale.num_switches + 2):
+                for model in models:
+                    if last is not None:
+                        worker.send(RetireModel(last))
+                    worker.rest()
+                    began_s = time.perf_counter()
+                    worker.host(model)
+                    heard = worker.until(ModelLoaded)
+                    assert isinstance(heard.fact, ModelLoaded)
+                    num_bytes = sum(use.num_bytes for use in heard.fact.rungs)
+                    last = model
+                    if round_number > 1:  # the first two bring models to host memory, and engines
+                        load_s = line.first_s + num_bytes / line.bytes_per_s if num_bytes else 0.0
+                        times.append(heard.at_s - began_s - load_s)
+                        tell(f"  {model}: {num_bytes} bytes, {1e3 * times[-1]:.2f} ms beside its load")
+    return max(0.0, scale.typical(times))
 
 
 class _WorkerRig:

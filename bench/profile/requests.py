@@ -27,7 +27,11 @@ from bench.shape import Shape
 from hearth.sim.step_times import StepTimes
 
 MODEL = "asked"
-NUM_ASKED = 10  #: in a row; the first ones of all, for which the model is loaded, are left out
+NUM_ASKED = (
+    10  #: in a row beside a stream; the first ones of all, for which the model is loaded, are left out
+)
+NUM_RESTED = 5  #: asked of a service at rest
+REST_S = 0.2  #: before each of them: right behind an answer nothing has gone to sleep yet
 NUM_ROUNDS = 4
 NUM_PROMPT_TOKENS = 64
 NUM_STREAMED_TOKENS = 800
@@ -46,7 +50,7 @@ def measure_request(scale: Scale, device: torch.device, known: Mapping[str, Step
     """Return what requests take through a service; `known`: times of steps by shape."""
     small = scale.small or scale
     shape = small.shapes[0]
-    times = known.get(shape.name) or StepTimes.fitted(measure_steps(shape, small, device))
+    times = known.get(shape.name) or StepTimes.fitted(measure_steps(shape, small, device).steps)
     with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
         data_dir = Path(place) / "data"
         directory = write_random(Path(place) / MODEL, shape.config, shape.dtype, 0, device)
@@ -61,7 +65,7 @@ def measure_request(scale: Scale, device: torch.device, known: Mapping[str, Step
     before_s = 1.5 * times.step_s(1, 1, context)
     own_s = times.step_s(NUM_PROMPT_TOKENS + 1, 2, context + NUM_PROMPT_TOKENS)
     request_s = max(0.0, busy - before_s - own_s)
-    alone_s = times.step_s(NUM_PROMPT_TOKENS, 1, NUM_PROMPT_TOKENS)
+    alone_s = times.start_s + times.step_s(NUM_PROMPT_TOKENS, 1, NUM_PROMPT_TOKENS)
     return RequestTimes(request_s, max(0.0, resting - alone_s - request_s))
 
 
@@ -73,11 +77,15 @@ async def _ask(port: int, shape: Shape) -> tuple[float, float]:
         prompt = [draw.randrange(shape.arch.vocab_size) for _ in range(NUM_PROMPT_TOKENS)]
         return completion(MODEL, prompt, num_tokens)
 
-    async def first_tokens() -> list[float]:
-        return [good(await ask(port, question(1))).first_s for _ in range(NUM_ASKED)]
+    async def first_tokens(num_asked: int = NUM_ASKED, rest_s: float = 0.0) -> list[float]:
+        found = []
+        for _ in range(num_asked):
+            await asyncio.sleep(rest_s)
+            found.append(good(await ask(port, question(1))).first_s)
+        return found
 
     for round_number in range(NUM_ROUNDS + 1):
-        resting = await first_tokens()
+        resting = await first_tokens(NUM_RESTED, REST_S)
         stream = asyncio.create_task(ask(port, question(NUM_STREAMED_TOKENS)))
         await first_tokens()  # the first one waits for the stream's own prompt
         busy = await first_tokens()

@@ -24,7 +24,7 @@ class Scale:
     contexts: tuple[int, ...]  #: tokens of each of them
     prompts: tuple[int, ...]  #: tokens of one prompt that is computed by one step
     num_prompts: int  #: at once, in steps with several
-    busy_rows: int  #: that decode while a prompt comes
+    busy_rows: tuple[int, ...]  #: that decode while a prompt comes: few, and many
     busy_context: int
     num_steps: int  #: that each time is taken from
     num_rounds: int  #: through all kinds of prompts
@@ -75,7 +75,7 @@ GPU = Scale(
     contexts=(64, 512, 2048, 8192),
     prompts=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     num_prompts=8,
-    busy_rows=32,
+    busy_rows=(1, 32),
     busy_context=512,
     num_steps=3,
     num_rounds=3,
@@ -95,7 +95,7 @@ TINY_GPU = replace(
     batches=(1, 8),
     contexts=(64, 512),
     prompts=(16, 128, 512),
-    busy_rows=4,
+    busy_rows=(4,),
     num_steps=2,
     num_rounds=1,
     num_switches=1,
@@ -115,7 +115,7 @@ TINY_CPU = Scale(
     contexts=(16, 64),
     prompts=(8, 32),
     num_prompts=2,
-    busy_rows=2,
+    busy_rows=(2,),
     busy_context=16,
     num_steps=3,
     num_rounds=1,
@@ -139,7 +139,7 @@ CPU = Scale(
     contexts=(32, 256, 1024),
     prompts=(16, 64, 256),
     num_prompts=4,
-    busy_rows=4,
+    busy_rows=(4,),
     busy_context=32,
     num_steps=3,
     num_rounds=1,

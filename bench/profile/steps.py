@@ -11,8 +11,9 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from random import Random
 from statistics import median
 
@@ -23,38 +24,55 @@ from bench.random_engine import new_engine
 from bench.shape import Shape
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
+from hearth.sizes import padded_size
 from hearth.snapshot.cost_profile import MeasuredStep
 from hearth.types import RequestId, SamplingParams
 
 #: Steps after a change of rows that are not counted: one is under way, one may capture a graph.
 NUM_WARM_STEPS = 3
+#: Sizes of prompts that tell how long steps take without a graph.
+NUM_SIZES = 5
 #: Steps with a prompt that follow each other, as they do where many prompts come.
 NUM_TRAIN_STEPS = 4
 
 
-def measure_steps(shape: Shape, scale: Scale, device: torch.device) -> list[MeasuredStep]:
+@dataclass(frozen=True, slots=True)
+class GraphTimes:
+    """The seconds of steps that have no graph yet; 0 where steps never have one."""
+
+    capture_s: float
+    eager_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeTimes:
+    """The seconds of steps of a model."""
+
+    steps: list[MeasuredStep]
+    graphs: GraphTimes
+
+
+def measure_steps(shape: Shape, scale: Scale, device: torch.device) -> ShapeTimes:
     """Return the times of all kinds of steps."""
-    rig = _new_rig(shape, scale, device)
-    try:
-        return list(_kinds(rig, scale))
-    finally:
-        rig.engine.close()
+    with _rig(shape, scale, device) as rig:
+        graphs = rig.time_without_graphs(scale.prompts)
+        decodes = [step for context in scale.contexts for step in rig.time_decodes(context)]
+        return ShapeTimes([*decodes, *_with_prompts(rig, scale)], graphs)
 
 
-def _kinds(rig: EngineRig, scale: Scale) -> Iterator[MeasuredStep]:
-    """Yield all kinds of steps. Small prompts wait for the host, whose speed drifts: they come in rounds."""
-    for context in scale.contexts:
-        yield from rig.time_decodes(context)
+def _with_prompts(rig: EngineRig, scale: Scale) -> Iterator[MeasuredStep]:
+    """Yield steps with prompts. Small ones wait for the host, whose speed drifts: they come in rounds."""
     several = [(scale.num_prompts, tokens // scale.num_prompts) for tokens in scale.prompts[-2:]]
     alone = [(1, tokens) for tokens in scale.prompts] + several
     rounds: dict[object, list[MeasuredStep]] = defaultdict(list)
     for _ in range(scale.num_rounds):
         for num_prompts, num_tokens in alone:
             rounds[num_prompts, num_tokens].append(rig.time_prompts(num_prompts, num_tokens))
-        rig.fill(scale.busy_rows, scale.busy_context, scale.num_busy_tokens)
-        for num_tokens in scale.prompts[:-1]:
-            rounds[num_tokens].append(rig.time_prompts_beside_rows(num_tokens))
-        rig.keep(0)
+        for num_rows in scale.busy_rows:
+            rig.fill(num_rows, scale.busy_context, scale.num_busy_tokens)
+            for num_tokens in scale.prompts[:-1]:
+                rounds[num_rows, num_tokens, "beside"].append(rig.time_prompts_beside_rows(num_tokens))
+            rig.keep(0)
     for steps in rounds.values():
         yield sorted(steps, key=lambda one: one.seconds)[int(scale.quantile * len(steps))]
 
@@ -74,16 +92,33 @@ class EngineRig:
 
     def time_prompts(self, num_prompts: int, num_tokens: int) -> MeasuredStep:
         """Time a step that computes whole prompts and nothing else, from nothing to its tokens."""
-        times = []
-        for _ in range(self._scale.num_steps + 1):
-            for _ in range(num_prompts):
-                self._add(num_tokens, max_tokens=1)
-            began_s = self._clock_s()
-            while self.engine.has_work:
-                self._step()
-            times.append(self._clock_s() - began_s)
+        times = [self._prompts_s(num_prompts, num_tokens) for _ in range(self._scale.num_steps + 1)]
         total = num_prompts * num_tokens
         return MeasuredStep(total, num_prompts, total, self._scale.typical(times[1:]))
+
+    def time_without_graphs(self, sizes: Sequence[int]) -> GraphTimes:
+        """Time the first prompts of each size, and then some without graphs. The first of all does not count.
+
+        Small ones tell it, for the host is busy longer than the device with those.
+        """
+        runner = self.engine.runner
+        if runner.graphs is None:
+            return GraphTimes(0.0, 0.0)
+        padded = sorted({padded_size(runner.sizes.mixed, size) for size in sizes})[:NUM_SIZES]
+        first = [self._prompts_s(1, size) - self._prompts_s(1, size) for size in padded]
+        runner.graphs, graphs = None, runner.graphs
+        eager = [self._prompts_s(1, size) for size in [*padded, *padded]]
+        runner.graphs = graphs
+        return GraphTimes(max(0.0, median(first[1:])), median(eager[len(padded) :]))
+
+    def _prompts_s(self, num_prompts: int, num_tokens: int) -> float:
+        """Return the seconds from nothing to the tokens of so many prompts."""
+        for _ in range(num_prompts):
+            self._add(num_tokens, max_tokens=1)
+        began_s = self._clock_s()
+        while self.engine.has_work:
+            self._step()
+        return self._clock_s() - began_s
 
     def time_decodes(self, context: int) -> Iterator[MeasuredStep]:
         """Time decode steps, first with as many rows as there may be, then with fewer and fewer."""
@@ -162,8 +197,9 @@ class EngineRig:
                 del self._prompts[one]
 
 
-def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
-    """Return an engine over random weights."""
+@contextmanager
+def _rig(shape: Shape, scale: Scale, device: torch.device) -> Iterator[EngineRig]:
+    """Have an engine over random weights."""
     kv_bytes = min(scale.max_kv_bytes, 2 * scale.max_prefill_tokens * shape.kv_bytes_per_token)
     limits = scale.limits
     # A prompt is to be computed by one step, however long that takes.
@@ -171,4 +207,7 @@ def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
     engine = new_engine(shape, config, device, seed=1, max_context=scale.max_context)
     # Each row may have begun a block, and the sink is nobody's.
     live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * limits.block_tokens * limits.max_seqs
-    return EngineRig(engine, scale, shape.arch.vocab_size, live_tokens)
+    try:
+        yield EngineRig(engine, scale, shape.arch.vocab_size, live_tokens)
+    finally:
+        engine.close()

@@ -40,7 +40,7 @@ from bench.turns.simulated import (
     simulated_runs,
 )
 from bench.turns.table import Judged, Line, document, judge, measured_lines
-from bench.turns.workload import load_trace, questions
+from bench.turns.workload import load_trace, questions, warm_batches
 from hearth.sim.arrivals import Lengths
 from hearth.sim.profile import Profile
 from hearth.sim.traces import Trace
@@ -190,7 +190,9 @@ class Simulation:
         profile = Profile.load(options.profile)
         return Simulation(
             setting,
-            TraceSimulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile),
+            TraceSimulator(
+                *(setting.shapes, setting.memory_bytes, options.cutoff_s, profile), warm_batches(setting)
+            ),
             load_trace(options.trace, setting, math.inf),  # a short one would end before anybody is late
             profile,
             options.cutoff_s,

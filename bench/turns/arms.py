@@ -25,7 +25,13 @@ from bench.turns.outcome import Heard, Outcome, hear, outcomes
 from bench.turns.replay import Replayed, replay
 from bench.turns.setting import Arm, BenchModel, Setting
 from bench.turns.switches import Calibration, SeenRequest, Switching, summed_up, switches
-from bench.turns.workload import Question, random_prompt
+from bench.turns.workload import (
+    NUM_CALIBRATIONS,
+    Question,
+    calibrated_lengths,
+    random_prompt,
+    warm_lengths,
+)
 from hearth.cli.waterfall import waterfall
 from hearth.control.datadir import DataDir
 from hearth.errors import HearthError
@@ -34,7 +40,6 @@ from hearth.types import ModelId
 T = TypeVar("T")
 
 WARM_CUTOFF_S = 10.0  #: of the traffic before anything is measured
-_ASKS = 3  #: of which the median counts
 _NUM_EXPLAINED = 2  #: of each kind
 _WIDTH = 100  #: of waterfalls, in characters
 
@@ -137,12 +142,10 @@ async def _warm_up(port: int, setting: Setting) -> dict[str, dict[int, float]]:
     draw = random.Random(3)
     first_token_s: dict[str, dict[int, float]] = {}
     for model in setting.models:
-        prompts = [
-            random_prompt(draw, model, min(8 * row, setting.max_prompt_tokens))
-            for row in range(1, setting.warm_rows + 1)
+        rows = [
+            completion(model.name, random_prompt(draw, model, num_prompt), num_output)
+            for num_prompt, num_output in warm_lengths(setting)
         ]
-        # Of different lengths, so that the batch passes through all sizes.
-        rows = [completion(model.name, prompt, 2 * at) for at, prompt in enumerate(prompts, start=1)]
         for reply in await ask_all(port, rows):
             good(reply)
         if model.shape not in first_token_s:
@@ -153,11 +156,10 @@ async def _warm_up(port: int, setting: Setting) -> dict[str, dict[int, float]]:
 async def _first_tokens(
     port: int, setting: Setting, model: BenchModel, draw: random.Random
 ) -> dict[int, float]:
-    most = setting.max_prompt_tokens
     found = {}
-    for num_tokens in (most // 16, most // 4, most):
+    for num_tokens in calibrated_lengths(setting):
         times_s = []
-        for _ in range(_ASKS):
+        for _ in range(NUM_CALIBRATIONS):
             question = completion(model.name, random_prompt(draw, model, num_tokens), 1)
             times_s.append(good(await ask(port, question)).first_s)
         found[num_tokens] = median(times_s)

@@ -23,7 +23,7 @@ from hearth.sim.setting import Policy, SimulationSetting
 from hearth.sim.traces import Trace, TracedRequest
 from hearth.types import ModelId
 
-#: Every model is asked before, as those of a service are: one after the other, in so many seconds each.
+#: Between the end of all requests and the next ones, while a service is warmed up and before each run.
 _WARM_S = 1.5
 #: Simulations of each measured run, and how late each arrival may be in them.
 _NUM_DRAWS = 5
@@ -50,16 +50,29 @@ class TraceSimulator:
     """Simulates a service whose models have these shapes, in so much memory."""
 
     def __init__(
-        self, shapes: Mapping[str, str], memory_bytes: int, cutoff_s: float, profile: Profile
+        self,
+        shapes: Mapping[str, str],
+        memory_bytes: int,
+        cutoff_s: float,
+        profile: Profile,
+        warm: Iterable[Sequence[TracedRequest]] | None = None,
     ) -> None:
-        """Tokens that come later than `cutoff_s` after the last arrival count as if they never came."""
+        """Tokens that come later than `cutoff_s` after the last arrival count as if they never came.
+
+        `warm`: requests that a new service is asked first, batch by batch; by default each model once.
+        """
         self._shapes = {ModelId(name): shape for name, shape in shapes.items()}
         self._memory_bytes, self._cutoff_s, self._profile = memory_bytes, cutoff_s, profile
+        once = [[TracedRequest(0.0, name, 16, 2)] for name in self._shapes]
+        self._warm = once if warm is None else list(warm)
 
     def start(self, arm: Arm) -> SimulatedArm:
         """Return a service of its own, in which each model has been asked."""
         setting = SimulationSetting(self._shapes, self._memory_bytes, policy=Policy(arm.value))
-        return SimulatedArm(SimulatedService(setting, self._profile))
+        started = SimulatedArm(SimulatedService(setting, self._profile))
+        for batch in self._warm:
+            started.replay(batch)
+        return started
 
     def run(self, trace: Trace, arm: Arm) -> Simulated:
         return self.start(arm).run(trace.requests, self._cutoff_s)
@@ -73,10 +86,9 @@ class SimulatedArm:
     """A simulated service that is asked one trace after another, as that of an arm is. Mutable."""
 
     def __init__(self, service: SimulatedService) -> None:
-        """Have each model of a new service asked for the first time."""
+        """Take a new service."""
         self._service = service
         self._shapes = service.setting.shapes
-        self.replay(TracedRequest(at * _WARM_S, name, 16, 2) for at, name in enumerate(self._shapes))
 
     def replay(self, requests: Iterable[TracedRequest]) -> list[SimulatedAnswer]:
         """Have requests arrive when all before them have ended, and a while later; return their answers."""

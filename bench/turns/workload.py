@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from bench.service.client import completion
 from bench.turns.setting import BenchModel, Setting
 from hearth.sim.arrivals import Lengths
 from hearth.sim.trace_files import read_trace
-from hearth.sim.traces import Trace
+from hearth.sim.traces import Trace, TracedRequest
+
+NUM_CALIBRATIONS = 3  #: of each length; the median counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,32 @@ def questions(trace: Trace, setting: Setting) -> list[Question]:
         body = completion(model.name, random_prompt(draw, model, lengths[0]), lengths[1])
         asked.append(Question(one.arrival_s, model.name, model.shape, *lengths, body))
     return asked
+
+
+def warm_lengths(setting: Setting) -> list[tuple[int, int]]:
+    """Return tokens of prompts and answers that a model is warmed up with at once.
+
+    They are of different lengths, so that the batch passes through all sizes.
+    """
+    rows = range(1, setting.warm_rows + 1)
+    return [(min(8 * row, setting.max_prompt_tokens), 2 * row) for row in rows]
+
+
+def calibrated_lengths(setting: Setting) -> tuple[int, ...]:
+    """Return the lengths of prompts whose first tokens are timed on a model that is there."""
+    most = setting.max_prompt_tokens
+    return most // 16, most // 4, most
+
+
+def warm_batches(setting: Setting) -> Iterator[list[TracedRequest]]:
+    """Yield the requests that warm a service up: those of a batch at once, when all before have ended."""
+    calibrated = set[str]()
+    for model in setting.models:
+        yield [TracedRequest(0.0, model.name, *lengths) for lengths in warm_lengths(setting)]
+        if model.shape not in calibrated:
+            calibrated.add(model.shape)
+            for num_tokens in calibrated_lengths(setting):
+                yield from [[TracedRequest(0.0, model.name, num_tokens, 1)]] * NUM_CALIBRATIONS
 
 
 def random_prompt(draw: random.Random, model: BenchModel, num_tokens: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import strategies as st
 
 from hearth.sim.profile import Profile
@@ -44,6 +45,17 @@ MACHINE = Profile(
         wake_s=0.002,
         beside_load_s=0.005,
         shapes=[_shape("3B", 6 * GB, 114_688, 0.004), _shape("7B", 13 * GB, 524_288, 0.006)],
+    )
+)
+
+#: The same, where a model that returns and steps without a graph take their time.
+SLOW_HOST = Profile(
+    msgspec.structs.replace(
+        MACHINE.measured,
+        return_s=0.01,
+        shapes=[
+            msgspec.structs.replace(one, capture_s=0.015, eager_s=0.02) for one in MACHINE.measured.shapes
+        ],
     )
 )
 

@@ -134,22 +134,31 @@ def test_noise_that_falls_is_put_at_its_mean() -> None:
     assert [times.step_s(rows, rows, rows) for rows in (1, 2, 3)] == pytest.approx([0.15, 0.15, 0.3])
 
 
-def test_a_step_that_the_host_launches_takes_as_long_as_launching_at_least() -> None:
+def test_prompts_alone_took_longer_because_no_step_was_under_way_before() -> None:
+    def seconds(tokens: int, context: int) -> float:
+        return 0.002 + tokens * 1e-5 + context * 1e-7
+
     decode = [
         MeasuredStep(rows, rows, rows * each, 0.001 + rows * each * 1e-7)
         for rows in (1, 64)
         for each in (1, 999)
     ]
-    prompts = [
-        MeasuredStep(tokens, 1, tokens, max(0.006, tokens * 1e-5)) for tokens in (16, 64, 256, 1024, 4096)
-    ]
-    beside = MeasuredStep(64 + 16, 64, 64 * 500, 0.006)
-    times = StepTimes.fitted([*decode, *prompts, beside])
+    sizes = (16, 64, 256, 1024, 4096)
+    alone = [MeasuredStep(tokens, 1, tokens, 0.0008 + seconds(tokens, tokens)) for tokens in sizes]
+    beside = [MeasuredStep(8 + tokens, 9, 4000, seconds(8 + tokens, 4000)) for tokens in sizes]
+    times = StepTimes.fitted([*decode, *alone, *beside])
 
-    assert times.launch_s == 0.006
-    assert times.step_s(2, 1, 2) == 0.006
-    assert times.step_s(64 + 16, 64, 64 * 500) == 0.006, "reading KV goes on while kernels are launched"
-    assert times.step_s(2048, 1, 2048) == pytest.approx(0.02, rel=0.05)
+    assert times.start_s == pytest.approx(0.0008, rel=1e-2)
+    assert times.step_s(256, 1, 256) == pytest.approx(seconds(256, 256), rel=1e-2)
+    assert times.step_s(2000, 3, 5000) == pytest.approx(seconds(2000, 5000), rel=1e-2)
+    assert times.measured_s(alone[2]) == pytest.approx(alone[2].seconds, rel=1e-2)
+    assert StepTimes.fitted([*decode, *alone]).start_s == 0.0, "nothing tells it from computing"
+
+
+def test_a_prompt_of_few_tokens_takes_as_long_as_the_shortest_that_was_measured() -> None:
+    steps = [MeasuredStep(1, 1, 1, 0.001), MeasuredStep(16, 1, 16, 0.003), MeasuredStep(64, 1, 64, 0.003)]
+
+    assert StepTimes.fitted(steps).step_s(3, 2, 3) == pytest.approx(0.003, rel=1e-2)
 
 
 def test_a_profile_tells_times_rates_and_sizes(tmp_path: Path) -> None:
@@ -233,8 +242,5 @@ def test_a_kept_profile_was_measured_and_its_times_fit(name: str) -> None:
     assert not profile.measured.origin.is_tiny
     for measured in profile.measured.shapes:
         times = profile.shapes[measured.name].times
-        errors = [
-            abs(times.step_s(one.num_tokens, one.num_rows, one.context_tokens) / one.seconds - 1)
-            for one in measured.steps
-        ]
+        errors = [abs(times.measured_s(one) / one.seconds - 1) for one in measured.steps]
         assert sum(errors) / len(errors) < 0.2, f"`{measured.name}` is off by {errors}"

@@ -31,7 +31,7 @@ from hearth.sim.stepped_model import StartOrder
 from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
 from hearth.sim.traces import TracedRequest
 from hearth.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
-from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES
+from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES, SLOW_HOST
 
 SETTING = SimulationSetting(SHAPES, MEMORY_BYTES)
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
@@ -78,12 +78,18 @@ def test_a_first_token_comes_right_behind_the_last_byte_that_its_prompt_followed
     *_, last = service.answers.values()
     num_bytes = loads[-1].rungs[0].num_bytes
     assert (loads[-1].model, num_bytes > 0) == (A, True)
-    load_s = MACHINE.give_way_s + num_bytes / HOST_BYTES_PER_S
+    load_s = MACHINE.wake_s + MACHINE.give_way_s + num_bytes / HOST_BYTES_PER_S
     assert last.first_token_s == pytest.approx(load_s + MACHINE.begin_s)
 
 
-def test_a_model_that_comes_back_to_all_its_bytes_is_loaded_in_no_time() -> None:
-    service = served([TracedRequest(0.0, "c", 100, 5)])
+@pytest.mark.parametrize("return_s", [0.0, 0.25])
+def test_a_model_that_comes_back_to_all_its_bytes_takes_no_longer_than_to_be_hosted_again(
+    return_s: float,
+) -> None:
+    machine = Profile(msgspec.structs.replace(MACHINE.measured, return_s=return_s))
+    service = SimulatedService(replace(SETTING, policy=Policy.DRAIN), machine)
+    service.ask([TracedRequest(0.0, "c", 100, 5)])
+    service.run()
     (worker,) = service.workers.values()
     order, now_s = worker.hosted[C].order, service.now_s + 1.0
     start = StartOrder(RequestId("again"), C, 100, 1, Pace(), now_s, 0)
@@ -92,8 +98,8 @@ def test_a_model_that_comes_back_to_all_its_bytes_is_loaded_in_no_time() -> None
     sent = list[TokensSent]()
     while not sent:
         sent = [fact for fact in worker.advance(worker.next_s) if isinstance(fact, TokensSent)]
-    step_s = MACHINE.shape(SHAPES[C]).step_s(100, 1, 100)
-    assert sent[0].at_s[0] - now_s == pytest.approx(MACHINE.wake_s + step_s)
+    step_s = machine.shape(SHAPES[C]).step_s(100, 1, 100)
+    assert sent[0].at_s[0] - now_s == pytest.approx(machine.wake_s + return_s + step_s)
 
 
 def test_who_asks_a_worker_that_rests_waits_until_it_is_awake() -> None:
@@ -105,7 +111,7 @@ def test_who_asks_a_worker_that_rests_waits_until_it_is_awake() -> None:
         service.run()
         times.append([answer.first_token_s for answer in service.answers.values()])
     first, resting, busy = (late_s - soon_s for soon_s, late_s in zip(*times, strict=True))
-    assert first == pytest.approx(0.0)  # its bytes took longer
+    assert first == pytest.approx(0.25), "its bytes are asked for when the worker is awake"
     assert resting == pytest.approx(0.25)
     assert abs(busy) < 0.05
 
@@ -173,13 +179,17 @@ def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
     service.check()
 
 
-@given(REQUESTS, POLICIES, CANCELS, st.none() | st.floats(0.1, 5.0))
+@given(REQUESTS, POLICIES, CANCELS, st.none() | st.floats(0.1, 5.0), st.sampled_from([MACHINE, SLOW_HOST]))
 @settings(max_examples=30, deadline=None)
 def test_jumping_over_steps_changes_no_time_of_any_token(
-    requests: list[TracedRequest], policy: Policy, cancels: list[tuple[int, float]], lost_s: float | None
+    requests: list[TracedRequest],
+    policy: Policy,
+    cancels: list[tuple[int, float]],
+    lost_s: float | None,
+    machine: Profile,
 ) -> None:
     def disturbed() -> SimulatedService:
-        service = SimulatedService(replace(SETTING, policy=policy, num_workers=2), MACHINE)
+        service = SimulatedService(replace(SETTING, policy=policy, num_workers=2), machine)
         service.ask(requests)
         cancel(service, cancels)
         if lost_s is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from random import Random
 
-from bench.max_step import Asked, captured, percentiles, serve
+from bench.max_step import Asked, percentiles, serve
 from hearth.sim.profile import Profile
 from hearth.sim.setting import DEFAULT_MAX_STEP_S
 
-SHAPE = captured(Profile.load("h200").shape("7B"))
+SHAPE = Profile.load("h200").shape("7B")
 
 
 def test_tokens_come_within_the_longest_step_while_long_prompts_arrive() -> None:

@@ -66,11 +66,9 @@ def plan_jump(
     share_bytes = free_bytes // len(ready)
     runs, flight_ends_s = dict[ModelId, DecodeRun](), dict[ModelId, float]()
     for model, engine in engines.items():
-        if engine.flight is None:
+        if engine.flight is None or (run := engine.decode_run(share_bytes)) is None or not run.num_steps:
             return None
-        runs[model], flight_ends_s[model] = engine.decode_run(share_bytes), engine.flight.end_s
-        if not runs[model].num_steps:
-            return None
+        runs[model], flight_ends_s[model] = run, engine.flight.end_s
     tried = copy.deepcopy(sharing) if len(ready) > 1 else None
     num_calls, calls = dict.fromkeys(ready, 0), list[JumpedCall]()
     while now_s < until_s:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,8 @@ class ShapeProfile:
     kv_bytes_per_token: int
     times: StepTimes
     host_step_s: float
+    capture_s: float  #: that the first step of a size takes longer
+    eager_s: float  #: that a step takes at least which has no graph
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
         """Return the seconds of a step.
@@ -64,6 +66,7 @@ class Profile:
         self.request_s = measured.request_s
         self.wake_s = measured.wake_s
         self.beside_load_s = measured.beside_load_s
+        self.return_s = measured.return_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
 
     @staticmethod
@@ -120,7 +123,13 @@ class Profile:
         times = nearest.times.scaled(
             weights_bytes / nearest.weights_bytes, kv_bytes_per_token / nearest.kv_bytes_per_token
         )
-        return ShapeProfile(name, weights_bytes, kv_bytes_per_token, times, self.measured.host_step_s)
+        return replace(
+            nearest,
+            name=name,
+            weights_bytes=weights_bytes,
+            kv_bytes_per_token=kv_bytes_per_token,
+            times=times,
+        )
 
     def _nearest(self, weights_bytes: int) -> ShapeProfile:
         return min(self.shapes.values(), key=lambda shape: abs(math.log(shape.weights_bytes / weights_bytes)))
@@ -132,6 +141,7 @@ class Profile:
             measured.kv_bytes_per_token,
             StepTimes.fitted(measured.steps),
             self.measured.host_step_s,
+            *(measured.capture_s, measured.eager_s),
         )
 
 

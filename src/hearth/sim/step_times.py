@@ -1,25 +1,30 @@
 """How long a step of an engine takes, from steps that were measured. Measures nothing itself.
 
-A step is either of decode rows alone, which a GPU replays as one graph, or has tokens of prompts too, and
-then the host launches each kernel by itself:
+A step has decode rows, tokens of prompts, or both, and is one graph of a GPU either way:
 
-    decode    rows_s(rows) + context_s_per_token * context
-    prompts   max(launch_s, max(rows_s(rows), tokens_s(tokens)) + context_s_per_token * context)
+    rows_s(rows) + context_s_per_token * context                           decode rows alone
+    max(rows_s(rows), tokens_s(tokens)) + context_s_per_token * context    prompts, also beside decode rows
+    start_s                                                                more, if none was under way before
 
 `rows_s` and `tokens_s` are lines through what was measured, never falling; reading one token of KV costs the
 same everywhere. So a row more, a token more of a prompt, or more context never make a step shorter. What a
 prompt's tokens do with each other is in `tokens_s`; what they do with context of earlier steps costs no more
 than reading it once, which is too little for the later parts of a prompt of many thousand tokens.
+
+Steps are launched one ahead of the device, so the host's part of them passes beside the step before. The
+first step of an engine that rests has none before it: `start_s` is what prompts alone took longer than the
+same tokens beside rows that decode.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
+
+from msgspec.structs import replace as replace_struct
 
 from hearth.snapshot.cost_profile import MeasuredStep
 
@@ -61,8 +66,8 @@ class StepTimes:
 
     rows_s: Line  #: of steps with so many decode rows and no context
     tokens_s: Line  #: of steps with so many tokens, of which some are a prompt's
-    launch_s: float  #: that the host takes for a step that is no graph, however little it computes
     context_s_per_token: float
+    start_s: float  #: that the first step of an engine takes longer which had none under way
 
     @staticmethod
     def fitted(steps: Sequence[MeasuredStep]) -> StepTimes:
@@ -71,24 +76,25 @@ class StepTimes:
         prompts = [step for step in steps if step.num_tokens > step.num_rows]
         slope = _context_slope(decode)
         rows_s = Line.through(_means(((step.num_rows, step) for step in decode), slope))
-        sizes = sorted({step.num_tokens for step in prompts})
-        fits = (_fit_prompts(prompts, rows_s, slope, computed_from=size) for size in sizes)
-        return min(fits, key=lambda times: times.error(prompts))
-
-    def error(self, steps: Sequence[MeasuredStep]) -> float:
-        """Return how far these times are from measured ones: the mean logarithm of their ratio."""
-        return fmean(
-            abs(math.log(self.step_s(one.num_tokens, one.num_rows, one.context_tokens) / one.seconds))
-            for one in steps
-        )
+        beside = [step for step in prompts if not _is_first(step)]
+        start_s = _start_s(prompts, _with_prompts(rows_s, beside, slope)) if beside else 0.0
+        following = [
+            replace_struct(step, seconds=step.seconds - start_s) if _is_first(step) else step
+            for step in prompts
+        ]
+        return replace(_with_prompts(rows_s, following, slope), start_s=start_s)
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return the seconds of a step."""
+        """Return the seconds of a step that another was under way before."""
         context_s = self.context_s_per_token * context_tokens
         if num_tokens == num_rows:
             return self.rows_s.at(num_rows) + context_s
-        computed_s = max(self.rows_s.at(num_rows), self.tokens_s.at(num_tokens))
-        return max(self.launch_s, computed_s + context_s)
+        return max(self.rows_s.at(num_rows), self.tokens_s.at(num_tokens)) + context_s
+
+    def measured_s(self, step: MeasuredStep) -> float:
+        """Return the seconds of a step as they are measured: prompts alone from nothing to their tokens."""
+        step_s = self.step_s(step.num_tokens, step.num_rows, step.context_tokens)
+        return step_s + self.start_s if _is_first(step) else step_s
 
     def scaled(self, weights: float, kv: float) -> StepTimes:
         """Return the times of a model whose weights and KV have so many times the bytes."""
@@ -100,21 +106,28 @@ class StepTimes:
         )
 
 
-def _fit_prompts(
-    prompts: Sequence[MeasuredStep], rows_s: Line, slope: float, computed_from: int
-) -> StepTimes:
-    """Fit steps with prompts, if those with fewer tokens than that take as long as their launch.
+def _is_first(step: MeasuredStep) -> bool:
+    """True if a step had prompts alone: their rows look back on nothing but their own tokens."""
+    return step.num_tokens > step.num_rows and step.context_tokens == step.num_tokens
 
-    A single token of a prompt would be computed like a decode row.
-    """
-    launched = [step.seconds for step in prompts if step.num_tokens < computed_from]
-    computed = ((step.num_tokens, step) for step in prompts if step.num_tokens >= computed_from)
-    return StepTimes(
-        rows_s,
-        tokens_s=Line.through({1: rows_s.at(1)} | _means(computed, slope)),
-        launch_s=median(launched) if launched else 0.0,
-        context_s_per_token=slope,
-    )
+
+def _with_prompts(rows_s: Line, prompts: Sequence[MeasuredStep], slope: float) -> StepTimes:
+    """Return the times of a model whose steps with prompts follow others."""
+    tokens_s = Line.through(_means(((step.num_tokens, step) for step in prompts), slope))
+    return StepTimes(rows_s, tokens_s, slope, start_s=0.0)
+
+
+def _start_s(prompts: Sequence[MeasuredStep], following: StepTimes) -> float:
+    """Return what prompts alone took longer than by times of steps that follow others: best by share."""
+    most_tokens = following.tokens_s.xs[-1]
+    first = [step for step in prompts if _is_first(step) and step.num_tokens <= most_tokens]
+    ranked = sorted((step.seconds - following.measured_s(step), 1 / step.seconds) for step in first)
+    half = sum(weight for _, weight in ranked) / 2
+    for longer_s, weight in ranked:
+        half -= weight
+        if half <= 0:
+            return max(0.0, longer_s)
+    return 0.0
 
 
 def _context_slope(steps: Sequence[MeasuredStep]) -> float:

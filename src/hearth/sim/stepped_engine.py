@@ -12,6 +12,8 @@ from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import ShapeProfile
+from hearth.sim.step_graphs import SteppedGraphs
+from hearth.sizes import StepLimits
 from hearth.types import Pace, RequestId, SamplingParams
 
 #: What every step samples: nothing depends on it.
@@ -33,6 +35,15 @@ class StepCall:
 
     awaited: Flight | None
     launched: Flight | None
+    launch_s: float = 0.0  #: that the host takes for the launched step, where that has no graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """The launch of a step, beyond what the times of steps tell."""
+
+    host_s: float
+    is_eager: bool  #: kernel by kernel, so that the device computes meanwhile
 
 
 class SteppedEngine:
@@ -54,6 +65,9 @@ class SteppedEngine:
         #: As the pages of a mapped pool are: those of the sink come first and are given back last.
         self._num_kv_pages = self._num_kv_blocks = 0
         self.flight: Flight | None = None
+        self._graphs = SteppedGraphs(StepLimits(limits.max_batch_tokens, limits.max_seqs, block_tokens))
+        #: Weights have come since its last step, or are still coming: the next one is not captured.
+        self.is_behind_load = False
         self._num_added = 0
 
     @property
@@ -132,19 +146,35 @@ class SteppedEngine:
 
     # Steps, one ahead of the device.
 
-    def launch(self, begin_s: float, not_before_s: float = 0.0, least_step_s: float = 0.0) -> StepCall:
+    def launch(
+        self, now_s: float, device_free_s: float, load_end_s: float | None = None, least_step_s: float = 0.0
+    ) -> StepCall:
         """Do what a call of a real engine does: launch the next step, and wait for the one before.
 
-        A step begins no sooner than `begin_s`, ends no sooner than `not_before_s`, and takes at least
-        `least_step_s`.
+        The device begins it when it is free. `load_end_s`: when the weights are there that it follows, for a
+        step does not end before; it takes at least `least_step_s`.
         """
         awaited, self.flight = self.flight, None
         plan = self.batcher.plan(self._allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
-        if plan is not None:
-            shape_s = self.shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
-            step_s = max(least_step_s, shape_s)
-            self.flight = Flight(plan, step_s, max(begin_s + step_s, not_before_s))
-        return StepCall(awaited, self.flight)
+        if plan is None:
+            return StepCall(awaited, None)
+        shape_s = self.shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
+        step_s = max(least_step_s, shape_s)
+        launch = self._launched(plan, is_loading=load_end_s is not None)
+        start_s = self.shape.times.start_s if awaited is None else 0.0
+        begin_s = max(now_s + start_s + (0.0 if launch.is_eager else launch.host_s), device_free_s)
+        self.flight = Flight(plan, step_s, max(begin_s + step_s, now_s + launch.host_s, load_end_s or 0.0))
+        return StepCall(awaited, self.flight, launch.host_s)
+
+    def _launched(self, plan: StepPlan, *, is_loading: bool) -> _Launch:
+        """Return what launching a step takes; it is captured, unless it is the first one behind a load."""
+        is_behind, self.is_behind_load = self.is_behind_load, is_loading
+        if is_loading or (is_behind and not self._graphs.has(plan)):
+            return _Launch(self.shape.eager_s, is_eager=True)
+        if self._graphs.has(plan):
+            return _Launch(0.0, is_eager=False)
+        self._graphs.capture(plan)
+        return _Launch(self.shape.capture_s, is_eager=False)
 
     def flush(self) -> Flight | None:
         """Have no step in flight any more; return the one that has to be waited for."""
@@ -157,8 +187,13 @@ class SteppedEngine:
         self._allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, awaited.step_s)
         return self.batcher.commit(awaited.plan, [_TOKEN] * awaited.plan.num_samples)
 
-    def decode_run(self, free_bytes: int) -> DecodeRun:
-        """Return the next steps that need nobody's decision, if the KV may take so many free bytes."""
+    def decode_run(self, free_bytes: int) -> DecodeRun | None:
+        """Return the next steps that need nobody's decision, if the KV may take so many free bytes.
+
+        None: the next step has no graph.
+        """
+        if self.is_behind_load or not self._graphs.has_decode(max(1, self.batcher.num_running)):
+            return None
         most_blocks = self.kv.num_blocks(self._num_kv_pages + free_bytes // self.kv.page_bytes)
         return self.batcher.decode_run(self.elastic.num_steps_left, most_blocks - self._num_kv_blocks)
 

@@ -57,6 +57,7 @@ class SteppedModel:
     order: HostOrder
     engine: SteppedEngine
     is_assembled: bool = False  #: its engine is there, as it is from its first load on
+    is_returning: bool = False  #: it was evicted, and nothing of it was loaded since
     hold: Hold = Hold.WARM  #: while it has no requests
     load: LoadUnderWay | None = None
     requests: dict[RequestId, StartOrder] = field(default_factory=dict)

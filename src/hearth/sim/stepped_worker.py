@@ -107,6 +107,7 @@ class SteppedWorker:
         self._flushed_s = 0.0  #: when the last step of a model is over whose turn has ended
         self._bus_free_s = 0.0
         self._is_asleep = True  #: nothing was to be done when it was last looked
+        self._awake_s = 0.0  #: when it has woken up for the first order since
         self._now_s = 0.0
         self._facts: list[WorkerFact] = []
 
@@ -118,7 +119,7 @@ class SteppedWorker:
         if self._running is not None:
             return self._running.end_s
         if self._inbox:
-            return self._now_s
+            return max(self._now_s, self._awake_s)
         return self._news_s()
 
     def _news_s(self) -> float:
@@ -131,6 +132,8 @@ class SteppedWorker:
     def post(self, order: WorkerOrder, now_s: float) -> None:
         """Give an order, to be carried out as soon as no step is under way."""
         self._now_s = now_s
+        if self._is_asleep:
+            self._is_asleep, self._awake_s = False, now_s + self._profile.wake_s
         self._inbox.append(order)
         if isinstance(self._running, Jump):
             self._running.cut(now_s)
@@ -197,8 +200,8 @@ class SteppedWorker:
         assert model not in self.hosted, f"hosted twice: {order.load}"
         self.reclaimer.costs.hosted(model, order.profile.weight)
         engine = self._retired.pop(model, None)
-        is_new = engine is None
-        self.hosted[model] = SteppedModel(order, engine or self._new_engine(order), is_assembled=not is_new)
+        is_known = engine is not None
+        self.hosted[model] = SteppedModel(order, engine or self._new_engine(order), is_known, is_known)
         if self.turns is None:
             self._load(model)
         else:
@@ -316,12 +319,22 @@ class SteppedWorker:
         num_bytes = self.reclaimer.place(model)
         if num_bytes is None:
             return
-        if not num_bytes and hosted.is_assembled:
-            self._complete(model, hosted, LoadUnderWay(self._now_s, self._now_s, 0))
+        ready_s = self._now_s + self._first_s(hosted)
+        if not num_bytes and ready_s == self._now_s:
+            self._complete(model, hosted, LoadUnderWay(ready_s, ready_s, 0))
             return
-        first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
-        begin_s = max(self._now_s + first_s, self._bus_free_s, self._flushed_s)
-        hosted.load = LoadUnderWay(begin_s, self._have_cross(num_bytes, begin_s), num_bytes)
+        begin_s, end_s = ready_s, ready_s
+        if num_bytes:
+            begin_s = max(ready_s, self._bus_free_s, self._flushed_s)
+            end_s = self._have_cross(num_bytes, begin_s)
+            hosted.engine.is_behind_load = True
+        hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
+
+    def _first_s(self, hosted: SteppedModel) -> float:
+        """Return how long it takes until bytes of a model can cross which was not hosted a moment ago."""
+        if not hosted.is_assembled:
+            return self._profile.assemble_s
+        return self._profile.return_s if hosted.is_returning else 0.0
 
     def _load_front(self) -> None:
         """Have the first bytes of the next in line cross before its turn, where others cost less."""
@@ -347,12 +360,13 @@ class SteppedWorker:
         load = hosted.load
         assert load is not None, f"`{model}` is not being loaded"
         hosted.load = None
-        seconds = self._bytes_s(load.num_bytes)
-        self.bytes_moved += load.num_bytes
-        self.bus_s += seconds
-        self.reclaimer.costs.learn_load(
-            model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
-        )
+        if load.num_bytes:
+            seconds = self._bytes_s(load.num_bytes)
+            self.bytes_moved += load.num_bytes
+            self.bus_s += seconds
+            self.reclaimer.costs.learn_load(
+                model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
+            )
         self.reclaimer.policy.room_may_have_come()
         if load.is_front:
             if self._is_in_turn(model):  # as it is now
@@ -363,7 +377,7 @@ class SteppedWorker:
 
     def _complete(self, model: ModelId, hosted: SteppedModel, load: LoadUnderWay) -> None:
         """Note that all of a model is there by a load, which may have had nothing to bring."""
-        hosted.is_assembled = True
+        hosted.is_assembled, hosted.is_returning = True, False
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
         uses = (RungUse(Rung.HOST, load.num_bytes, self._bytes_s(load.num_bytes)),) if load.num_bytes else ()
@@ -381,16 +395,16 @@ class SteppedWorker:
             urgent = [model for model in ready if self.hosted[model].engine.batcher.has_newcomer]
             model, now_s = self._sharing.next(ready, urgent), self._now_s
             self.reclaimer.before_step(model)
-            begin_s = max(now_s + self._take_wake_s(), self._device_free_s)
             hosted = self.hosted[model]
             # A step that follows a load ends with it at the soonest, and holds up its thread until then.
-            load_end_s = now_s if hosted.load is None else hosted.load.end_s
-            not_before_s = 0.0 if hosted.load is None else load_end_s + self._profile.begin_s
-            call = hosted.engine.launch(begin_s, not_before_s, self._least_step_s())
+            load_end_s = None if hosted.load is None else hosted.load.end_s
+            follow_s = None if load_end_s is None else load_end_s + self._profile.begin_s
+            call = hosted.engine.launch(now_s, self._device_free_s, follow_s, self._least_step_s())
             if (launched := call.launched) is not None:
-                self._note_step(launched.end_s, launched.end_s - begin_s)
+                self._note_step(launched.end_s, launched.step_s)
             if call.awaited is not None or launched is not None:
-                end_s = load_end_s if call.awaited is None else max(load_end_s, call.awaited.end_s)
+                awaited_s = now_s if call.awaited is None else call.awaited.end_s
+                end_s = max(load_end_s or now_s, awaited_s, now_s + call.launch_s)
                 self._running = _Call(model, now_s, end_s, call.awaited)
                 return
             self._sharing.stepped(model, 0.0)
@@ -404,11 +418,6 @@ class SteppedWorker:
 
     def _is_any_loading(self) -> bool:
         return any(one.load is not None for one in self.hosted.values())
-
-    def _take_wake_s(self) -> float:
-        """Return how long it takes to begin a step; longer where the thread slept until somebody asked."""
-        was_asleep, self._is_asleep = self._is_asleep, False
-        return self._profile.wake_s if was_asleep else 0.0
 
     def _plan_jump(self, ready: Sequence[ModelId]) -> Jump | None:
         """Return the calls to jump over; None while somebody waits, who may get a turn after any of them."""

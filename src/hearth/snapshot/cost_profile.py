@@ -82,6 +82,8 @@ class MeasuredShape(Struct, frozen=True, forbid_unknown_fields=True):
     weights_bytes: _Count
     kv_bytes_per_token: _Count
     steps: list[MeasuredStep]
+    capture_s: _Time = 0.0  #: that the first step of a size takes longer, for a graph is captured of it
+    eager_s: _Time = 0.0  #: that a step takes at least which has no graph: the host launches every kernel
 
 
 class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,6 +102,7 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     request_s: _Time = 0.0
     wake_s: _Time = 0.0  #: that it takes longer through a service that rests
     beside_load_s: _Time = 0.0  #: that a step takes at least while bytes cross: the host sees to both
+    return_s: _Time = 0.0  #: of a model that was evicted and is hosted again, beside its load
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:

@@ -1,0 +1,72 @@
+"""Steps that have no graph yet take longer: a size is captured once, but not behind a load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hearth.policy.batch.batcher import BatchLimits
+from hearth.policy.memory.kv_range import KvRange
+from hearth.sim.stepped_engine import SteppedEngine
+from hearth.sizes import StepLimits, mixed_sizes
+from hearth.types import Pace, RequestId
+from tests.sim.small_machine import MACHINE
+
+CAPTURE_S, EAGER_S, START_S = 0.3, 0.5, 0.1
+LIMITS = StepLimits(max_batch_tokens=2048, max_seqs=64, block_tokens=16)
+
+
+def new_engine() -> SteppedEngine:
+    known = MACHINE.shape("3B")
+    times = replace(known.times, start_s=START_S)
+    shape = replace(known, times=times, capture_s=CAPTURE_S, eager_s=EAGER_S)
+    block_bytes = shape.kv_bytes_per_token * LIMITS.block_tokens
+    limits = BatchLimits(LIMITS.max_batch_tokens, LIMITS.max_seqs, 2048, mixed_sizes(LIMITS))
+    kv = KvRange(block_bytes, 16 << 20, 512)
+    engine = SteppedEngine(shape, limits, kv, LIMITS.block_tokens, 128, max_step_s=0.1)
+    engine.place_sink()
+    engine.grow(256, free_bytes=1 << 32)
+    return engine
+
+
+def prompt_s(engine: SteppedEngine, name: str, num_tokens: int, load_end_s: float | None = None) -> float:
+    """Have a prompt computed by an engine that rests, on a device that rests; return when its token came."""
+    engine.add(RequestId(name), num_tokens, 1, 0, Pace(), 0.0, 0.0)
+    call = engine.launch(0.0, 0.0, load_end_s)
+    assert call.launched is not None
+    assert call.launch_s <= call.launched.end_s
+    flushed = engine.flush()
+    assert flushed is call.launched
+    engine.take_in(flushed)
+    return call.launched.end_s
+
+
+def step_s(engine: SteppedEngine, num_tokens: int) -> float:
+    return START_S + engine.shape.step_s(num_tokens, 1, num_tokens)
+
+
+def test_only_the_first_step_of_a_size_is_captured() -> None:
+    engine = new_engine()
+
+    assert prompt_s(engine, "first", 100) == pytest.approx(CAPTURE_S + step_s(engine, 100))
+    assert prompt_s(engine, "of the same size", 120) == pytest.approx(step_s(engine, 120))
+    assert prompt_s(engine, "larger", 200) == pytest.approx(CAPTURE_S + step_s(engine, 200))
+
+
+def test_a_step_behind_a_load_runs_without_a_graph_and_leaves_none() -> None:
+    engine = new_engine()
+    for _ in range(2):
+        engine.is_behind_load = True
+        assert prompt_s(engine, "behind", 100) == pytest.approx(EAGER_S)
+    assert prompt_s(engine, "later", 100) == pytest.approx(CAPTURE_S + step_s(engine, 100))
+    engine.is_behind_load = True
+    assert prompt_s(engine, "behind, with a graph", 100) == pytest.approx(step_s(engine, 100))
+
+
+def test_a_step_that_follows_its_weights_ends_with_the_last_of_them() -> None:
+    engine = new_engine()
+    engine.is_behind_load = True
+
+    assert prompt_s(engine, "follows", 100, load_end_s=2.0) == pytest.approx(2.0)
+    assert engine.is_behind_load, "some of them were still to come"
