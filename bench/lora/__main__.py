@@ -2,7 +2,7 @@
 
 python -m bench.lora [--save] [--parts PART ...] [--layers N] [--quick]
 
-    kernels     shrinking and expanding by projection, beside the bytes of the factors, with other blocks too
+    kernels     shrinking and expanding by projection, beside the bytes of the factors
     steps       decode steps of 32 and 64 requests among 128 adapters, of mixed ranks and of one, over the
                 bare model; its own steps while adapters are there; steps in which no row has one, which is
                 the floor of the launches
@@ -11,12 +11,14 @@ python -m bench.lora [--save] [--parts PART ...] [--layers N] [--quick]
     eight_bit   steps over the model in int8 and fp8
 
 Each answer is printed as a line of JSON as soon as it is there, and one that fails costs no other. `--quick`
-has eight layers and few cases.
+has eight layers and few cases. Otherwise all parts are rehearsed with one layer before, side by side, so that
+their kernels are compiled at the same time.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import traceback
 from argparse import Namespace, RawDescriptionHelpFormatter
@@ -24,23 +26,24 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from bench.lora import kernels, steps
-from bench.lora.random_adapters import ODD, RANKS
+from bench.lora.random_adapters import ODD
 from bench.report import arguments, keep, step
 
 PARTS = ("kernels", "steps", "odd", "prompts", "eight_bit")
 #: The parts over the model as it is.
 WHOLE = {"steps", "odd", "prompts"}
+#: Sets of ranks.
+NAMES = ("mixed", "8", "64")
 
 Answer = dict[str, object]
 
 
 def answers(given: Namespace) -> Iterator[Answer]:
     if "kernels" in given.parts:
-        cases = [("mixed", 32)] if given.quick else list(product(RANKS, (32, 64)))
-        choices = kernels.BLOCKS if given.quick else kernels.BLOCKS[:1]
+        cases = [("mixed", 32)] if given.quick else list(product(NAMES, (32, 64)))
         for name, num_rows in cases:
-            yield from _surviving(lambda name=name, rows=num_rows: kernels.measure(name, rows, choices))
-    names = ["mixed", "8"] if given.quick else list(RANKS)
+            yield from _surviving(lambda name=name, rows=num_rows: kernels.measure(name, rows))
+    names = NAMES[:2] if given.quick else NAMES
     if WHOLE & set(given.parts):
         yield from _surviving(lambda: _whole(given, names))
     if "eight_bit" in given.parts:
@@ -66,6 +69,14 @@ def _quantised(given: Namespace, quant: str, names: Sequence[str]) -> Iterator[A
         yield {**answer, "step": f"{answer['step']}, {quant}"}
 
 
+def _rehearse(parts: Sequence[str]) -> None:
+    """Have the kernels of all parts compiled, and kept where Triton finds them again."""
+    command = [sys.executable, "-m", "bench.lora", "--quick", "--layers", "1", "--parts"]
+    rehearsals = [subprocess.Popen([*command, part], stdout=subprocess.DEVNULL) for part in parts]
+    for one in rehearsals:
+        one.wait()  # of one that fails the part will tell
+
+
 def _surviving(part: Callable[[], Iterator[Answer]]) -> Iterator[Answer]:
     try:
         yield from part()
@@ -82,6 +93,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     given.layers = given.layers or (8 if given.quick else 32)
+    if not given.quick:
+        with step("rehearsals"):
+            _rehearse(given.parts)
     found = []
     for answer in answers(given):
         found.append({name: round(x, 3) if isinstance(x, float) else x for name, x in answer.items()})

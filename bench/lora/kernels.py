@@ -1,8 +1,8 @@
-"""Shrinking and expanding by projection, beside the bytes of the factors, with other blocks too."""
+"""Shrinking and expanding by projection, beside the bytes of the factors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,14 +25,6 @@ from hearth.types import AdapterId
 #: Of so many layers, so that no factor is found in a cache.
 NUM_LAYERS = 10
 DIMENSIONS = replace(ARCH.dimensions, num_layers=NUM_LAYERS)
-DEFAULT = adapter_blocks(4096, ADAPTER_TILE_ROWS, torch.bfloat16)
-BLOCKS = [
-    DEFAULT,
-    replace(DEFAULT, num_stages=4),
-    replace(DEFAULT, low_rank=32),
-    replace(DEFAULT, expand_outputs=64, num_stages=6),
-]
-
 Launches = list[Callable[[], object]]
 
 
@@ -41,19 +33,22 @@ class Work:
     """Both products of a projection for one adapter per row, in each of the layers."""
 
     projection: Projection
-    blocks: AdapterBlocks
     rows: AdapterRows
     x: torch.Tensor
     out: torch.Tensor
     scratch: torch.Tensor
 
     @staticmethod
-    def of(projection: Projection, blocks: AdapterBlocks, rows: AdapterRows) -> Work:
+    def of(projection: Projection, rows: AdapterRows) -> Work:
         n, k = projection_shape(DIMENSIONS, projection)
         num_rows = len(rows.order)
         x, out = (torch.randn(num_rows, size, dtype=torch.bfloat16, device=CUDA) for size in (k, n))
         scratch = torch.empty(16 * num_rows * MAX_SHRUNK_RANK, device=CUDA)
-        return Work(projection, blocks, rows, x, out, scratch)
+        return Work(projection, rows, x, out, scratch)
+
+    @property
+    def blocks(self) -> AdapterBlocks:
+        return adapter_blocks(self.x.shape[1], ADAPTER_TILE_ROWS, self.x.dtype)
 
     def shrink(self, layer: int) -> None:
         target = target_index(layer, self.projection)
@@ -73,8 +68,8 @@ class Work:
         return [one for pair in zip(self.shrinks(), self.expands(), strict=True) for one in pair]
 
 
-def measure(name: str, num_rows: int, choices: Sequence[AdapterBlocks]) -> Iterator[dict[str, object]]:
-    """Yield the times of both launches for each projection and choice of blocks."""
+def measure(name: str, num_rows: int) -> Iterator[dict[str, object]]:
+    """Yield the times of both launches for each projection."""
     ranks = [RANKS[name][row % len(RANKS[name])] for row in range(num_rows)]
     table, groups = AdapterTable(DIMENSIONS, torch.bfloat16, Uploads(CUDA)), []
     for row, rank in enumerate(ranks):
@@ -88,18 +83,14 @@ def measure(name: str, num_rows: int, choices: Sequence[AdapterBlocks]) -> Itera
     for projection, sizes in slice_sizes(DIMENSIONS).items():
         (_, k), n = projection_shape(DIMENSIONS, projection), sizes[0]
         us_of_rank = 1e6 * 2 * sum(ranks) * len(sizes) / BYTES_PER_S
-        for blocks in choices:
-            work = Work.of(projection, blocks, rows)
-            empty = replace(work, rows=empty_rows)
-            yield {
-                "kernels": f"{projection} of {num_rows} rows, ranks {name}",
-                "blocks": f"{blocks.shrink_ranks} x {blocks.shrink_inputs}, {blocks.num_splits} splits; "
-                f"{blocks.expand_ranks} x {blocks.expand_outputs}, {blocks.low_ranks} x "
-                f"{blocks.low_outputs} up to rank {blocks.low_rank}, {blocks.num_stages} stages",
-                "shrink_us": microseconds(work.shrinks() * 2),
-                "shrink_bound_us": us_of_rank * k,
-                "expand_us": microseconds(work.expands() * 2),
-                "expand_bound_us": us_of_rank * n,
-                "both_us": 2 * microseconds(work.both() * 2),
-                "empty_us": 2 * microseconds(empty.both() * 2),
-            }
+        work = Work.of(projection, rows)
+        empty = replace(work, rows=empty_rows)
+        yield {
+            "kernels": f"{projection} of {num_rows} rows, ranks {name}",
+            "shrink_us": microseconds(work.shrinks() * 2),
+            "shrink_bound_us": us_of_rank * k,
+            "expand_us": microseconds(work.expands() * 2),
+            "expand_bound_us": us_of_rank * n,
+            "both_us": 2 * microseconds(work.both() * 2),
+            "empty_us": 2 * microseconds(empty.both() * 2),
+        }

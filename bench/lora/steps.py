@@ -23,7 +23,9 @@ from hearth.types import AdapterId, RequestId, SamplingParams
 
 CONFIG = EngineConfig(max_batch_tokens=8192, max_seqs=256, kv_bytes=8 << 30, graphs="lazy")
 GREEDY = SamplingParams(temperature=0.0)
-NUM_ADAPTERS, CONTEXT, ROUNDS = 128, 192, 30
+NUM_ADAPTERS, CONTEXT = 128, 192
+#: How often steps are timed: all of them, those of prompts, and by what the host spends on them.
+ROUNDS, PROMPT_ROUNDS, HOST_ROUNDS = 30, 8, 10
 
 
 def new_engine(num_layers: int, quant: str = "none") -> Engine:
@@ -78,7 +80,8 @@ def device_ms(engine: Engine, given: tuple[StepPlan, StepPlan], *, is_parked: bo
             runner.park_adapters(shape)
         runner._run(shape, plan)
         torch.cuda.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
+        rounds = PROMPT_ROUNDS if plan.prompts else ROUNDS
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
         for event in events:
             event.record()
             runner._run(shape, plan)
@@ -89,7 +92,7 @@ def device_ms(engine: Engine, given: tuple[StepPlan, StepPlan], *, is_parked: bo
 def host_ms(engine: Engine, given: tuple[StepPlan, StepPlan]) -> float:
     """Return the median of what the host spends on a launch when the device has nothing else to do."""
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(HOST_ROUNDS):
         torch.cuda.synchronize()
         began_s = time.perf_counter()
         pending = engine.runner.launch(given[1])
