@@ -79,6 +79,8 @@ def test_kernels_that_came_to_the_device_are_shown_behind_the_engine() -> None:
     told = line.explain(now_s=101.0)
     spans = {span.what: (round(span.begin_s, 6), round(span.end_s, 6)) for span in told.spans}
     assert (spans["assemble"], spans["kernels"]) == ((0.25, 0.29), (0.29, 0.35))
+    load.succeed(100.8, structs.replace(loaded(), kernels_s=1e-6))
+    assert "kernels" not in {span.what for span in line.explain(now_s=101.0).spans}, "they were there"
 
 
 def test_a_request_whose_adapter_was_there_says_so() -> None:

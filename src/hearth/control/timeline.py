@@ -305,7 +305,7 @@ class Timeline:
             self._span("load", copying_s, copied_s, ", ".join(gigabytes)),
             self._span("assemble", copying_s, kernels_s, "the engine, beside the load"),
         ]
-        if loaded.kernels_s:
+        if loaded.kernels_s >= MIN_WAIT_S:  # else they were there
             what = "kernels come to the device, beside the load"
             spans.append(self._span("kernels", kernels_s, assembled_s, what))
         return spans

@@ -54,7 +54,7 @@ class ModelKernels:
         self._thread.submit(_prune, cache)
 
     def compile(self, manifest: Manifest, limits: StepLimits) -> None:
-        """Bring a model's kernels onto the device, compiled before, which takes seconds, if they were not."""
+        """Bring a model's kernels onto the device. If they were never compiled, that comes first: seconds."""
         self._warmup.compile(self._needs(manifest, limits))
 
     def prepare(self, order: PrepareModel) -> None:
