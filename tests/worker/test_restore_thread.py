@@ -16,9 +16,9 @@ from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.snapshot_graphs import SnapshotGraphs
 from tests.snapshot.fake_library import FakeLibrary, LibraryDriver
 from tests.snapshot.test_restored_graphs import Machine, sections_of
+from tests.store.stored import PATIENCE_S
 
 NAMES = ["decode-8", "decode-64"]
-PATIENCE_S = 30.0
 
 
 class Rehearsals:
