@@ -153,7 +153,7 @@ class Rig:
         kv_bytes = (num_blocks + 1) * block_bytes(spec)
         self.num_blocks = num_blocks
         self.runtime = start(
-            _setup(task, config, shape.weights_bytes + kv_bytes + SPARE_BYTES), config, times
+            worker_setup(task, config, shape.weights_bytes + kv_bytes + SPARE_BYTES), config, times
         )
         self.start_s, device = times.seconds, self.runtime.device
         began_s = time.perf_counter()
@@ -379,7 +379,7 @@ def _refuse(reason: str) -> None:
     raise RuntimeError(f"the snapshot was discarded: {reason}")
 
 
-def _setup(task: GraphTask, config: EngineConfig, budget_bytes: int) -> WorkerSetup:
+def worker_setup(task: GraphTask, config: EngineConfig, budget_bytes: int) -> WorkerSetup:
     return WorkerSetup(
         worker=WorkerId("bench"),
         host="",

@@ -334,18 +334,6 @@ def test_until_it_is_time_nothing_is_pinned_that_no_load_needs(rig: Rig) -> None
         assert eventually(lambda: segment.pinned_bytes == segment.num_bytes)
 
 
-def test_nothing_is_pinned_while_pinning_is_paused(rig: Rig) -> None:
-    rig.driver.may_register.set()
-    with closing(Borrower(rig.path, is_device_up=False)) as borrower:
-        segment = borrower.segment
-        with borrower.pinning_paused():
-            borrower.device_is_up()
-            rig.tiers.segment.touch_in_background()
-            rig.tiers.segment.wait_pinned()  # so that all pages are there
-            assert segment.pinned_bytes == 0
-        assert eventually(lambda: segment.pinned_bytes == segment.num_bytes)
-
-
 def test_memory_that_cannot_be_pinned_is_copied_from_by_slots(rig: Rig) -> None:
     rig.driver.codes = [2]  # out of memory, of one region
     rig.driver.may_register.set()

@@ -164,8 +164,8 @@ def test_other_steps_are_rehearsed_behind_the_first_ones_of_all_models(
 ) -> None:
     rehearsed, may_go = list[tuple[str, object]](), threading.Event()
 
-    def note(needs: KernelNeeds, *_: object) -> None:
-        *_, keys_of = _
+    def note(needs: KernelNeeds, *arguments: object) -> None:
+        *_, keys_of = arguments
         assert may_go.wait(PATIENCE_S)
         rehearsed.append((needs.arch.family, keys_of))
         if len(rehearsed) == 3:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +16,9 @@ from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.snapshot_graphs import SnapshotGraphs
 from tests.snapshot.fake_library import FakeLibrary, LibraryDriver
 from tests.snapshot.test_restored_graphs import Machine, sections_of
+from tests.store.stored import PATIENCE_S
 
 NAMES = ["decode-8", "decode-64"]
-PATIENCE_S = 30.0
 
 
 class Rehearsals:
@@ -102,46 +100,11 @@ def test_graphs_of_steps_with_adapters_are_restored_when_they_are_wanted(
     assert bool(graphs.find("decode-adapters-8")) is is_engine_there
 
 
-class Pinning:
-    """Host memory that is pinned, but for pauses."""
-
-    def __init__(self) -> None:
-        self.is_paused, self.num_pauses = False, 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.is_paused, self.num_pauses = True, self.num_pauses + 1
-        try:
-            yield
-        finally:
-            self.is_paused = False
-
-
 def start(worker: SnapshotGraphs, machine: Machine, runner: Rehearsals) -> RestoredGraphs:
     sections = {name: memoryview(packed) for name, packed in sections_of(NAMES).items()}
     graphs = worker.restored(sections, TrialMark(Path("nowhere.snapshot")), machine.reasons.append, runner)
     worker.start(graphs, runner)
     return graphs
-
-
-@pytest.mark.parametrize("breaks", [False, True])
-def test_no_host_memory_is_pinned_while_graphs_are_restored(machine: Machine, breaks: bool) -> None:
-    pinning, seen = Pinning(), list[bool]()
-
-    class Watched(Rehearsals):
-        def rehearse(self, name: str, capturer: object) -> SimpleNamespace:
-            seen.append(pinning.is_paused)
-            if breaks:
-                raise RuntimeError("no such size")
-            return super().rehearse(name, capturer)
-
-    worker = SnapshotGraphs(torch.device("cpu"), FirstTokens(), None, pinning.paused)
-    graphs = start(worker, machine, Watched(machine))
-    worker._thread.shutdown(wait=True)
-
-    assert seen == ([True] if breaks else [True, True])
-    assert (pinning.is_paused, pinning.num_pauses) == (False, 1)
-    assert graphs.num_failed == (2 if breaks else 0)
 
 
 def test_whoever_rehearses_for_later_gives_way_to_graphs_and_first_tokens_but_not_for_ever(

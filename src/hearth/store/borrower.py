@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
@@ -134,14 +134,6 @@ class Borrower:
             self._pinned(segment)
         if pins_first:
             segment.pin_first(NUM_FIRST_CELLS)
-
-    @contextmanager
-    def pinning_paused(self) -> Iterator[None]:
-        """Have nothing pinned meanwhile that no load needs: whoever else calls the driver would wait."""
-        with self._lock:
-            segment = self.segment
-        with segment.loading():
-            yield
 
     @property
     def is_unstaged(self) -> bool:

@@ -113,7 +113,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
     first_tokens = FirstTokens()
-    graphs = _snapshot_graphs(setup, runtime, first_tokens, cache, borrower)
+    graphs = _snapshot_graphs(setup, runtime, first_tokens, cache)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=None if cache is None else _kernels(cache, runtime, borrower, first_tokens, graphs),
@@ -197,18 +197,13 @@ def _snapshots(
 
 
 def _snapshot_graphs(
-    setup: WorkerSetup,
-    runtime: Runtime,
-    first_tokens: FirstTokens,
-    cache: KernelCache | None,
-    borrower: Borrower,
+    setup: WorkerSetup, runtime: Runtime, first_tokens: FirstTokens, cache: KernelCache | None
 ) -> SnapshotGraphs | None:
     """Return what keeps the graphs of engines, where another process could use them."""
     if setup.snapshots_path is None or not runtime.has_fixed_addresses:
         return None
     try:
-        path = None if cache is None else cache.path
-        return SnapshotGraphs(runtime.device, first_tokens, path, borrower.pinning_paused)
+        return SnapshotGraphs(runtime.device, first_tokens, None if cache is None else cache.path)
     except DeviceError as error:
         log.warning("fallback snapshots=without_graphs reason=`%s`", error)
         return None

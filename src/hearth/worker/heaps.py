@@ -9,7 +9,6 @@ took 8 s instead of 0.7, nearly all of it in mprotect.
 from __future__ import annotations
 
 import ctypes
-import logging
 
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -20,18 +19,11 @@ _PIECE_BYTES = 64 << 20
 #: what glibc comes to by itself in a process that uses large blocks, unless one of these was set.
 _MAPPED_BYTES, _TRIMMED_BYTES = 32 << 20, 64 << 20
 
-log = logging.getLogger(__name__)
-
 
 def grow_by_pieces() -> None:
     """Have all heaps that threads get from now on grow by pieces; other C libraries have no such heaps."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    for option, num_bytes in (
-        (_M_TOP_PAD, _PIECE_BYTES),
-        (_M_MMAP_THRESHOLD, _MAPPED_BYTES),
-        (_M_TRIM_THRESHOLD, _TRIMMED_BYTES),
-    ):
-        if mallopt(option, num_bytes) != 1:
-            log.warning("fallback heaps=by_page reason=`mallopt(%d, %d) was refused`", option, num_bytes)
+    if mallopt is not None:
+        mallopt(_M_TOP_PAD, _PIECE_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIMMED_BYTES)

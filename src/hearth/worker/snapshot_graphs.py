@@ -1,8 +1,7 @@
 """The graphs of engines as parts of snapshots: packed where one is made, restored where one is used.
 
 They are restored by a thread of their own, beside the steps of all models, which gives way to whoever waits
-for a first token. What it finds of kernels serves every model of the worker. Meanwhile no host memory is
-pinned: the driver makes one wait for the other, and a rehearsal took ten times as long.
+for a first token. What it finds of kernels serves every model of the worker.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -43,19 +42,13 @@ log = logging.getLogger(__name__)
 class SnapshotGraphs:
     """Graphs in snapshots of the models on one CUDA device. Any thread calls it."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        first_tokens: FirstTokens,
-        kernel_cache: Path | None,
-        pinning_paused: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """`kernel_cache`: where native code is kept; None: nowhere. `pinning_paused`: while graphs come.
+    def __init__(self, device: torch.device, first_tokens: FirstTokens, kernel_cache: Path | None) -> None:
+        """`kernel_cache`: where native code is kept; None: nowhere.
 
         Raises:
             DeviceError: the driver cannot tell of graphs.
         """
-        self._first_tokens, self._pinning_paused = first_tokens, pinning_paused
+        self._first_tokens = first_tokens
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
         self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: written and used by the thread alone
@@ -130,8 +123,7 @@ class SnapshotGraphs:
                 self.learn(graph)
 
         try:
-            with self._pinning_paused():
-                graphs.restore(self._rebuild, rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
+            graphs.restore(self._rebuild, rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
         except Exception:  # the thread's top: the next model may do better
             log.exception("graphs_not_restored")
             graphs.stop()

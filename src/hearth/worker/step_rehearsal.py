@@ -46,7 +46,7 @@ def rehearse(
     graph, which is gone then. The first of `pages` is lent to it for as long.
     """
     began_s = time.perf_counter()
-    with _aliased(pages, device) as memory:
+    with aliased_memory(pages, device) as memory:
         runner = dry_runner(needs, memory)
         runner.rehearse_inputs(_plan())
         keys = keys_of(runner)
@@ -79,7 +79,7 @@ def other_keys(runner: Runner) -> list[GraphKey]:
 
 
 @contextmanager
-def _aliased(pages: Pages, device: torch.device) -> Iterator[DryMemory]:
+def aliased_memory(pages: Pages, device: torch.device) -> Iterator[DryMemory]:
     """Lend memory all of which is one page, but for tables: they are written."""
     address, num_mapped = pages.reserve(None), 0
 
