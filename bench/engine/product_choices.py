@@ -70,7 +70,7 @@ class Choice:
     error: float  #: largest difference of the best one's result and torch's
     num_tried: int
     best: Algorithm
-    proposed_at: int  #: rows for which the best one was proposed; 0: it was not
+    proposed_at: int  #: rows for which the best one was proposed
 
 
 def choose(library: LtLibrary, product: Product, rows: int, near: Sequence[int], *, adds: bool) -> Choice:
@@ -171,12 +171,11 @@ def main() -> None:
     say(part="choices", counted_s=time.monotonic() - began_s)
     library = LtLibrary()
     for number, shape in enumerate(shapes, start=1):
-        weights: Counter[int] = Counter(
-            {128: 10_000, 512: 10_000, 2048: 10_000}
-        )  # prompts to their first token
+        # What costs most is measured first, and single prompts of these lengths in any case.
+        weights = Counter(dict.fromkeys(GPU.prompts, 10_000))
         for rows in traffic[shape.name].values():
             for size, count in rows.items():
-                weights[size] += count * size  # what costs most is measured first
+                weights[size] += count * size
         wanted = [size for size, _ in weights.most_common() if size > 1]
         until_s, by_rows = began_s + given.seconds * number / len(shapes), {}
         for line in measure(library, shape, wanted, until_s):

@@ -91,14 +91,19 @@ class TileShape:
 def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
     """Return the tile for heads and numbers like these, such that four programs fit on a multiprocessor.
 
-    Where more than 16 query heads share k and v their results alone take more registers than that allows.
+    Where more than 16 query heads share k and v, their queries and results leave room for two.
     """
-    max_registers = 128 if heads.num_q // heads.num_kv <= 16 else None
-    if heads.dim > 128:
-        return TileShape(16, num_warps=4, num_stages=2, max_registers=max_registers)
-    # From Hopper on there is shared memory for two tiles that are on their way.
-    num_stages = 3 if capability() >= 90 and dtype != torch.float32 else 2
-    return TileShape(32, num_warps=4, num_stages=num_stages, max_registers=max_registers)
+    is_shared_by_many = heads.num_q // heads.num_kv > 16
+    # So many tokens that k and v of two bytes have 16 KB together.
+    block_n = 16 if heads.dim > 128 else 32 if heads.dim > 64 or dtype == torch.float32 else 64
+    # From Hopper on there is shared memory for two tiles that are on their way, not only for one.
+    has_room = capability() >= 90 and heads.dim <= 128 and dtype != torch.float32
+    return TileShape(
+        block_n,
+        num_warps=4,
+        num_stages=3 if has_room and not is_shared_by_many else 2,
+        max_registers=None if is_shared_by_many else 128,
+    )
 
 
 #: Rows whose lengths a program reads at a time.
