@@ -114,6 +114,7 @@ def measure(engine: Engine, names: Sequence[str], num_prompts: int = 0) -> Itera
             bound_ms = 1e3 * sum(adapters.num_bytes[: len(own)]) / BYTES_PER_S
             found_ms, floor_ms = device_ms(engine, given), device_ms(engine, bare[batch], is_parked=True)
             one_ms = device_ms(engine, plans(batch, prompts, [own[0]] * len(own)))
+            eight_ms = device_ms(engine, plans(batch, prompts, [own[at % 8] for at in range(len(own))]))
             still_ms = device_ms(engine, bare[batch])
             launches_ms = floor_ms - still_ms
             yield {
@@ -122,6 +123,7 @@ def measure(engine: Engine, names: Sequence[str], num_prompts: int = 0) -> Itera
                 "base_with_adapters_loaded_ms": still_ms,
                 "adapters_ms": found_ms,
                 "one_adapter_for_all_ms": one_ms,
+                "eight_adapters_ms": eight_ms,
                 "floor_of_launches_ms": launches_ms,
                 "bound_of_bytes_ms": bound_ms,
                 "times_bound": (found_ms - still_ms - launches_ms) / bound_ms,

@@ -44,7 +44,7 @@ def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
     is_small, is_float32 = tile_rows <= ADAPTER_TILE_ROWS, dtype == torch.float32
     return AdapterBlocks(
         inputs=64 if is_float32 else 128,
-        outputs=32 if is_small else 64 if is_float32 else 128,
+        outputs=(32 if is_small else 64) if is_float32 else (64 if is_small else 128),
         ranks=16 if is_small or is_float32 else 64,
         shrink_ranks=8,
         shrink_inputs=_ROW_INPUTS,

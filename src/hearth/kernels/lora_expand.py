@@ -127,6 +127,22 @@ def _expand_kernel(
                         ROW_N,
                         STAGES,
                     )
+                elif num == 1:
+                    _expand_wide_row(
+                        row,
+                        b,
+                        stride,
+                        left,
+                        apart,
+                        rank,
+                        size,
+                        own_first,
+                        own_last,
+                        SPLITS,
+                        ROW_R,
+                        ROW_N,
+                        STAGES,
+                    )
                 else:
                     member = tl.arange(0, BLOCK_M)
                     in_rows = member < num
@@ -242,6 +258,44 @@ def _expand_row(
         factor = tl.load(at_b + output[None, :], in_rank[:, None] & (output < last)[None, :], other=0.0)
         added = tl.sum(tl.dot(rows, factor, input_precision="ieee"), 0)
         tl.store(out + output, (before.to(tl.float32) + added).to(before.dtype), is_stored)
+
+
+@triton.jit
+def _expand_wide_row(
+    out,
+    b,
+    stride,
+    left,
+    apart,
+    rank,
+    size,
+    first,
+    last,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add outputs from `first` to `last` of a slice of any rank to one row, as `_expand_row`.
+
+    RANKS of it are multiplied at a time, and outputs are stored behind the last of them.
+    """
+    rounds = tl.cdiv(rank, RANKS)
+    acc = tl.zeros([OUTPUTS], tl.float32)
+    for at in tl.range(0, tl.cdiv(last - first, OUTPUTS) * rounds, num_stages=STAGES):
+        turn = at % rounds
+        output = first + at // rounds * OUTPUTS + tl.arange(0, OUTPUTS)
+        ranks = turn * RANKS + tl.arange(0, RANKS)
+        in_rank = ranks < rank
+        at_b = b + ranks[:, None] * stride + output[None, :]
+        factor = tl.load(at_b, in_rank[:, None] & (output < last)[None, :], other=0.0)
+        shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS)
+        rows = tl.where(tl.arange(0, 16)[:, None] == 0, shrunk[None, :], 0.0).to(b.dtype.element_ty)
+        added = tl.sum(tl.dot(rows, factor, input_precision="ieee"), 0)
+        acc = tl.where(turn == 0, 0.0, acc) + added
+        is_stored = output < tl.where(turn == rounds - 1, tl.minimum(last, size), 0)
+        before = tl.load(out + output, is_stored, other=0.0)
+        tl.store(out + output, (before.to(tl.float32) + acc).to(before.dtype), is_stored)
 
 
 @triton.jit
