@@ -44,7 +44,7 @@ from hearth.store.borrower import BorrowedAdapter, Borrower
 from hearth.store.chunk_copies import ChunkCopies
 from hearth.store.loader import Loader
 from hearth.types import AdapterId, Hold
-from hearth.worker.adapter_load import AdapterFilled, AdapterLoad, AdapterNews
+from hearth.worker.adapter_load import AdapterFilled, AdapterNews, load_adapter
 from hearth.worker.runtime import HostingResources
 
 NUM_SWAPS, NUM_ADAPTERS, POOL_BYTES = 20, 128, 24 << 30
@@ -73,6 +73,7 @@ class TimedCopies:
         return self._copies.num_queued
 
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
+        self._noted_s.setdefault("lent", time.perf_counter())
         self._copies.queue(chunks)
         self._noted_s["queued"] = time.perf_counter()
 
@@ -110,18 +111,18 @@ class SwapSetting:
         noted_s.clear()
         torch.cuda.synchronize()
         began_s = time.perf_counter()
-        load = AdapterLoad(self.order, self.borrowed, self.resources, lambda _, told: news.put(told))
-        noted_s["begun"] = time.perf_counter()
         pieces = self.pool.place_pieces(self.order.adapter, sizes_of(self.layout))
         assert pieces is not None, f"{self.pool.usage()}"
         noted_s["placed"] = time.perf_counter()
 
         def prepare() -> None:
-            noted_s["lent"] = time.perf_counter()
+            noted_s["taken up"] = time.perf_counter()
             self.pool.prepare_pieces(self.order.adapter)
             noted_s["prepared"] = time.perf_counter()
 
-        load.fill(pieces, prepare)
+        load_adapter(
+            *(self.order, self.borrowed, pieces, prepare, self.resources), lambda _, told: news.put(told)
+        )
         told = news.get(timeout=60)
         noted_s["told"] = time.perf_counter()
         assert isinstance(told, AdapterFilled), f"{told}"

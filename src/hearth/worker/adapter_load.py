@@ -8,14 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 import torch
 
 from hearth.errors import HearthError, ModelError, StoreError
 from hearth.messages import AdapterOrder
 from hearth.store.borrower import BorrowedAdapter, Prefetch
-from hearth.store.loader import chunks_of
 from hearth.store.patient_loan import PatientLoan, patiently
 from hearth.store.piece_copies import LoadPiece
 from hearth.store.record import LoadRecord
@@ -104,78 +102,37 @@ class AdapterClimb:
             self.is_over = True
 
 
-class AdapterLoad:
-    """The bytes of an adapter on their way to the device, lent while its memory is still being looked for.
+def load_adapter(
+    order: AdapterOrder,
+    borrowed: BorrowedAdapter,
+    pieces: Sequence[torch.Tensor],
+    prepare: Callable[[], None],
+    resources: HostingResources,
+    post: PostAdapterNews,
+) -> None:
+    """Have the bytes of an adapter copied to its pieces, once `prepare` has made them ready to be written."""
+    manifest = borrowed.manifest
+    parts = [LoadPiece(part, piece) for (_, part), piece in zip(manifest.layout.layers, pieces, strict=True)]
 
-    To ask the keeper takes as long as to find memory. Mutable; the step thread calls it, and says once what
-    came of the memory.
-    """
-
-    def __init__(
-        self,
-        order: AdapterOrder,
-        borrowed: BorrowedAdapter,
-        resources: HostingResources,
-        post: PostAdapterNews,
-    ) -> None:
-        self._order, self._borrowed, self._resources, self._post = order, borrowed, resources, post
-        self._placed: SimpleQueue[_AdapterPlace | None] = SimpleQueue()  #: None: it has no memory
-        self._is_called_off = False
-        _start(self._run, resources, lambda failure: post(order.adapter, AdapterBroken(failure)))
-
-    def fill(self, pieces: Sequence[torch.Tensor], prepare: Callable[[], None]) -> None:
-        """Have pieces filled, once `prepare` has made them ready to be written. News are posted then."""
-        self._placed.put(_AdapterPlace(pieces, prepare))
-
-    def call_off(self) -> None:
-        """Have nothing loaded, for there is no memory. No news are posted."""
-        self._is_called_off = True
-        self._placed.put(None)
-
-    def _run(self) -> None:
-        manifest = self._borrowed.manifest
-        chunks = chunks_of(manifest, (part for _, part in manifest.layout.layers))
-        try:
-            loan = PatientLoan(
-                self._resources.borrower, self._borrowed, chunks, is_given_up=lambda: self._is_called_off
-            )
-        except Exception:
-            if self._placed.get() is None:
-                return  # whoever needs the adapter meets it again, and says so
-            raise
-        try:
-            if (place := self._placed.get()) is None:
-                loan.cancel()
-                return
-            place.prepare()
-        except BaseException:
-            loan.cancel()
-            raise
-        self._copy(loan, place.pieces)
-
-    def _copy(self, loan: PatientLoan, pieces: Sequence[torch.Tensor]) -> None:
-        """Copy what is lent to memory that the device is done with."""
-        name, manifest, loader = self._order.name, self._borrowed.manifest, self._resources.loader
-        layers = manifest.layout.layers
-        parts = [LoadPiece(part, piece) for (_, part), piece in zip(layers, pieces, strict=True)]
-        if len(manifest.chunks) <= MAX_SHORT_CHUNKS:
-            load_here(name, manifest, parts, lambda chunks: loan, loader.new_copies, self._end)
-        else:
-            loader.load(name, manifest, parts, lambda chunks: loan, on_end=self._end, is_idle=True)
-
-    def _end(self, outcome: LoadRecord | StoreError) -> None:
+    def end(outcome: LoadRecord | StoreError) -> None:
         if isinstance(outcome, StoreError):
-            self._post(self._order.adapter, AdapterBroken(failure_of(outcome)))
+            post(order.adapter, AdapterBroken(failure_of(outcome)))
         else:
-            self._post(self._order.adapter, AdapterFilled(outcome))
+            post(order.adapter, AdapterFilled(outcome))
 
+    def fetch(chunks: Sequence[int]) -> PatientLoan:
+        return PatientLoan(resources.borrower, borrowed, chunks)
 
-@dataclass(frozen=True, slots=True)
-class _AdapterPlace:
-    """The memory of an adapter."""
+    def load() -> None:
+        prepare()
+        loader = resources.loader
+        # Who prepared the pieces waited until the device is done with them.
+        if len(manifest.chunks) <= MAX_SHORT_CHUNKS:
+            load_here(order.name, manifest, parts, fetch, loader.new_copies, end)
+        else:
+            loader.load(order.name, manifest, parts, fetch, on_end=end, is_idle=True)
 
-    pieces: Sequence[torch.Tensor]
-    prepare: Callable[[], None]  #: makes it ready to be written
+    _start(load, resources, lambda failure: post(order.adapter, AdapterBroken(failure)))
 
 
 def _start(

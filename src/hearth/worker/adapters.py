@@ -25,11 +25,11 @@ from hearth.worker.adapter_load import (
     AdapterClimb,
     AdapterFilled,
     AdapterFound,
-    AdapterLoad,
     AdapterMissing,
     AdapterNews,
     PostAdapterNews,
     find_adapter,
+    load_adapter,
 )
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.hosted_model import HostedModel
@@ -264,28 +264,21 @@ class WorkerAdapters:
 
     def _place(self, adapter: AdapterId, *, may_take: bool) -> bool:
         """Give an adapter its memory, and have it filled; False: there is no room."""
-        wanted, borrowed, pool = self._wanted[adapter], self._found[adapter], self._reclaimer.pool
+        wanted, borrowed = self._wanted[adapter], self._found[adapter]
         layout = borrowed.manifest.layout
-        load: AdapterLoad | None = None
-        if layout.num_bytes <= pool.free_bytes or (may_take and self.residency.is_any_idle):
-            load = AdapterLoad(wanted.order, borrowed, self._resources, self._post)  # there will be room
-        is_placed = False
-        try:
-            sizes = [part.end - part.begin for _, part in layout.layers]
-            is_placed = self._reclaimer.place_adapter(adapter, sizes, may_take=may_take)
-        finally:
-            if load is not None and not is_placed:
-                load.call_off()
-        if not is_placed:
+        sizes = [part.end - part.begin for _, part in layout.layers]
+        if not self._reclaimer.place_adapter(adapter, sizes, may_take=may_take):
             return False
-        if load is None:
-            load = AdapterLoad(wanted.order, borrowed, self._resources, self._post)
         self.residency.placed(adapter, layout.num_bytes)
         if wanted.climb is not None:
             wanted.climb.cancel()
             wanted.climb = None
         wanted.wait_s = time.perf_counter() - wanted.asked_s
-        load.fill(self._pieces[adapter], lambda: pool.prepare_pieces(adapter))
+        pool = self._reclaimer.pool
+        load_adapter(
+            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
+            *(self._resources, self._post),
+        )
         return True
 
     def _climb(self, adapter: AdapterId) -> None:

@@ -58,17 +58,6 @@ class Line:
             self.residency.ended(run)
 
 
-def test_one_is_idle_if_it_is_there_neither_pinned_nor_used() -> None:
-    line = Line()
-    line.idle_there(A, is_pinned=True)
-    run = line.ask(B)
-    assert not line.residency.is_any_idle
-    line.bring(B)
-    assert not line.residency.is_any_idle
-    line.residency.ended(run)
-    assert line.residency.is_any_idle
-
-
 def test_the_last_running_request_of_an_adapter_says_which_it_was() -> None:
     line = Line()
     first, second, waiting = line.ask(A), line.ask(A, OTHER), line.ask(B)

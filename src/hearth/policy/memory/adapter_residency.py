@@ -297,14 +297,6 @@ class AdapterResidency:
         return max(in_use, key=lambda adapter: self._age(self.runs_of(adapter)[0]), default=None)
 
     @property
-    def is_any_idle(self) -> bool:
-        """True if one may give way that no request uses."""
-        return any(
-            known.residence is Residence.THERE and not known.running and not known.is_pinned
-            for known in self._known.values()
-        )
-
-    @property
     def is_any_draining(self) -> bool:
         return bool(self._draining)
 
