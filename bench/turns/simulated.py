@@ -111,6 +111,11 @@ class SimulatedArm:
         )
 
     @property
+    def num_asked(self) -> int:
+        """Requests of all traces so far."""
+        return len(self._service.answers)
+
+    @property
     def _begin_s(self) -> float:
         """When the next trace begins."""
         return 0.0 if not self._service.answers else self._service.now_s + _WARM_S

@@ -11,11 +11,11 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_struct
 
-from bench.profile.__main__ import Draft, measure, origin, read_draft
+from bench.profile.__main__ import PARTS, Draft, measure, origin, read_draft
 from bench.profile.moves import fit_loads
 from bench.profile.scale import GPU, TINY_CPU
 from hearth.sim.profile import Profile
-from hearth.snapshot.cost_profile import VERSION
+from hearth.snapshot.cost_profile import VERSION, MeasuredShape, MeasuredStep, MeasuredSwitch
 from hearth.types import Rung
 
 CPU = torch.device("cpu")
@@ -48,6 +48,31 @@ def test_a_single_model_is_measured_and_switched_too(tmp_path: Path) -> None:
 
     assert list(profile.shapes) == ["tiny"]
     assert profile.give_way_s + profile.begin_s > 0.0
+
+
+def test_small_steps_and_returns_can_be_measured_again_beside_the_rest(tmp_path: Path) -> None:
+    scale, path = replace(TINY_CPU, shapes=TINY_CPU.shapes[:1]), tmp_path / "again.json"
+    large, small = MeasuredStep(128, 128, 900, 5.0), MeasuredStep(1, 1, 16, 5.0)
+    shape = MeasuredShape("tiny", "tiny", "float32", scale.shapes[0].weights_bytes, 64, [large, small])
+    switch = MeasuredSwitch("by hand", give_way_s=0.0, begin_s=0.0)
+    found = origin([], is_tiny=True)
+    path.write_bytes(
+        msgspec.json.encode(
+            {"origin": found, "shapes": [shape], "switch": switch, "bytes_per_s": {Rung.HOST: 1e12}}
+        )
+    )
+    draft = read_draft(path, path, found)
+    for part in ("steps", "returns"):
+        PARTS[part](scale, CPU, draft)
+
+    written = json.loads(path.read_bytes())
+    steps = msgspec.convert(written["shapes"][0]["steps"], type=list[MeasuredStep])
+    assert large in steps
+    assert small not in steps
+    assert {(rows, rows) for rows in scale.batches} <= {(one.num_tokens, one.num_rows) for one in steps}
+    assert written["shapes"][0]["eager_s"] == 0.0, "a CPU captures nothing"
+    assert written["return_s"] > 0.0
+    assert written["origin"]["later"].keys() == {"shapes", "return_s"}
 
 
 def test_loads_take_a_time_of_their_own_besides_their_bytes_whatever_one_of_them_met() -> None:

@@ -22,7 +22,7 @@ from bench.turns.arms import Run, Traffic
 from bench.turns.journal import doings, entries
 from bench.turns.outcome import hear, measures, outcome, token_times
 from bench.turns.replay import Gate, Replayed, replay
-from bench.turns.setting import Arm
+from bench.turns.setting import SMALL, Arm
 from bench.turns.simulated import (
     Simulated,
     SimulatedRun,
@@ -33,7 +33,13 @@ from bench.turns.simulated import (
 )
 from bench.turns.switches import Calibration, SeenRequest, switches
 from bench.turns.table import document, judge, measured_lines
-from bench.turns.workload import Question
+from bench.turns.workload import (
+    NUM_CALIBRATIONS,
+    Question,
+    calibrated_lengths,
+    warm_batches,
+    warm_lengths,
+)
 from hearth.policy.fleet import events
 from hearth.sim.profile import Profile
 from hearth.sim.traces import Trace, TracedRequest
@@ -252,6 +258,22 @@ def test_a_prefill_takes_what_the_measured_ones_say(num_tokens: int, seconds: fl
 
 
 # Results.
+
+
+def test_a_simulated_service_is_warmed_up_by_what_a_measured_one_is_asked() -> None:
+    batches = list(warm_batches(SMALL))
+    rows = [(one.num_input_tokens, one.num_output_tokens) for one in batches[0]]
+    assert rows == warm_lengths(SMALL)
+    assert len(rows) == SMALL.warm_rows
+    alone = [batch[0].num_input_tokens for batch in batches if len(batch) == 1]
+    assert alone == [tokens for tokens in calibrated_lengths(SMALL) for _ in range(NUM_CALIBRATIONS)]
+    assert {one.tenant for batch in batches for one in batch} == SMALL.shapes.keys()
+
+    shapes, memory_bytes = {"x": "1B", "y": "1B"}, 24 << 30
+    simulator = TraceSimulator(
+        shapes, memory_bytes, 10.0, Profile.load("h200"), [[TracedRequest(0.0, "x", 64, 2)] * 3]
+    )
+    assert simulator.start(Arm.TURNS).num_asked == 3
 
 
 def test_the_simulator_is_asked_when_it_is_warm_and_judged_as_a_service_is() -> None:
