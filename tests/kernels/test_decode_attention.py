@@ -105,6 +105,14 @@ def test_kernel_equals_reference_in_recycled_memory(
     assert_close(case.run(num_programs, window=window), case.expected(window))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("length", "window"), [(1, None), (70, None), (70, 40)])
+def test_kernel_equals_reference_for_a_row_alone(device: str, length: int, window: int | None) -> None:
+    case = Case.build([length], Heads(4, 2, 64), device, torch.float32)
+
+    assert_close(case.run(3, window=window), case.expected(window))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "heads",
