@@ -28,10 +28,11 @@ HEADS = [
     Heads(9, 3, 20),
     Heads(20, 1, 64),
     Heads(14, 2, 64),
+    Heads(3, 1, 256),
 ]
 LENGTHS = [1, 15, 16, 17, 100, 205]
-#: Tiles of these lengths for each head of KV, of the smallest that there are: 32 tokens.
-NUM_TILES = sum(-(-length // 32) for length in LENGTHS)
+#: Tiles of these lengths for each head of KV, of the smallest that there are: 16 tokens.
+NUM_TILES = sum(-(-length // 16) for length in LENGTHS)
 #: A window, and how many programs share the work: from one for all tiles to, None, more than there are tiles.
 PROGRAMS = [(None, 1), (None, 3), (None, None), (40, 5), (130, 2)]
 
@@ -103,6 +104,14 @@ def test_kernel_equals_reference_in_recycled_memory(
     num_programs = NUM_TILES * heads.num_kv + 4 if num_programs is None else num_programs
 
     assert_close(case.run(num_programs, window=window), case.expected(window))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("length", "window"), [(1, None), (70, None), (70, 40)])
+def test_kernel_equals_reference_for_a_row_alone(device: str, length: int, window: int | None) -> None:
+    case = Case.build([length], Heads(4, 2, 64), device, torch.float32)
+
+    assert_close(case.run(3, window=window), case.expected(window))
 
 
 @pytest.mark.gpu

@@ -26,9 +26,10 @@ from bench.random_model import TINY, write_random
 from hearth.config import StoreConfig
 from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing, LenderGone, LoadCancelled, StoreError
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
+from hearth.store import lender as lender_module
 from hearth.store.borrower import Borrower
 from hearth.store.convert import convert
-from hearth.store.fetch import Fetch, HostChunk
+from hearth.store.fetch import WINDOW, Fetch, HostChunk
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.lender import Lender
 from hearth.store.lender_line import LenderLine
@@ -36,6 +37,8 @@ from hearth.store.lending import (
     CancelLoad,
     ChunkLent,
     LenderHello,
+    LoadBegan,
+    Message,
     Refused,
     ReleaseChunks,
     encode,
@@ -718,6 +721,28 @@ def test_what_is_in_host_memory_is_lent_at_once_and_by_no_thread_of_its_own(
         held = borrower.fetch(borrowed, [0])
         next(iter(held))
         held._line.close()  # as if it had died
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+
+
+def test_a_borrower_that_dies_before_its_load_begins_leaves_nothing_lent_of_what_is_in_host_memory(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
+        borrowed = borrower.open(model)
+        chunks = range(len(borrowed.manifest.chunks))
+        assert len(chunks) > WINDOW, "all could be lent at once"
+        for chunk in (loan := borrower.fetch(borrowed, chunks)):
+            loan.release(chunk)
+
+        def send_until_it_begins(connection: socket.socket, *messages: Message) -> None:
+            if isinstance(messages[0], LoadBegan):
+                raise BrokenPipeError
+            send(connection, *messages)
+
+        with monkeypatch.context() as dying:
+            dying.setattr(lender_module, "send", send_until_it_begins)
+            with pytest.raises(LenderGone):
+                borrower.fetch(borrowed, chunks)
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 

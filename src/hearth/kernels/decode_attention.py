@@ -337,7 +337,7 @@ def _begin(end, WINDOW: tl.constexpr):
 @triton.jit
 def _out_at(out, row, kv_head, member, dim, NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
     """Where the results of a group of heads are stored."""
-    head = row.to(tl.int64) * (NUM_KV * GROUP) + kv_head * GROUP + member
+    head = tl.cast(row, tl.int64) * (NUM_KV * GROUP) + kv_head * GROUP + member
     return out + head[:, None] * DIM + dim[None, :]
 
 

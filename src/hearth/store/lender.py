@@ -285,7 +285,11 @@ class _Session:
             self._note_lent(lent)
             self._send(LoadBegan(is_in_host), *map(_lent, lent))
         else:
-            self._send(LoadBegan(is_in_host))
+            try:
+                self._send(LoadBegan(is_in_host))
+            except OSError:  # the borrower is gone, and what was taken for it is not this session's yet
+                fetch.cancel()
+                raise
             self._run(self._lend, fetch)
 
     def _start_prefetch(self, model: StoredModel) -> None:
