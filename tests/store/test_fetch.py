@@ -67,7 +67,7 @@ class TestPassingOn:
                 assert bytes(chunk.data) == LONG[chunk.index]
                 cells.add(chunk.cell)
                 fetch.release(chunk)
-            assert (fetch.num_passed_on, fetcher.book.num_resident) == (len(LONG), 0)
+            assert (fetch.passed_on, fetcher.book.num_resident) == (list(range(len(LONG))), 0)
         assert max(cells) < NUM_FIRST_CELLS < len(LONG)
         assert_settled(fetcher)
 
@@ -78,7 +78,7 @@ class TestPassingOn:
             fetch = fetcher.fetch(model, all_chunks(model), passes_on=True)
             assert consume(fetch) == b"".join(LONG)
             until(lambda: fetcher.book.num_resident == len(LONG) and not fetcher.book.num_leased)
-            assert fetch.num_passed_on == 0
+            assert not fetch.passed_on
 
     def test_what_was_there_or_is_in_use_stays(self) -> None:
         model = model_of("a", A)

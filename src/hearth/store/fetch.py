@@ -379,7 +379,7 @@ class Fetch:
         passes_on: bool,
     ) -> None:
         self.model, self.window, self.is_ahead, self.passes_on = model, window, is_ahead, passes_on
-        self.num_passed_on = 0  #: chunks that were released and did not stay
+        self.passed_on: list[int] = []  #: chunks that were released and did not stay
         #: Chunks that are not scheduled yet, in order.
         self.todo = deque(chunks)
         #: How many chunks are scheduled and not released: being read, ready, or taken.
@@ -470,8 +470,8 @@ class Fetch:
             for chunk in chunks:
                 chunk_id = self.model.manifest.chunk_ids[chunk.index]
                 self._fetcher.book.release(chunk_id)
-                if self.passes_on and _is_quick(chunk):
-                    self.num_passed_on += self._fetcher.book.drop(chunk_id)
+                if self.passes_on and _is_quick(chunk) and self._fetcher.book.drop(chunk_id):
+                    self.passed_on.append(chunk.index)
             self.num_open -= len(chunks)
             if not self.num_open and not self.todo:
                 self._fetcher._forget(self)

@@ -166,16 +166,18 @@ class Tiers:
         """Start bringing chunks of a model; `passes_on`: see `Fetcher.fetch`."""
         return self.fetcher.fetch(model, chunks, passes_on=passes_on)
 
-    def prefetch(self, model: StoredModel, window: int = WINDOW) -> Fetch | None:
+    def prefetch(
+        self, model: StoredModel, chunks: Sequence[int] | None = None, window: int = WINDOW
+    ) -> Fetch | None:
         """Start bringing what host memory lacks of a model, behind all loads; None if nothing is to come.
 
-        At most `window` chunks are read at a time. Nothing comes also where it would not stay there, or not
-        all of it would fit.
+        That is all of it, or some chunks, at most `window` of them at a time. Nothing comes also where it
+        would not stay there, or where not all of the model would fit.
         """
-        manifest = model.manifest
-        indices = {chunk.id: index for index, chunk in enumerate(manifest.chunks)}
-        if not self._keeps_chunks or len(indices) > self.segment.num_cells:
+        ids = model.manifest.chunk_ids
+        if not self._keeps_chunks or len(set(ids)) > self.segment.num_cells:
             return None
+        indices = {ids[index]: index for index in (range(len(ids)) if chunks is None else chunks)}
         resident = set(self.fetcher.resident(indices))
         missing = sorted(index for chunk_id, index in indices.items() if chunk_id not in resident)
         return self.fetcher.fetch(model, missing, is_ahead=True, window=window) if missing else None
