@@ -17,6 +17,7 @@ import torch
 
 from hearth.config import StoreConfig
 from hearth.errors import LoadCancelled, StoreError
+from hearth.store import fetch as fetching
 from hearth.store import staged_loan as staged_loans
 from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.convert import convert
@@ -309,7 +310,10 @@ def test_a_load_from_disk_goes_through_the_first_cells_and_its_chunks_come_to_st
         is_time.set()
 
 
-def test_of_a_model_no_chunks_come_to_stay_but_those_that_a_load_passed_on(rig: Rig) -> None:
+def test_of_a_model_no_chunks_come_to_stay_but_those_that_a_load_passed_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "MAX_PASSED_ON_S", PATIENCE_S)
     rig.driver.may_register.set()
     is_time, fetcher, ids = threading.Event(), rig.tiers.fetcher, rig.borrowed.manifest.chunk_ids
     with closing(Borrower(rig.path, is_device_up=False)) as borrower:
@@ -322,7 +326,10 @@ def test_of_a_model_no_chunks_come_to_stay_but_those_that_a_load_passed_on(rig: 
         is_time.set()
 
 
-def test_nothing_comes_to_stay_of_a_model_that_was_forgotten_meanwhile(rig: Rig) -> None:
+def test_nothing_comes_to_stay_of_a_model_that_was_forgotten_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "MAX_PASSED_ON_S", PATIENCE_S)
     rig.driver.may_register.set()
     is_time, fetcher, ids = threading.Event(), rig.tiers.fetcher, rig.borrowed.manifest.chunk_ids
     with closing(Borrower(rig.path, is_device_up=False)) as borrower:
