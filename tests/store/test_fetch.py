@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hearth.errors import ChunkMissing, LoadCancelled, StoreError
 from hearth.store.chunk_prices import ChunkPrices
-from hearth.store.fetch import NUM_FIRST_CELLS, WINDOW, Fetch, Fetcher, HostChunk
+from hearth.store.fetch import NUM_FIRST_CELLS, REFILL_WINDOW, WINDOW, Fetch, Fetcher, HostChunk
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
 from hearth.store.remote import RemoteModel
@@ -101,13 +101,15 @@ class TestPassingOn:
             fetch.cancel()
         assert cells == [*range(NUM_FIRST_CELLS, NUM_FIRST_CELLS + 4), 0, 1]
 
-    def test_a_narrow_window_leaves_readers_to_others(self) -> None:
+    def test_a_refill_leaves_readers_to_others_and_is_no_demand(self) -> None:
         gated, model = Gated(Shelf(A)), model_of("a", A)
-        with fetching(gated, num_cells=64, num_readers=4) as fetcher:
-            fetch = fetcher.fetch(model, all_chunks(model), is_ahead=True, window=2)
-            assert fetcher.book.num_filling == 2
+        with fetching(gated, num_cells=64, num_readers=8) as fetcher:
+            fetch = fetcher.refill(model, all_chunks(model))
+            assert fetcher.book.num_filling == REFILL_WINDOW < len(A)
             gated.open()
             assert consume(fetch) == b"".join(A)
+            worth = fetcher._prices.of_host_chunk(model.manifest.chunk_ids[0])
+            assert worth == ChunkPrices().of_host_chunk("of nobody")
 
 
 class TestOrder:

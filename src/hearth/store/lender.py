@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hearth.errors import ChunkMissing, HearthError, LoadCancelled, ModelNotOpen, StoreError
-from hearth.store.fetch import REFILL_WINDOW, Fetch, HostChunk
+from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.lending import (
     BytesCounted,
     CancelLoad,
@@ -364,7 +364,7 @@ class _Session:
         passed_on, load.passed_on = load.passed_on, []
         if not self._is_open(load.model):
             return
-        if (fetch := self._tiers.prefetch(load.model, passed_on, REFILL_WINDOW)) is None:
+        if (fetch := self._tiers.refill(load.model, passed_on)) is None:
             return
         try:
             self._senders.start(lambda: self._let_stay(fetch))
