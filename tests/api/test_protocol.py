@@ -323,6 +323,19 @@ def test_a_client_who_reads_slowly_gets_all(
     assert not gateway.cancelled
 
 
+def test_a_client_who_reads_less_than_the_system_asks_for_at_a_time_is_not_cut_off(
+    monkeypatch: pytest.MonkeyPatch, connection: socket.socket, gateway: FakeGateway
+) -> None:
+    monkeypatch.setattr(protocol, "READ_S", 0.5)
+    ask_for_much(connection, gateway, "/v1/completions")
+    until_s = time.monotonic() + 2.0
+    while time.monotonic() < until_s:  # 1 MB/s; what is written to a socket waits until 1.4 MB of it are free
+        assert connection.recv(128 << 10), "the connection has ended"
+        time.sleep(0.125)
+
+    assert not gateway.cancelled
+
+
 def drip(connection: socket.socket) -> None:
     """Send a byte now and then until the other side has had enough."""
     with suppress(OSError):

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hearth.errors import ChunkMissing, LoadCancelled, StoreError
 from hearth.store.chunk_prices import ChunkPrices
-from hearth.store.fetch import NUM_FIRST_CELLS, WINDOW, Fetch, Fetcher, HostChunk
+from hearth.store.fetch import NUM_FIRST_CELLS, REFILL_WINDOW, WINDOW, Fetch, Fetcher, HostChunk
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
 from hearth.store.remote import RemoteModel
@@ -67,7 +67,7 @@ class TestPassingOn:
                 assert bytes(chunk.data) == LONG[chunk.index]
                 cells.add(chunk.cell)
                 fetch.release(chunk)
-            assert (fetch.num_passed_on, fetcher.book.num_resident) == (len(LONG), 0)
+            assert (fetch.passed_on, fetcher.book.num_resident) == (list(range(len(LONG))), 0)
         assert max(cells) < NUM_FIRST_CELLS < len(LONG)
         assert_settled(fetcher)
 
@@ -78,7 +78,7 @@ class TestPassingOn:
             fetch = fetcher.fetch(model, all_chunks(model), passes_on=True)
             assert consume(fetch) == b"".join(LONG)
             until(lambda: fetcher.book.num_resident == len(LONG) and not fetcher.book.num_leased)
-            assert fetch.num_passed_on == 0
+            assert not fetch.passed_on
 
     def test_what_was_there_or_is_in_use_stays(self) -> None:
         model = model_of("a", A)
@@ -101,13 +101,15 @@ class TestPassingOn:
             fetch.cancel()
         assert cells == [*range(NUM_FIRST_CELLS, NUM_FIRST_CELLS + 4), 0, 1]
 
-    def test_a_narrow_window_leaves_readers_to_others(self) -> None:
+    def test_a_refill_leaves_readers_to_others_and_is_no_demand(self) -> None:
         gated, model = Gated(Shelf(A)), model_of("a", A)
-        with fetching(gated, num_cells=64, num_readers=4) as fetcher:
-            fetch = fetcher.fetch(model, all_chunks(model), is_ahead=True, window=2)
-            assert fetcher.book.num_filling == 2
+        with fetching(gated, num_cells=64, num_readers=8) as fetcher:
+            fetch = fetcher.refill(model, all_chunks(model))
+            assert fetcher.book.num_filling == REFILL_WINDOW < len(A)
             gated.open()
             assert consume(fetch) == b"".join(A)
+            worth = fetcher._prices.of_host_chunk(model.manifest.chunk_ids[0])
+            assert worth == ChunkPrices().of_host_chunk("of nobody")
 
 
 class TestOrder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 import threading
@@ -16,10 +17,12 @@ import torch
 
 from hearth.config import StoreConfig
 from hearth.errors import LoadCancelled, StoreError
+from hearth.store import fetch as fetching
 from hearth.store import staged_loan as staged_loans
 from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.convert import convert
 from hearth.store.fetch import NUM_FIRST_CELLS, HostChunk
+from hearth.store.keeper_client import KeeperClient
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader, whole
 from hearth.store.loan import Loan
@@ -304,6 +307,41 @@ def test_a_load_from_disk_goes_through_the_first_cells_and_its_chunks_come_to_st
         for chunk in again:
             assert chunk.cell >= NUM_FIRST_CELLS
             again.release(chunk)
+        is_time.set()
+
+
+def test_of_a_model_no_chunks_come_to_stay_but_those_that_a_load_passed_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "MAX_PASSED_ON_S", PATIENCE_S)
+    rig.driver.may_register.set()
+    is_time, fetcher, ids = threading.Event(), rig.tiers.fetcher, rig.borrowed.manifest.chunk_ids
+    with closing(Borrower(rig.path, is_device_up=False)) as borrower:
+        borrower.device_is_up(wait=lambda: _wait(is_time), pins_first=True)
+        loan = borrower.fetch(borrower.open(rig.model), [2, 5])
+        for chunk in loan:
+            loan.release(chunk)
+        assert eventually(lambda: fetcher.counters.num_fills >= 4 and not fetcher._live)
+        assert (fetcher.resident(ids), fetcher.counters.num_fills) == ([ids[2], ids[5]], 4)
+        is_time.set()
+
+
+def test_nothing_comes_to_stay_of_a_model_that_was_forgotten_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "MAX_PASSED_ON_S", PATIENCE_S)
+    rig.driver.may_register.set()
+    is_time, fetcher, ids = threading.Event(), rig.tiers.fetcher, rig.borrowed.manifest.chunk_ids
+    with closing(Borrower(rig.path, is_device_up=False)) as borrower:
+        borrower.device_is_up(wait=lambda: _wait(is_time), pins_first=True)
+        borrowed = borrower.open(rig.model)
+        loan = borrower.fetch(borrowed, [2, 5])
+        chunks = list(loan)
+        asyncio.run(KeeperClient(rig.path).forget(str(rig.model)))
+        loan.release(*chunks)
+        borrower.fetch(borrowed, [])  # on the same line, so behind all that the release sets off
+        assert eventually(lambda: not fetcher._live)
+        assert (fetcher.resident(ids), fetcher.counters.num_fills) == ([], 2)
         is_time.set()
 
 

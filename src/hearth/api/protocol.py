@@ -10,10 +10,14 @@ HTTP/1.0 and of offers to upgrade, and refuses as the API does.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import re
+import sys
+import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Send
@@ -190,7 +194,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _start_reading_timer(self) -> None:
-        self._num_unread_bytes = self.transport.get_write_buffer_size()
+        self._num_unread_bytes = self._count_unread()
         self._reading_timer = self.loop.call_later(READ_S, self._time_out_reading)
 
     def _stop_reading_timer(self) -> None:
@@ -199,11 +203,19 @@ class LimitedProtocol(HttpToolsProtocol):
             self._reading_timer = None
 
     def _time_out_reading(self) -> None:
-        if self.transport.get_write_buffer_size() < self._num_unread_bytes:  # slow, but it reads
+        if self._count_unread() < self._num_unread_bytes:  # slow, but it reads
             self._start_reading_timer()
         else:
             log.debug("reader_gone unread_bytes=%d", self._num_unread_bytes)
             self.abort()
+
+    def _count_unread(self) -> int:
+        """Return what waits for the client here and in the system, which takes more by the megabyte only."""
+        num_bytes = self.transport.get_write_buffer_size()
+        with suppress(OSError):  # a socket that is closing, or a system that does not tell
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+            num_bytes += int.from_bytes(queued, sys.byteorder)
+        return num_bytes
 
     def _time_out(self) -> None:
         self._timer = None

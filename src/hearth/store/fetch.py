@@ -135,20 +135,29 @@ class Fetcher:
         *,
         is_ahead: bool = False,
         passes_on: bool = False,
-        window: int = WINDOW,
     ) -> Fetch:
-        """Start bringing these chunks, in this order, into host memory, at most `window` at a time.
+        """Start bringing these chunks, in this order, into host memory.
 
         `is_ahead`: nobody waits for them yet. They come while no other load wants any: neither the readers
         nor chunks that such a load is about to take are taken from it, nor the first cells.
         `passes_on`: of what is quickly read into one of the first cells, nothing stays.
         """
+        self._prices.load_began(model)
+        return self._begin(Fetch(self, model, chunks, WINDOW, is_ahead=is_ahead, passes_on=passes_on))
+
+    def refill(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
+        """Start bringing chunks to stay that a load has passed on: ahead, and few at a time.
+
+        That is no demand for the model: the load was.
+        """
+        return self._begin(Fetch(self, model, chunks, REFILL_WINDOW, is_ahead=True, passes_on=False))
+
+    def _begin(self, fetch: Fetch) -> Fetch:
+        model, chunks = fetch.model, fetch.todo
         too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.cell_bytes]
         assert not too_large, f"chunks {too_large} are larger than a cell: {self.segment.cell_bytes}"
         assert self.segment.num_cells or not chunks, "a segment without cells holds no chunk"
         assert len(set(chunks)) == len(chunks), f"a chunk is wanted twice: {sorted(chunks)}"
-        self._prices.load_began(model)
-        fetch = Fetch(self, model, chunks, window, is_ahead=is_ahead, passes_on=passes_on)
         with self._lock:
             if self._is_closed:
                 raise StoreError(f"`{model.name}` cannot be fetched: these tiers are closed; open new ones")
@@ -379,7 +388,7 @@ class Fetch:
         passes_on: bool,
     ) -> None:
         self.model, self.window, self.is_ahead, self.passes_on = model, window, is_ahead, passes_on
-        self.num_passed_on = 0  #: chunks that were released and did not stay
+        self.passed_on: list[int] = []  #: chunks that were released and did not stay
         #: Chunks that are not scheduled yet, in order.
         self.todo = deque(chunks)
         #: How many chunks are scheduled and not released: being read, ready, or taken.
@@ -470,8 +479,8 @@ class Fetch:
             for chunk in chunks:
                 chunk_id = self.model.manifest.chunk_ids[chunk.index]
                 self._fetcher.book.release(chunk_id)
-                if self.passes_on and _is_quick(chunk):
-                    self.num_passed_on += self._fetcher.book.drop(chunk_id)
+                if self.passes_on and _is_quick(chunk) and self._fetcher.book.drop(chunk_id):
+                    self.passed_on.append(chunk.index)
             self.num_open -= len(chunks)
             if not self.num_open and not self.todo:
                 self._fetcher._forget(self)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hearth.errors import ChunkMissing, HearthError, LoadCancelled, ModelNotOpen, StoreError
-from hearth.store.fetch import REFILL_WINDOW, Fetch, HostChunk
+from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.lending import (
     BytesCounted,
     CancelLoad,
@@ -356,22 +356,40 @@ class _Session:
             chunks = [self._lent.pop(index, None) for index in indices]
         if (fetch := self._fetch) is not None:
             fetch.release(*(chunk for chunk in chunks if chunk is not None))
-            if fetch.num_passed_on and fetch.is_finished:
-                self._refill(fetch.model)
+            if fetch.passed_on and fetch.is_finished:
+                self._refill(fetch)
         if None in chunks:
             raise ChunkMissing(
                 f"a borrower gave back chunk {indices[chunks.index(None)]}, which it does not have"
             )
 
-    def _refill(self, model: StoredModel) -> None:
-        """Have chunks that a load passed on come to stay, beside everything else."""
-        if (fetch := self._tiers.prefetch(model, window=REFILL_WINDOW)) is None:
+    def _refill(self, load: Fetch) -> None:
+        """Have chunks that a load passed on come to stay, beside everything else, and no others."""
+        passed_on, load.passed_on = load.passed_on, []
+        if not self._is_open(load.model):
+            return
+        if (fetch := self._tiers.refill(load.model, passed_on)) is None:
             return
         try:
-            self._senders.start(lambda: _let_stay(fetch))
+            self._senders.start(lambda: self._let_stay(fetch))
         except RuntimeError as error:
             fetch.cancel()
-            log.warning("not_refilled model=%s reason=%s", model.name, error)
+            log.warning("not_refilled model=%s reason=%s", load.model.name, error)
+
+    def _let_stay(self, fetch: Fetch) -> None:
+        """Have chunks come that nobody waits for, as long as their model is deployed."""
+        try:
+            for chunk in fetch:
+                fetch.release(chunk)
+                if not self._is_open(fetch.model):
+                    fetch.cancel()
+        except LoadCancelled:  # the tiers are closed, or the model is forgotten
+            pass
+        except StoreError as error:  # whoever loads the model later is told
+            log.warning("not_refilled model=%s reason=%s", fetch.model.name, error)
+
+    def _is_open(self, model: StoredModel) -> bool:
+        return (model.manifest.digest, model.directory) in self._models
 
     def _end(self) -> None:
         """Take back what the borrower still had, whether it closed or died."""
@@ -382,17 +400,6 @@ class _Session:
                 self._sender.join()
             self._fetch.release(*self._lent.values())  # by now no other thread knows them
         self._connection.close()
-
-
-def _let_stay(fetch: Fetch) -> None:
-    """Have chunks come that nobody waits for."""
-    try:
-        for chunk in fetch:
-            fetch.release(chunk)
-    except LoadCancelled:  # the tiers are closed
-        pass
-    except StoreError as error:  # whoever loads the model later is told
-        log.warning("not_refilled model=%s reason=%s", fetch.model.name, error)
 
 
 def _lent(chunk: HostChunk) -> ChunkLent:

@@ -19,7 +19,7 @@ from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.description import parse_description, read_description
 from hearth.store.disk import DiskTier
-from hearth.store.fetch import WINDOW, Fetch, Fetcher
+from hearth.store.fetch import Fetch, Fetcher
 from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.manifest import (
     CHUNK_BYTES,
@@ -166,19 +166,27 @@ class Tiers:
         """Start bringing chunks of a model; `passes_on`: see `Fetcher.fetch`."""
         return self.fetcher.fetch(model, chunks, passes_on=passes_on)
 
-    def prefetch(self, model: StoredModel, window: int = WINDOW) -> Fetch | None:
+    def prefetch(self, model: StoredModel) -> Fetch | None:
         """Start bringing what host memory lacks of a model, behind all loads; None if nothing is to come.
 
-        At most `window` chunks are read at a time. Nothing comes also where it would not stay there, or not
-        all of it would fit.
+        That is so also where it would not stay there, or not all of it would fit.
         """
-        manifest = model.manifest
-        indices = {chunk.id: index for index, chunk in enumerate(manifest.chunks)}
-        if not self._keeps_chunks or len(indices) > self.segment.num_cells:
-            return None
+        missing = self._missing(model, range(len(model.manifest.chunks)))
+        return self.fetcher.fetch(model, missing, is_ahead=True) if missing else None
+
+    def refill(self, model: StoredModel, passed_on: Sequence[int]) -> Fetch | None:
+        """Start bringing chunks to stay that a load has passed on; None if nothing is to come, as above."""
+        missing = self._missing(model, passed_on)
+        return self.fetcher.refill(model, missing) if missing else None
+
+    def _missing(self, model: StoredModel, chunks: Sequence[int]) -> list[int]:
+        """Return those of the chunks that host memory lacks, each once, if all of the model could stay."""
+        ids = model.manifest.chunk_ids
+        if not self._keeps_chunks or len(set(ids)) > self.segment.num_cells:
+            return []
+        indices = {ids[index]: index for index in chunks}
         resident = set(self.fetcher.resident(indices))
-        missing = sorted(index for chunk_id, index in indices.items() if chunk_id not in resident)
-        return self.fetcher.fetch(model, missing, is_ahead=True, window=window) if missing else None
+        return sorted(index for chunk_id, index in indices.items() if chunk_id not in resident)
 
     def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
         """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""
