@@ -136,17 +136,21 @@ def measure_disk(scale: Scale, device: torch.device) -> float:
             return max(rates)
 
 
+def _setting(scale: Scale, device: torch.device) -> Setting:
+    return Setting(
+        ReuseScale(host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
+        device,
+        Loader(device),
+        device_pages if device.type == "cuda" else host_pages,
+    )
+
+
 def measure_worker(scale: Scale, device: torch.device) -> WorkerTimes:
     """Time switches between all shapes, and steps, through a worker."""
     with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
         with step("worker: writing models"):
             orders = _orders(scale, device, Path(place))
-        setting = Setting(
-            ReuseScale(host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
-            device,
-            Loader(device),
-            device_pages if device.type == "cuda" else host_pages,
-        )
+        setting = _setting(scale, device)
         budget_bytes = _budget_bytes(scale, device)
         orders = {
             model: msgspec.structs.replace(order, own_bytes=budget_bytes) for model, order in orders.items()
@@ -164,12 +168,7 @@ def measure_return(scale: Scale, device: torch.device, line: LoadLine) -> float:
     times = []
     with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
         orders = _orders(scale, device, Path(place))
-        setting = Setting(
-            ReuseScale(host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
-            device,
-            Loader(device),
-            device_pages if device.type == "cuda" else host_pages,
-        )
+        setting = _setting(scale, device)
         with working(setting, Path(place), orders, _budget_bytes(scale, device), is_mapped=True) as worker:
             worker.segment.wait_pinned()
             models, last = list(orders), None
