@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +84,7 @@ class Rig:
 @pytest.fixture
 def rig(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     driver = note_pins(monkeypatch, 16 * CELL_BYTES)
+    monkeypatch.setattr(staged_loans, "SLOT_PATIENCE_S", PATIENCE_S)  # after which a load pins: for good here
     config = StoreConfig(path=str(tmp_path), host_bytes=NUM_CELLS * CELL_BYTES)
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-"))) / "host.sock"
@@ -98,6 +99,23 @@ def rig(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         borrower.device_is_up(staging)
         borrowed = borrower.open(model)
         yield Rig(driver, model, path, tiers, borrower, staging, borrowed, (model / WEIGHTS).read_bytes())
+
+
+@pytest.fixture
+def disk_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no chunk stay in its first cell for a read that took long, as one may on a busy machine."""
+    monkeypatch.setattr(fetching, "MAX_PASSED_ON_S", PATIENCE_S)
+
+
+@contextmanager
+def borrower_that_pins_the_first(rig: Rig) -> Iterator[Borrower]:
+    """Yield a borrower that has pinned the first cells, and pins no others meanwhile."""
+    rig.driver.may_register.set()
+    is_time = threading.Event()
+    with closing(Borrower(rig.path, is_device_up=False)) as borrower, ExitStack() as stack:
+        stack.callback(is_time.set)
+        borrower.device_is_up(wait=lambda: _wait(is_time), pins_first=True)
+        yield borrower
 
 
 def each(loan: StagedLoan, most: int = 1) -> Iterator[HostChunk]:
@@ -285,11 +303,9 @@ def test_once_all_is_pinned_no_load_goes_by_slots(rig: Rig) -> None:
     assert isinstance(borrow_chunks(rig.borrower, rig.borrowed, ()), Loan)
 
 
+@pytest.mark.usefixtures("disk_is_quick")
 def test_a_load_from_disk_goes_through_the_first_cells_and_its_chunks_come_to_stay_later(rig: Rig) -> None:
-    rig.driver.may_register.set()
-    is_time = threading.Event()
-    with closing(Borrower(rig.path, is_device_up=False)) as borrower:
-        borrower.device_is_up(wait=lambda: _wait(is_time), pins_first=True)
+    with borrower_that_pins_the_first(rig) as borrower:
         segment, borrowed, cells = borrower.segment, borrower.open(rig.model), set[int]()
         first_bytes = NUM_FIRST_CELLS * CELL_BYTES
         assert segment.pinned_bytes == first_bytes
@@ -307,33 +323,23 @@ def test_a_load_from_disk_goes_through_the_first_cells_and_its_chunks_come_to_st
         for chunk in again:
             assert chunk.cell >= NUM_FIRST_CELLS
             again.release(chunk)
-        is_time.set()
 
 
-def test_of_a_model_no_chunks_come_to_stay_but_those_that_a_load_passed_on(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "MAX_PASSED_ON_S", PATIENCE_S)
-    rig.driver.may_register.set()
-    is_time, fetcher, ids = threading.Event(), rig.tiers.fetcher, rig.borrowed.manifest.chunk_ids
-    with closing(Borrower(rig.path, is_device_up=False)) as borrower:
-        borrower.device_is_up(wait=lambda: _wait(is_time), pins_first=True)
+@pytest.mark.usefixtures("disk_is_quick")
+def test_of_a_model_no_chunks_come_to_stay_but_those_that_a_load_passed_on(rig: Rig) -> None:
+    fetcher, ids = rig.tiers.fetcher, rig.borrowed.manifest.chunk_ids
+    with borrower_that_pins_the_first(rig) as borrower:
         loan = borrower.fetch(borrower.open(rig.model), [2, 5])
         for chunk in loan:
             loan.release(chunk)
         assert eventually(lambda: fetcher.counters.num_fills >= 4 and not fetcher._live)
         assert (fetcher.resident(ids), fetcher.counters.num_fills) == ([ids[2], ids[5]], 4)
-        is_time.set()
 
 
-def test_nothing_comes_to_stay_of_a_model_that_was_forgotten_meanwhile(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "MAX_PASSED_ON_S", PATIENCE_S)
-    rig.driver.may_register.set()
-    is_time, fetcher, ids = threading.Event(), rig.tiers.fetcher, rig.borrowed.manifest.chunk_ids
-    with closing(Borrower(rig.path, is_device_up=False)) as borrower:
-        borrower.device_is_up(wait=lambda: _wait(is_time), pins_first=True)
+@pytest.mark.usefixtures("disk_is_quick")
+def test_nothing_comes_to_stay_of_a_model_that_was_forgotten_meanwhile(rig: Rig) -> None:
+    fetcher, ids = rig.tiers.fetcher, rig.borrowed.manifest.chunk_ids
+    with borrower_that_pins_the_first(rig) as borrower:
         borrowed = borrower.open(rig.model)
         loan = borrower.fetch(borrowed, [2, 5])
         chunks = list(loan)
@@ -342,7 +348,6 @@ def test_nothing_comes_to_stay_of_a_model_that_was_forgotten_meanwhile(
         borrower.fetch(borrowed, [])  # on the same line, so behind all that the release sets off
         assert eventually(lambda: not fetcher._live)
         assert (fetcher.resident(ids), fetcher.counters.num_fills) == ([], 2)
-        is_time.set()
 
 
 def test_a_load_passes_nothing_on_where_the_first_cells_are_not_pinned_or_all_are(rig: Rig) -> None:
