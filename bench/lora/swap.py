@@ -85,12 +85,14 @@ class TimedCopies:
 class TimedLoader(Loader):
     """A loader of one adapter at a time, which notes when each step of its way was done."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, make: Callable[[int], ChunkCopies] | None = None) -> None:
+        """`make` returns the copies of so many chunks; None: they are the device's."""
         super().__init__(device)
         self.noted_s: dict[str, float] = {}
+        self._make = make or super().new_copies
 
     def new_copies(self, num_chunks: int) -> ChunkCopies:
-        return TimedCopies(super().new_copies(num_chunks), self.noted_s)
+        return TimedCopies(self._make(num_chunks), self.noted_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ class SwapSetting:
         news: SimpleQueue[AdapterNews] = SimpleQueue()
         noted_s = self.loader.noted_s
         noted_s.clear()
-        torch.cuda.synchronize()
+        if self.loader.device.type == "cuda":
+            torch.cuda.synchronize()
         began_s = time.perf_counter()
         pieces = self.pool.place_pieces(self.order.adapter, sizes_of(self.layout))
         assert pieces is not None, f"{self.pool.usage()}"
@@ -163,11 +166,11 @@ def swap(num_layers: int) -> Iterator[Answer]:
             setting = SwapSetting(pool, order, layout, borrowed, resources, loader)
             copy_s = _copy_s(layout.num_bytes)
             yield setting.answer("swap", copy_s)
-            _scatter(pool, layout)
+            scatter(pool, layout)
             yield setting.answer("scattered", copy_s)
 
 
-def _scatter(pool: MappedPool, layout: AdapterLayout) -> None:
+def scatter(pool: MappedPool, layout: AdapterLayout) -> None:
     """Leave holes for the pieces of an adapter, and no two of them side by side."""
     sizes = [size for size in sizes_of(layout) for _ in range(2)]
     owners = [AdapterId(f"{number:064x}") for number in range(len(sizes))]

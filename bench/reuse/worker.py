@@ -187,7 +187,15 @@ def keeping(device: torch.device, host_bytes: int, place: Path) -> Iterator[Path
         with closing(Tiers(config, is_pinned=False)) as tiers, closing(Lender(tiers, socket)):
             yield socket
         return
-    setup = KeeperSetup(str(socket), "cuda", config.path, None, host_bytes, "warning")
+    with own_keeper(host_bytes, place) as socket:
+        yield socket
+
+
+@contextmanager
+def own_keeper(host_bytes: int, place: Path) -> Iterator[Path]:
+    """Lend chunks at a socket by a process that keeps them, as beside a CUDA device."""
+    socket = place / "keeper.sock"
+    setup = KeeperSetup(str(socket), "cuda", str(place / "store"), None, host_bytes, "warning")
     command = [sys.executable, "-m", "hearth.store.keeper"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
         assert keeper.stdin is not None
