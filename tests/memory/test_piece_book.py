@@ -32,8 +32,8 @@ def test_several_adapters_lie_on_one_page() -> None:
     assert place(book, A, 1000, 24) == [0]
     assert place(book, B, 1000, 1000) == []
 
-    assert book.parts_of(A) == (ByteRange(0, 1024), ByteRange(1024, 1280))
-    assert book.parts_of(B) == (ByteRange(1280, 2304), ByteRange(2304, 3328))
+    assert book.plan_of(A).parts == (ByteRange(0, 1024), ByteRange(1024, 1280))
+    assert book.plan_of(B).parts == (ByteRange(1280, 2304), ByteRange(2304, 3328))
 
 
 def test_the_lowest_room_on_pages_that_are_there_is_taken_before_another_page() -> None:
@@ -45,7 +45,7 @@ def test_the_lowest_room_on_pages_that_are_there_is_taken_before_another_page() 
     assert book.give(A) == [0]
 
     assert place(book, A, 1024) == []
-    assert book.parts_of(A)[0].begin == 2 * PAGE_BYTES + 1024
+    assert book.plan_of(A).parts[0].begin == 2 * PAGE_BYTES + 1024
 
 
 def test_pieces_of_changing_sizes_each_take_the_lowest_room() -> None:
@@ -59,7 +59,7 @@ def test_pieces_of_changing_sizes_each_take_the_lowest_room() -> None:
 
     place(book, A, 1024, 512, 256, 512, 256)
 
-    assert [part.begin for part in book.parts_of(A)] == [2304, 0, 1536, 3328, 1792]
+    assert [part.begin for part in book.plan_of(A).parts] == [2304, 0, 1536, 3328, 1792]
 
 
 def test_a_page_without_pieces_goes_and_its_addresses_are_the_next_to_be_taken() -> None:
@@ -77,7 +77,7 @@ def test_a_piece_that_is_larger_than_a_page_begins_in_the_room_of_the_last_one()
     place(book, A, 1024)
 
     assert place(book, B, 2 * PAGE_BYTES) == [1, 2]
-    assert book.parts_of(B) == (ByteRange(1024, 1024 + 2 * PAGE_BYTES),)
+    assert book.plan_of(B).parts == (ByteRange(1024, 1024 + 2 * PAGE_BYTES),)
 
 
 def test_what_has_no_addresses_has_no_plan() -> None:

@@ -283,7 +283,7 @@ class PageBooks:
     def piece_addresses(self, owner: AdapterId) -> list[int]:
         """Return where the pieces of an adapter begin."""
         (base,) = self._piece_places([0])
-        return [base + part.begin for part in self.pieces.parts_of(owner)]
+        return [base + begin for begin in self.pieces.plan_of(owner).begins]
 
     def piece_places(self, owner: AdapterId) -> list[int]:
         """Return the places of the pages that an adapter has pieces on."""

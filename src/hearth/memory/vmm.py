@@ -233,9 +233,9 @@ class MappedPool:
         if self._wipe is not None:
             last_read = None  # the wipe comes behind it
             self.prepare_pieces(owner)
-            parts = self._books.pieces.parts_of(owner)
-            for address, part in zip(self._books.piece_addresses(owner), parts, strict=True):
-                self._wipe(self._pages.bytes_at(address, part.end - part.begin))
+            sizes = self._books.pieces.plan_of(owner).sizes
+            for address, size in zip(self._books.piece_addresses(owner), sizes, strict=True):
+                self._wipe(self._pages.bytes_at(address, size))
         with self._table.lock:
             self._books.leave_pieces(owner, last_read)
 
