@@ -44,10 +44,11 @@ from hearth.store.borrower import BorrowedAdapter, Borrower
 from hearth.store.chunk_copies import ChunkCopies
 from hearth.store.loader import Loader
 from hearth.types import AdapterId, Hold
-from hearth.worker.adapter_load import AdapterFilled, AdapterNews, load_adapter
+from hearth.worker.adapter_load import AdapterFilled, AdapterNews, ask_for_adapter, load_adapter
 from hearth.worker.runtime import HostingResources
 
 NUM_SWAPS, NUM_ADAPTERS, POOL_BYTES = 20, 128, 24 << 30
+REST_S = 0.005  #: between two swaps
 
 Answer = dict[str, object]
 
@@ -111,9 +112,12 @@ class SwapSetting:
         news: SimpleQueue[AdapterNews] = SimpleQueue()
         noted_s = self.loader.noted_s
         noted_s.clear()
+        time.sleep(REST_S)  # by then the one before has given its chunks back, and left its line
         if self.loader.device.type == "cuda":
             torch.cuda.synchronize()
         began_s = time.perf_counter()
+        asked = ask_for_adapter(self.borrowed, self.resources)
+        noted_s["asked"] = time.perf_counter()
         pieces = self.pool.place_pieces(self.order.adapter, sizes_of(self.layout))
         assert pieces is not None, f"{self.pool.usage()}"
         noted_s["placed"] = time.perf_counter()
@@ -124,7 +128,8 @@ class SwapSetting:
             noted_s["prepared"] = time.perf_counter()
 
         load_adapter(
-            *(self.order, self.borrowed, pieces, prepare, self.resources), lambda _, told: news.put(told)
+            *(self.order, self.borrowed, pieces, prepare, self.resources),
+            *(lambda _, told: news.put(told), asked),
         )
         told = news.get(timeout=60)
         noted_s["told"] = time.perf_counter()

@@ -346,7 +346,7 @@ def test_calling_off_needs_no_answer_and_hangs_up_after_the_last_release() -> No
     ours, theirs = socket.socketpair()
     with closing(Segment.create(1, CELL_BYTES)) as segment, theirs, ThreadPoolExecutor(1) as pool:
         line = LenderLine(ours, segment)
-        loan = Loan(line, "m", 2, keep=lambda line: pytest.fail("it was called off"), is_in_host=True)
+        loan = Loan(line, "m", 2, lambda line: pytest.fail("it was called off"), LoadBegan(is_in_host=True))
         chunks = iter(loan)
         send(theirs, ChunkLent(0, 0, CELL_BYTES, None, is_shared=False))
         held = next(chunks)
@@ -369,7 +369,7 @@ def test_chunks_that_have_come_are_taken_together_as_far_as_they_are_pinned(
         pinned: list[int] = []
         monkeypatch.setattr(segment, "can_copy", lambda cell: cell != 1)
         monkeypatch.setattr(segment, "pin", pinned.append)
-        loan = Loan(LenderLine(ours, segment), "m", 7, keep=lambda line: None, is_in_host=True)
+        loan = Loan(LenderLine(ours, segment), "m", 7, lambda line: None, LoadBegan(is_in_host=True))
         lent = [ChunkLent(at, at, CELL_BYTES, None, is_shared=False) for at in range(6)]
         send(theirs, *lent, Refused("ChunkMissing", "the last one is gone"))
         batches = loan.batches(3)
@@ -722,6 +722,67 @@ def test_what_is_in_host_memory_is_lent_at_once_and_by_no_thread_of_its_own(
         next(iter(held))
         held._line.close()  # as if it had died
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+
+
+def test_a_load_that_was_asked_for_ahead_is_lent_before_it_is_fetched(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
+        borrowed = borrower.open(model)
+        num_lines = lender.num_sessions
+        for _ in range(2):  # from disk, and from host memory
+            asked = borrower.ask(borrowed, [1, 0])
+            assert asked is not None, "a line stands since the model was opened"
+            assert eventually(lambda: tiers.fetcher.book.num_leased == 2)
+
+            with monkeypatch.context() as silent:
+                silent.setattr(LenderLine, "send", lambda *_: pytest.fail("it was asked for already"))
+                loan = borrower.fetch(borrowed, [1, 0], asked)
+                chunks = list(loan)
+
+            assert [bytes(chunk.data) for chunk in chunks] == [_chunk_bytes(model, index) for index in (1, 0)]
+            loan.release(*chunks)
+            assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+        assert lender.num_sessions == num_lines
+
+
+def test_a_load_that_was_asked_for_and_is_not_wanted_is_taken_back(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
+        borrowed = borrower.open(model)
+        asked = borrower.ask(borrowed, [0, 1])
+        assert asked is not None
+        assert borrower.ask(borrowed, [2]) is None, "no other line stands"
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 2)
+
+        asked.close()
+
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+        (chunk,) = (loan := borrower.fetch(borrowed, [2]))
+        loan.release(chunk)
+        asked = borrower.ask(borrowed, [0, 1])
+        (chunk,) = (loan := borrower.fetch(borrowed, [2], asked))  # of other chunks than were asked for
+        assert bytes(chunk.data) == _chunk_bytes(model, 2)
+        loan.release(chunk)
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+
+
+def test_a_load_that_was_asked_of_a_lender_that_is_gone_begins_with_the_next(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with lending(tmp_path / "first", path) as (tiers, _):
+        borrower = Borrower(path)
+        borrowed = borrower.open(model)
+        for chunk in (loan := borrower.fetch(borrowed, [0])):
+            loan.release(chunk)
+        asked = borrower.ask(borrowed, [0])
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 1), "its answer has come"
+    with lending(tmp_path / "second", path), closing(borrower):
+        borrower.open(model)  # by which the first one's memory is closed
+        (chunk,) = (loan := borrower.fetch(borrowed, [0], asked))
+        assert bytes(chunk.data) == _chunk_bytes(model, 0)
+        loan.release(chunk)
 
 
 def test_a_borrower_that_dies_before_its_load_begins_leaves_nothing_lent_of_what_is_in_host_memory(

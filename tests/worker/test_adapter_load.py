@@ -15,14 +15,20 @@ from hearth.config import EngineConfig
 from hearth.errors import DeviceError, StoreError
 from hearth.memory.arena import ArenaPool
 from hearth.models.layout import ByteRange
-from hearth.store.borrower import Borrower
+from hearth.store.borrower import AskedLoan, Borrower
 from hearth.store.chunk_copies import SingleCopies
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS
 from hearth.store.tiers import Tiers
 from hearth.worker import adapter_load
-from hearth.worker.adapter_load import AdapterBroken, AdapterFilled, AdapterNews, load_adapter
+from hearth.worker.adapter_load import (
+    AdapterBroken,
+    AdapterFilled,
+    AdapterNews,
+    ask_for_adapter,
+    load_adapter,
+)
 from hearth.worker.runtime import HostingResources
 from tests.store.stored import PATIENCE_S, tiers_at, until
 from tests.worker.stored_adapters import stored_adapter
@@ -45,11 +51,11 @@ class Road:
             torch.zeros(part.end - part.begin, dtype=torch.uint8) for _, part in self.stored.layout.layers
         ]
 
-    def load(self, prepare: Callable[[], None] = lambda: None) -> AdapterNews:
+    def load(self, prepare: Callable[[], None] = lambda: None, asked: AskedLoan | None = None) -> AdapterNews:
         """Have the adapter come; return what is told of it."""
         load_adapter(
             *(self.stored.order, self.borrowed, self.pieces, prepare, self.resources),
-            lambda _, news: self.news.put(news),
+            *(lambda _, news: self.news.put(news), asked),
         )
         return self.news.get(timeout=PATIENCE_S)
 
@@ -91,6 +97,32 @@ def test_an_adapter_is_there_when_it_is_told(
         assert told.record.num_bytes == road.stored.layout.num_bytes
         until(lambda: road.num_leased == 0)
     assert road.news.empty()
+
+
+@pytest.mark.parametrize("max_short", [0, 1000])
+def test_an_adapter_that_was_asked_for_ahead_is_not_asked_for_again(
+    road: Road, max_short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_load, "MAX_SHORT_CHUNKS", max_short)
+    asked = ask_for_adapter(road.borrowed, road.resources)
+    assert asked is not None
+    until(lambda: road.num_leased > 0)
+
+    with monkeypatch.context() as silent:
+        silent.setattr(Borrower, "_answer", lambda *_: pytest.fail("it was asked for already"))
+        assert isinstance(road.load(asked=asked), AdapterFilled)
+
+    assert road.is_there()
+    until(lambda: road.num_leased == 0)
+
+
+def test_what_was_asked_for_goes_back_if_its_memory_cannot_be_prepared(road: Road) -> None:
+    def refuse() -> None:
+        raise StoreError("no such page")
+
+    asked = ask_for_adapter(road.borrowed, road.resources)
+    assert isinstance(road.load(refuse, asked), AdapterBroken)
+    until(lambda: road.num_leased == 0)
 
 
 def test_memory_that_cannot_be_prepared_breaks_the_load_alone(road: Road) -> None:

@@ -73,6 +73,18 @@ BorrowedModel: TypeAlias = Borrowed[Manifest]
 BorrowedAdapter: TypeAlias = Borrowed[AdapterManifest]
 
 
+@dataclass(frozen=True, slots=True)
+class AskedLoan:
+    """A load that the lender was asked for, and whose answer nobody has read: to be fetched, or closed."""
+
+    line: LenderLine
+    question: FetchChunks
+
+    def close(self) -> None:
+        """Want none of it: the lender takes back what it has lent."""
+        self.line.close()
+
+
 class Borrower:
     """The lender's segment, mapped and, for a CUDA device, pinned. Any thread may ask.
 
@@ -223,33 +235,58 @@ class Borrower:
         self._begin(connection, PrefetchModel(model.opened.digest, model.opened.directory))
         return Prefetch(connection, model)
 
-    def fetch(self, model: Borrowed[StoredManifest], chunks: Sequence[int]) -> Loan:
-        """Begin a load of a model that may have been opened long ago.
+    def ask(self, model: Borrowed[StoredManifest], chunks: Sequence[int]) -> AskedLoan | None:
+        """Ask for a load, to be fetched later, without waiting for the answer; None: only `fetch` can.
+
+        So whoever has something else to do first, such as finding a place for it, does that meanwhile.
+        """
+        if (line := self._take_standing()) is None:
+            return None
+        asked = AskedLoan(line, self._question(model, chunks))
+        try:
+            line.send(asked.question)
+        except OSError:  # whoever was at its other end is gone
+            line.close()
+            return None
+        return asked
+
+    def fetch(
+        self, model: Borrowed[StoredManifest], chunks: Sequence[int], asked: AskedLoan | None = None
+    ) -> Loan:
+        """Begin a load of a model that may have been opened long ago. `asked`: what `ask` has returned.
 
         Raises:
             LenderGone: nobody lends.
             StoreError: the lender does not have the model any more, or has another one in its place.
         """
-        digest, directory = model.opened.digest, model.opened.directory
-        question = FetchChunks(digest, directory, tuple(chunks), passes_on=self._passes_on())
+        question = self._question(model, chunks)
+        if asked is not None and asked.question != question:
+            asked.close()
+            asked = None
         try:
-            return self._fetch(model, question)
+            return self._fetch(model, question, asked)
         except ModelNotOpen:  # a lender that was started anew, or has forgotten the model
             again = self._open(model.where, model.weight)
         if again.opened.digest != model.opened.digest:
             raise StoreError(f"`{model.opened.name}` is another model by now; open it again")
         return self._fetch(again, replace(question, directory=again.opened.directory))
 
+    def _question(self, model: Borrowed[StoredManifest], chunks: Sequence[int]) -> FetchChunks:
+        digest, directory = model.opened.digest, model.opened.directory
+        return FetchChunks(digest, directory, tuple(chunks), passes_on=self._passes_on())
+
     def _passes_on(self) -> bool:
         """True if only some memory is pinned, and the first cells are."""
         segment = self.segment
         return not segment.is_all_pinned and segment.are_first_pinned(NUM_FIRST_CELLS)
 
-    def _fetch(self, model: Borrowed[StoredManifest], question: FetchChunks) -> Loan:
-        line, answer = self._asked(question)
+    def _fetch(
+        self, model: Borrowed[StoredManifest], question: FetchChunks, asked: AskedLoan | None = None
+    ) -> Loan:
+        line, answer = self._asked(question, asked)
         match answer:
-            case LoadBegan(is_in_host):
-                loan = Loan(line, model.opened.name, len(question.chunks), self._keep, is_in_host=is_in_host)
+            case LoadBegan() as began:
+                loan = Loan(line, model.opened.name, len(question.chunks), self._keep, began)
                 with self._lock:
                     self._loans.append(loan)
                 return loan
@@ -260,8 +297,12 @@ class Borrower:
                 line.close()
                 raise self._gone() if other is None else self._nonsense(other)
 
-    def _asked(self, question: Message) -> tuple[LenderLine, Message | None]:
+    def _asked(self, question: Message, asked: AskedLoan | None = None) -> tuple[LenderLine, Message | None]:
         """Return a line on which a question was asked, and the answer; None: the lender is gone."""
+        if asked is not None:
+            if (answer := asked.line.read()) is not None and self._is_mapped(asked.line.segment):
+                return asked.line, answer
+            asked.close()  # whoever was at its other end is gone
         while (line := self._take_standing()) is not None:
             with suppress(OSError):
                 if (answer := self._answer(line, question)) is not None:
@@ -281,6 +322,11 @@ class Borrower:
         except (OSError, StoreError):  # the other end is gone, or answers nonsense
             line.close()
             raise
+
+    def _is_mapped(self, segment: Segment) -> bool:
+        """True unless a segment was closed, because its lender is gone and nothing was lent of it."""
+        with self._lock:
+            return segment is self.segment or any(segment is old for old in self._old)
 
     def _take_standing(self) -> LenderLine | None:
         with self._lock:

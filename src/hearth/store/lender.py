@@ -57,7 +57,7 @@ ACCEPT_DELAY_S = 0.1
 
 #: Models that any borrower has opened, by digest and directory: of copies, all are there. The single
 #: operations of a dict are atomic, so it needs no lock.
-OpenedModels = dict[tuple[Digest, Path], StoredModel]
+OpenedModels = dict[tuple[Digest, str], StoredModel]
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class _Session:
 
     def _open(self, where: str, weight: float) -> ModelOpened:
         model = self._tiers.open(where, weight)
-        self._models[model.manifest.digest, model.directory] = model
+        self._models[_key(model)] = model
         host_bytes = self._tiers.host_bytes(model)
         return ModelOpened(model.name, str(model.directory), model.manifest.digest, host_bytes)
 
@@ -243,14 +243,14 @@ class _Session:
         """Forget a model that is no longer deployed; a load of it that is under way keeps what it needs."""
         directory = self._tiers.forget(where)
         for key in list(self._models):
-            if key[1] == directory:
+            if key[1] == str(directory):
                 self._models.pop(key, None)
         return ModelForgotten()
 
     def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
         """Return a model that a load may begin of; None: the borrower was told that it is not open."""
         self._end_load()
-        model = self._models.get((digest, Path(directory)))
+        model = self._models.get((digest, directory))
         if model is None:
             self._send(refusal(ModelNotOpen(f"no model {digest} is open here; open it again")))
         return model
@@ -283,7 +283,7 @@ class _Session:
             # At once and by this thread: to wake another takes longer than an adapter takes to be copied.
             self._fetch = fetch
             self._note_lent(lent)
-            self._send(LoadBegan(is_in_host), *map(_lent, lent))
+            self._send(LoadBegan(is_in_host, tuple(map(_lent, lent))))
         else:
             try:
                 self._send(LoadBegan(is_in_host))
@@ -389,7 +389,7 @@ class _Session:
             log.warning("not_refilled model=%s reason=%s", fetch.model.name, error)
 
     def _is_open(self, model: StoredModel) -> bool:
-        return (model.manifest.digest, model.directory) in self._models
+        return _key(model) in self._models
 
     def _end(self) -> None:
         """Take back what the borrower still had, whether it closed or died."""
@@ -400,6 +400,10 @@ class _Session:
                 self._sender.join()
             self._fetch.release(*self._lent.values())  # by now no other thread knows them
         self._connection.close()
+
+
+def _key(model: StoredModel) -> tuple[Digest, str]:
+    return model.manifest.digest, str(model.directory)
 
 
 def _lent(chunk: HostChunk) -> ChunkLent:

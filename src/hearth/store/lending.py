@@ -3,7 +3,8 @@
     borrower                              lender
     (connects)                            LenderHello, with the segment's file descriptor
     OpenModel                             ModelOpened | Refused
-    FetchChunks                           LoadBegan; ChunkLent, in order, as they are ready; Refused ends it
+    FetchChunks                           LoadBegan, with all chunks that are there at once; ChunkLent, in
+                                          order, as they are ready; Refused ends it
     ReleaseChunks, until all are          ...
     CancelLoad                            sends no more; what is lent stays lent
     CountBytes                            BytesCounted
@@ -73,13 +74,6 @@ class FetchChunks:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadBegan:
-    """The first answer to `FetchChunks`."""
-
-    is_in_host: bool  #: nothing has to be read for this load
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkLent:
     """A chunk of the load, which lies in a cell of the segment until it is released."""
 
@@ -88,6 +82,15 @@ class ChunkLent:
     num_bytes: int
     delivery: Delivery | None
     is_shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBegan:
+    """The first answer to `FetchChunks`."""
+
+    is_in_host: bool  #: nothing has to be read for this load
+    #: The first chunks, as if they came behind this: a message of each costs more than an adapter's copies.
+    lent: tuple[ChunkLent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 
 from hearth.errors import HearthError, LenderGone, LoadCancelled
 from hearth.store.fetch import RELEASE_BATCH, HostChunk
 from hearth.store.lender_line import LenderLine
-from hearth.store.lending import CancelLoad, ChunkLent, Message, Refused, ReleaseChunks, error_of
+from hearth.store.lending import CancelLoad, ChunkLent, LoadBegan, Message, Refused, ReleaseChunks, error_of
 from hearth.store.segment import Segment
 
 
@@ -25,14 +26,10 @@ class Loan:
         name: str,
         num_chunks: int,
         keep: Callable[[LenderLine], None],
-        *,
-        is_in_host: bool,
+        began: LoadBegan,
     ) -> None:
-        """`keep` takes the line of a loan of which all was lent and released.
-
-        `is_in_host`: all chunks were in host memory when it began.
-        """
-        self.is_in_host = is_in_host
+        """`keep` takes the line of a loan of which all was lent and released; `began` is how it began."""
+        self.is_in_host = began.is_in_host  #: all chunks were in host memory when it began
         self.num_chunks = num_chunks
         self._line, self._name, self._keep = line, name, keep
         #: Guards the fields below and the sending: one thread yields, others release and cancel.
@@ -42,8 +39,8 @@ class Loan:
         self._is_over = num_chunks == 0  #: nothing more will be yielded
         self._is_cancelled = False
         self._has_hung_up = False
-        #: A message that came behind the chunks that were yielded; of the thread that iterates alone.
-        self._unread: Message | None = None
+        #: What came behind the chunks that were yielded; of the thread that iterates alone.
+        self._unread: deque[Message] = deque(began.lent)
         self.segment.load_began()
         self._hang_up_if_done()
 
@@ -85,7 +82,7 @@ class Loan:
 
     def has_next(self) -> bool:
         """True if `take` need not wait. Called by the thread that iterates, as that is."""
-        return self._unread is not None or self._line.has_next()
+        return bool(self._unread) or self._line.has_next()
 
     def take(self) -> HostChunk:
         """Return the next chunk, which may not be pinned. Raises as iterating does."""
@@ -118,10 +115,11 @@ class Loan:
         while isinstance(message, ChunkLent) and (not lent or self.segment.can_copy(message.cell)):
             lent.append(message)
             message = None
-            if len(lent) == most or not self._line.has_received:
+            if len(lent) == most or not (self._unread or self._line.has_received):
                 break
             message = self._next_message()
-        self._unread = message
+        if message is not None:
+            self._unread.appendleft(message)
         chunks = self._accepted(lent, message)
         self.segment.pin(chunks[0].cell)  # to be copied from next
         return chunks
@@ -138,8 +136,7 @@ class Loan:
         return list(map(self._chunk, lent))
 
     def _next_message(self) -> Message | None:
-        message, self._unread = self._unread, None
-        return self._line.read() if message is None else message
+        return self._unread.popleft() if self._unread else self._line.read()
 
     def _chunk(self, lent: ChunkLent) -> HostChunk:
         data = self.segment.memory(lent.cell, lent.num_bytes)

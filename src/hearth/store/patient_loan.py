@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from hearth.errors import LenderGone, LoadCancelled
-from hearth.store.borrower import Borrowed, Borrower
+from hearth.store.borrower import AskedLoan, Borrowed, Borrower
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import StoredManifest
 from hearth.store.staged_loan import BorrowedChunks, borrow_chunks
@@ -38,8 +38,11 @@ class PatientLoan:
         model: Borrowed[StoredManifest],
         chunks: Sequence[int],
         is_given_up: Callable[[], bool] = lambda: False,
+        asked: AskedLoan | None = None,
     ) -> None:
         """Begin the load. `is_given_up`: nobody wants it any more, asked only until it has begun.
+
+        `asked`: as for `Borrower.fetch`.
 
         Raises:
             LenderGone: no lender comes, as `patiently`.
@@ -49,7 +52,7 @@ class PatientLoan:
         #: Guards the fields below: one thread goes on to the next loan, others release and cancel.
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
-        self._loan = patiently(lambda: borrow_chunks(borrower, model, chunks), is_given_up)
+        self._loan = patiently(lambda: borrow_chunks(borrower, model, chunks, asked), is_given_up)
         self._loan_by_chunk: dict[int, BorrowedChunks] = {}  #: of the chunks that are lent
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from hearth.errors import LoadCancelled, StoreError
-from hearth.store.borrower import Borrowed, Borrower
+from hearth.store.borrower import AskedLoan, Borrowed, Borrower
 from hearth.store.fetch import HostChunk
 from hearth.store.loan import Loan
 from hearth.store.manifest import StoredManifest
@@ -159,10 +159,13 @@ BorrowedChunks = Loan | StagedLoan
 
 
 def borrow_chunks(
-    borrower: Borrower, model: Borrowed[StoredManifest], chunks: Sequence[int]
+    borrower: Borrower,
+    model: Borrowed[StoredManifest],
+    chunks: Sequence[int],
+    asked: AskedLoan | None = None,
 ) -> BorrowedChunks:
-    """Begin a load, by slots unless all of the lender's memory is pinned. Raises as `Borrower.fetch`."""
-    loan = borrower.fetch(model, chunks)
+    """Begin a load, by slots unless all of the lender's memory is pinned. See `Borrower.fetch`."""
+    loan = borrower.fetch(model, chunks, asked)
     staging, segment = borrower.staging, loan.segment
     if staging is None or segment.cell_bytes > staging.slot_bytes or segment.is_all_pinned:
         return loan

@@ -13,7 +13,7 @@ import torch
 
 from hearth.errors import HearthError, ModelError, StoreError
 from hearth.messages import AdapterOrder
-from hearth.store.borrower import BorrowedAdapter, Prefetch
+from hearth.store.borrower import AskedLoan, BorrowedAdapter, Prefetch
 from hearth.store.patient_loan import PatientLoan, patiently
 from hearth.store.piece_copies import LoadPiece
 from hearth.store.record import LoadRecord
@@ -102,6 +102,14 @@ class AdapterClimb:
             self.is_over = True
 
 
+def ask_for_adapter(borrowed: BorrowedAdapter, resources: HostingResources) -> AskedLoan | None:
+    """Ask the keeper for an adapter that `load_adapter` will load, or close it if the adapter gets no place.
+
+    The keeper answers while the place is looked for. None: it has to be asked when that is there.
+    """
+    return resources.borrower.ask(borrowed, range(len(borrowed.manifest.chunks)))
+
+
 def load_adapter(
     order: AdapterOrder,
     borrowed: BorrowedAdapter,
@@ -109,8 +117,12 @@ def load_adapter(
     prepare: Callable[[], None],
     resources: HostingResources,
     post: PostAdapterNews,
+    asked: AskedLoan | None = None,
 ) -> None:
-    """Have the bytes of an adapter copied to its pieces, once `prepare` has made them ready to be written."""
+    """Have the bytes of an adapter copied to its pieces, once `prepare` has made them ready to be written.
+
+    `asked`: what `ask_for_adapter` has returned.
+    """
     manifest = borrowed.manifest
     parts = [LoadPiece(part, piece) for (_, part), piece in zip(manifest.layout.layers, pieces, strict=True)]
 
@@ -121,7 +133,12 @@ def load_adapter(
             post(order.adapter, AdapterFilled(outcome))
 
     def fetch(chunks: Sequence[int]) -> PatientLoan:
-        return PatientLoan(resources.borrower, borrowed, chunks)
+        return PatientLoan(resources.borrower, borrowed, chunks, asked=asked)
+
+    def fail(failure: Failure) -> None:
+        if asked is not None:
+            asked.close()  # however far it has come: nothing is copied any more
+        post(order.adapter, AdapterBroken(failure))
 
     def load() -> None:
         prepare()
@@ -132,7 +149,7 @@ def load_adapter(
         else:
             loader.load(order.name, manifest, parts, fetch, on_end=end, is_idle=True)
 
-    _start(load, resources, lambda failure: post(order.adapter, AdapterBroken(failure)))
+    _start(load, resources, fail)
 
 
 def _start(

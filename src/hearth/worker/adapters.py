@@ -28,6 +28,7 @@ from hearth.worker.adapter_load import (
     AdapterMissing,
     AdapterNews,
     PostAdapterNews,
+    ask_for_adapter,
     find_adapter,
     load_adapter,
 )
@@ -267,7 +268,13 @@ class WorkerAdapters:
         wanted, borrowed = self._wanted[adapter], self._found[adapter]
         layout = borrowed.manifest.layout
         sizes = [part.end - part.begin for _, part in layout.layers]
+        is_likely = layout.num_bytes <= self._reclaimer.pool.free_bytes or bool(
+            may_take and self.residency.idle()
+        )
+        asked = ask_for_adapter(borrowed, self._resources) if is_likely else None
         if not self._reclaimer.place_adapter(adapter, sizes, may_take=may_take):
+            if asked is not None:
+                asked.close()
             return False
         self.residency.placed(adapter, layout.num_bytes)
         if wanted.climb is not None:
@@ -277,7 +284,7 @@ class WorkerAdapters:
         pool = self._reclaimer.pool
         load_adapter(
             *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
-            *(self._resources, self._post),
+            *(self._resources, self._post, asked),
         )
         return True
 
