@@ -16,7 +16,9 @@ from msgspec.structs import replace
 from hearth.engine.engine import Engine
 from hearth.messages import AdapterLoaded, HostingFailed, Pong, RunFailed
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.store.borrower import AskedLoan, BorrowedAdapter, Borrower
 from hearth.types import Hold, Rung
+from hearth.worker.reclaimer import Reclaimer
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
 from tests.store.stored import tiers_at
 from tests.worker.harness import greedy
@@ -233,6 +235,30 @@ def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_num
 
         assert f"needs {adapter.layout.num_bytes} bytes of device memory" in failed.reason
         rig.check(rig.ask(None))
+
+
+def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[AskedLoan] = []
+    ask = Borrower.ask
+
+    def note(borrower: Borrower, model: BorrowedAdapter, chunks: Sequence[int]) -> AskedLoan | None:
+        if (one := ask(borrower, model, chunks)) is not None:
+            asked.append(one)
+        return one
+
+    monkeypatch.setattr(Borrower, "ask", note)
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path) as rig:
+        with monkeypatch.context() as full:
+            full.setattr(Reclaimer, "place_adapter", lambda *_, **__: False)
+            rig.ask(adapter)
+            rig.gateway.until(RunFailed)
+        assert asked, "there was room for it"
+        assert all(one.line.read() is None for one in asked), "a line stands over which it is lent"
+
+        rig.check(rig.ask(adapter))
 
 
 def test_what_fits_on_a_page_of_others_takes_nothing_that_models_are_promised(tmp_path: Path) -> None:
