@@ -238,10 +238,11 @@ class PoolCaller:
         if adapter in self.pieces:
             return False
         before = self.pool.usage()
-        pieces = self.pool.place_pieces(adapter, sizes, spare_bytes)
-        if pieces is None:
+        runs = self.pool.place_pieces(adapter, sizes, spare_bytes)
+        if runs is None:
             assert self.pool.usage() == before
             return False
+        pieces = [piece for run in runs for piece in run.split()]
         assert [(piece.dtype, len(piece)) for piece in pieces] == [(torch.uint8, size) for size in sizes]
         assert all(piece.data_ptr() % 256 == 0 for piece in pieces)
         self.pool.prepare_pieces(adapter)

@@ -14,6 +14,7 @@ import torch
 from hearth.config import EngineConfig
 from hearth.errors import DeviceError, StoreError
 from hearth.memory.arena import ArenaPool
+from hearth.memory.pool import PieceRun
 from hearth.models.layout import ByteRange
 from hearth.store.borrower import AskedLoan, Borrower
 from hearth.store.chunk_copies import SingleCopies
@@ -47,14 +48,17 @@ class Road:
     def __post_init__(self) -> None:
         self.stored = stored_adapter("llama-gqa")
         self.borrowed = self.resources.borrower.open_adapter(self.stored.order.where)
-        self.pieces = [
-            torch.zeros(part.end - part.begin, dtype=torch.uint8) for _, part in self.stored.layout.layers
+        *first, last = (part.end - part.begin for _, part in self.stored.layout.layers)
+        #: All layers but the last one behind the other.
+        self.runs = [
+            PieceRun(torch.zeros(sum(sizes), dtype=torch.uint8), tuple(sizes)) for sizes in (first, [last])
         ]
+        self.pieces = [piece for run in self.runs for piece in run.split()]
 
     def load(self, prepare: Callable[[], None] = lambda: None, asked: AskedLoan | None = None) -> AdapterNews:
         """Have the adapter come; return what is told of it."""
         load_adapter(
-            *(self.stored.order, self.borrowed, self.pieces, prepare, self.resources),
+            *(self.stored.order, self.borrowed, self.runs, prepare, self.resources),
             *(lambda _, news: self.news.put(news), asked),
         )
         return self.news.get(timeout=PATIENCE_S)
@@ -97,6 +101,19 @@ def test_an_adapter_is_there_when_it_is_told(
         assert told.record.num_bytes == road.stored.layout.num_bytes
         until(lambda: road.num_leased == 0)
     assert road.news.empty()
+
+
+def test_pieces_side_by_side_are_one_copy_if_they_are_so_in_the_file() -> None:
+    memory = torch.zeros(50, dtype=torch.uint8)
+    runs = [PieceRun(memory[:20], (10, 10)), PieceRun(memory[30:50], (10, 10))]
+    parts = [ByteRange(0, 10), ByteRange(10, 20), ByteRange(20, 30), ByteRange(32, 42)]
+
+    pieces = adapter_load._load_pieces(parts, runs)
+
+    assert [piece.part for piece in pieces] == [ByteRange(0, 20), ByteRange(20, 30), ByteRange(32, 42)]
+    begins = [piece.destination.data_ptr() - memory.data_ptr() for piece in pieces]
+    assert begins == [0, 30, 40]
+    assert [len(piece.destination) for piece in pieces] == [20, 10, 10]
 
 
 @pytest.mark.parametrize("max_short", [0, 1000])

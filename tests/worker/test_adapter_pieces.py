@@ -9,6 +9,7 @@ import torch
 from bench.host_pages import Done
 from hearth.engine.engine import Engine
 from hearth.memory.pages import Mark
+from hearth.memory.pool import PieceRun
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.types import AdapterId, ModelId
@@ -27,8 +28,8 @@ class _NotedPool:
         self.marks: list[Mark] = []
         self.last_reads: list[Mark | None] = []
 
-    def place_pieces(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> list[torch.Tensor]:
-        return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    def place_pieces(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> list[PieceRun]:
+        return [PieceRun(torch.zeros(size, dtype=torch.uint8), (size,)) for size in sizes]
 
     def mark(self) -> Mark:
         self.marks.append(Done())

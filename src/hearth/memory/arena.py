@@ -20,7 +20,7 @@ from hearth.memory.contiguous import ContiguousMemory
 from hearth.memory.pages import Mark
 from hearth.memory.piece_book import piece_bytes
 from hearth.memory.placement import Packer, PlacementNeed, extent_span, plan_placement
-from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
+from hearth.memory.pool import EvictionTermsOf, PieceRun, PoolUsage, Shape, Space
 from hearth.memory.regions import Owner, Use, aligned, extents_of
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
 from hearth.models.weights import TensorPlace
@@ -205,7 +205,7 @@ class ArenaPool:
 
     def place_pieces(
         self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0
-    ) -> list[torch.Tensor] | None:
+    ) -> list[PieceRun] | None:
         """All pieces lie in one region, so that few of those that never move cut the memory in pieces."""
         books, num_bytes = self._books, aligned(sum(map(piece_bytes, sizes)))
         if num_bytes + spare_bytes > self.free_bytes:

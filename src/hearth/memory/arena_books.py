@@ -12,7 +12,7 @@ import torch
 from hearth.memory.arena_tenant import ArenaTenant
 from hearth.memory.contiguous import ContiguousMemory
 from hearth.memory.piece_book import piece_bytes
-from hearth.memory.pool import Shape
+from hearth.memory.pool import PieceRun, Shape, piece_runs
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.packing import Move
@@ -86,14 +86,14 @@ class ArenaBooks:
     def next_pieces_owner(self) -> Owner:
         return Owner(ModelId(""), Use.PIECES, next(self._numbers))
 
-    def take_pieces(self, adapter: AdapterId, span: Span, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def take_pieces(self, adapter: AdapterId, span: Span, sizes: Sequence[int]) -> list[PieceRun]:
         """Give an adapter a region for its pieces; return them."""
         assert adapter not in self.pieces, f"adapter {adapter} has its pieces"
         assert span.owner is not None, f"{span} is for nobody"
         self.regions.take(span)
         self.pieces[adapter] = ArenaPieces(span.owner, tuple(sizes), self.queued_now())
-        begins = accumulate(map(piece_bytes, sizes), initial=span.begin)
-        return [self.memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+        begins = list(accumulate(map(piece_bytes, sizes), initial=span.begin))
+        return piece_runs(begins, sizes, lambda begin, num_bytes: self.memory[begin : begin + num_bytes])
 
     def queued_now(self) -> torch.cuda.Event | None:
         """Return a mark behind what the device has queued; None: it does everything at once."""

@@ -57,6 +57,35 @@ class EvictionTerms:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceRun:
+    """Pieces of an adapter that lie one behind the other, as one memory.
+
+    Whoever brings their bytes needs no more, and a tensor of each takes longer to make than their places.
+    """
+
+    memory: torch.Tensor  #: uint8
+    sizes: tuple[int, ...]  #: of the pieces, which make up all of it
+
+    def split(self) -> Sequence[torch.Tensor]:
+        """Return the memory of each piece."""
+        return self.memory.split_with_sizes(list(self.sizes))
+
+
+def piece_runs(
+    begins: Sequence[int], sizes: Sequence[int], memory_at: Callable[[int, int], torch.Tensor]
+) -> list[PieceRun]:
+    """Return pieces by where they begin. `memory_at` is asked for so many bytes from an address on."""
+    runs: list[PieceRun] = []
+    first = 0
+    for end in range(1, len(sizes) + 1):
+        if end == len(sizes) or begins[end] != begins[end - 1] + sizes[end - 1]:
+            own = tuple(sizes[first:end])
+            runs.append(PieceRun(memory_at(begins[first], sum(own)), own))
+            first = end
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
 class Gap:
     """Stored bytes that a model lacks, and where they go."""
 
@@ -195,9 +224,9 @@ class Pool(Protocol):
 
     def place_pieces(
         self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0
-    ) -> list[torch.Tensor] | None:
-        """Give an adapter that has no pieces one (uint8) of each size, out of free memory, but nothing of
-        the last `spare_bytes` of it.
+    ) -> list[PieceRun] | None:
+        """Give an adapter that has no pieces one of each size, in this order, out of free memory, but nothing
+        of the last `spare_bytes` of it.
 
         None where that does not suffice, and nothing has changed. They begin at multiples of 256 bytes, never
         move, and must not be touched before `prepare_pieces` has returned; weights may be moved for them.

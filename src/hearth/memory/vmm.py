@@ -22,7 +22,7 @@ from hearth.memory.mapped_tenant import MappedTenant, check_fits, num_pages, run
 from hearth.memory.page_books import PageBooks, check_books, tails_of, usage_of
 from hearth.memory.page_table import PageTable, Wipe
 from hearth.memory.pages import Mark, Pages
-from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
+from hearth.memory.pool import EvictionTermsOf, PieceRun, PoolUsage, Shape, Space, piece_runs
 from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace, contiguous_places
@@ -199,24 +199,13 @@ class MappedPool:
 
     def place_pieces(
         self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0
-    ) -> list[torch.Tensor] | None:
+    ) -> list[PieceRun] | None:
         """Pages that are ready for KV, but not given, count as free; what pieces leave of theirs does not."""
         with self._table.lock:
             if not self._books.claim_pieces(owner, sizes, spare_bytes):
                 return None
             addresses = self._books.piece_addresses(owner)
-        return self._pieces_at(addresses, sizes)
-
-    def _pieces_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return memory by its addresses. To split a tensor takes far less time than to make one of each."""
-        pieces: list[torch.Tensor] = []
-        begin = 0
-        for end in range(1, len(sizes) + 1):
-            if end == len(sizes) or addresses[end] != addresses[end - 1] + sizes[end - 1]:
-                run = list(sizes[begin:end])
-                pieces += self._pages.bytes_at(addresses[begin], sum(run)).split_with_sizes(run)
-                begin = end
-        return pieces
+        return piece_runs(addresses, sizes, self._pages.bytes_at)
 
     def prepare_pieces(self, owner: AdapterId) -> None:
         with self._table.lock:

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hearth.errors import HearthError, ModelError, StoreError
+from hearth.memory.pool import PieceRun
 from hearth.messages import AdapterOrder
+from hearth.models.layout import ByteRange
 from hearth.store.borrower import AskedLoan, BorrowedAdapter, Prefetch
 from hearth.store.patient_loan import PatientLoan, patiently
 from hearth.store.piece_copies import LoadPiece
@@ -113,7 +113,7 @@ def ask_for_adapter(borrowed: BorrowedAdapter, resources: HostingResources) -> A
 def load_adapter(
     order: AdapterOrder,
     borrowed: BorrowedAdapter,
-    pieces: Sequence[torch.Tensor],
+    runs: Sequence[PieceRun],
     prepare: Callable[[], None],
     resources: HostingResources,
     post: PostAdapterNews,
@@ -124,7 +124,7 @@ def load_adapter(
     `asked`: what `ask_for_adapter` has returned.
     """
     manifest = borrowed.manifest
-    parts = [LoadPiece(part, piece) for (_, part), piece in zip(manifest.layout.layers, pieces, strict=True)]
+    pieces = _load_pieces([part for _, part in manifest.layout.layers], runs)
 
     def end(outcome: LoadRecord | StoreError) -> None:
         if isinstance(outcome, StoreError):
@@ -145,11 +145,27 @@ def load_adapter(
         loader = resources.loader
         # Who prepared the pieces waited until the device is done with them.
         if len(manifest.chunks) <= MAX_SHORT_CHUNKS:
-            load_here(order.name, manifest, parts, fetch, loader.new_copies, end)
+            load_here(order.name, manifest, pieces, fetch, loader.new_copies, end)
         else:
-            loader.load(order.name, manifest, parts, fetch, on_end=end, is_idle=True)
+            loader.load(order.name, manifest, pieces, fetch, on_end=end, is_idle=True)
 
     _start(load, resources, fail)
+
+
+def _load_pieces(parts: Sequence[ByteRange], runs: Sequence[PieceRun]) -> list[LoadPiece]:
+    """Return what goes where: runs of pieces as one, if their parts follow each other in the file as well."""
+    pieces: list[LoadPiece] = []
+    first = 0
+    for run in runs:
+        own = parts[first : first + len(run.sizes)]
+        first += len(own)
+        whole = ByteRange(own[0].begin, own[-1].end)
+        if whole.end - whole.begin == len(run.memory):
+            pieces.append(LoadPiece(whole, run.memory))
+        else:
+            pieces += map(LoadPiece, own, run.split())
+    assert first == len(parts), f"{first} pieces for {len(parts)} parts"
+    return pieces
 
 
 def _start(

@@ -15,7 +15,7 @@ import torch
 
 from hearth.engine.engine import Engine
 from hearth.memory.pages import Mark
-from hearth.memory.pool import Pool
+from hearth.memory.pool import PieceRun, Pool
 from hearth.models.adapter import AdapterLayout
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.types import AdapterId, ModelId
@@ -29,20 +29,29 @@ class AdapterPieces:
     pool: Pool
     residency: AdapterResidency
     engines: Callable[[], Mapping[ModelId, Engine]]  #: of all models, also of retired ones
-    _pieces: dict[AdapterId, Sequence[torch.Tensor]] = field(default_factory=dict)
+    _runs: dict[AdapterId, Sequence[PieceRun]] = field(default_factory=dict)
+    _pieces: dict[AdapterId, Sequence[torch.Tensor]] = field(
+        default_factory=dict
+    )  #: of those that were split
     _layouts: dict[AdapterId, AdapterLayout] = field(default_factory=dict)  #: of those that are there
     #: By adapter whose last request has ended: a mark behind all steps that may read it.
     _last_reads: dict[AdapterId, Mark] = field(default_factory=dict)
 
-    def __getitem__(self, adapter: AdapterId) -> Sequence[torch.Tensor]:
-        return self._pieces[adapter]
+    def __getitem__(self, adapter: AdapterId) -> Sequence[PieceRun]:
+        return self._runs[adapter]
 
     def place(self, adapter: AdapterId, sizes: Sequence[int], spare_bytes: int) -> bool:
         """Give an adapter its memory; False: free memory but `spare_bytes` does not suffice."""
-        pieces = self.pool.place_pieces(adapter, sizes, spare_bytes)
-        if pieces is not None:
-            self._pieces[adapter] = pieces
-        return pieces is not None
+        runs = self.pool.place_pieces(adapter, sizes, spare_bytes)
+        if runs is not None:
+            self._runs[adapter] = runs
+        return runs is not None
+
+    def split(self, adapter: AdapterId) -> Sequence[torch.Tensor]:
+        """Return the memory of each piece of an adapter; best asked for while its bytes are on their way."""
+        if adapter not in self._pieces:
+            self._pieces[adapter] = [piece for run in self._runs[adapter] for piece in run.split()]
+        return self._pieces[adapter]
 
     def filled(self, adapter: AdapterId, layout: AdapterLayout) -> None:
         """Note that all bytes of an adapter are there, and tell the engines that wait for them."""
@@ -50,14 +59,14 @@ class AdapterPieces:
         for model, engine in self.engines().items():
             if adapter in engine.adapters:
                 with blaming(model):
-                    engine.move_adapter(adapter, layout, self._pieces[adapter])
+                    engine.move_adapter(adapter, layout, self.split(adapter))
 
     def bind(self, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
         """Have the engine of a model know an adapter that is there, for a request that starts."""
         self._last_reads.pop(adapter, None)
         if adapter not in engine.adapters:
             with blaming(model):
-                engine.add_adapter(adapter, self._layouts[adapter], self._pieces[adapter])
+                engine.add_adapter(adapter, self._layouts[adapter], self.split(adapter))
 
     def rest(self, adapter: AdapterId) -> None:
         """Note that the last request of an adapter has ended: no step reads it that is queued from now on.
@@ -65,7 +74,7 @@ class AdapterPieces:
         Those that are queued by then have ended when it gives way, unless that is within a step or two. So
         whoever gets its memory need not wait for those that run meanwhile.
         """
-        if adapter in self._pieces and (mark := self.pool.mark()) is not None:
+        if adapter in self._runs and (mark := self.pool.mark()) is not None:
             self._last_reads[adapter] = mark
 
     def drop(self, adapter: AdapterId) -> int:
@@ -76,7 +85,8 @@ class AdapterPieces:
                 with blaming(model):
                     engine.remove_adapter(adapter)
         self._layouts.pop(adapter, None)
-        del self._pieces[adapter]
+        self._pieces.pop(adapter, None)
+        del self._runs[adapter]
         self.pool.drop_pieces(adapter, self._last_reads.pop(adapter, None))
         self.residency.left(adapter)
         return self.pool.free_bytes - free_bytes

@@ -286,6 +286,7 @@ class WorkerAdapters:
             *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
             *(self._resources, self._post, asked),
         )
+        self._pieces.split(adapter)
         return True
 
     def _climb(self, adapter: AdapterId) -> None:
