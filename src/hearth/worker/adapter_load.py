@@ -157,13 +157,13 @@ def _load_pieces(parts: Sequence[ByteRange], runs: Sequence[PieceRun]) -> list[L
     pieces: list[LoadPiece] = []
     first = 0
     for run in runs:
-        own = parts[first : first + len(run.sizes)]
-        first += len(own)
-        whole = ByteRange(own[0].begin, own[-1].end)
-        if whole.end - whole.begin == len(run.memory):
+        last = first + len(run.sizes) - 1
+        whole = parts[first] if first == last else ByteRange(parts[first].begin, parts[last].end)
+        if whole.end - whole.begin == run.memory.numel():
             pieces.append(LoadPiece(whole, run.memory))
         else:
-            pieces += map(LoadPiece, own, run.split())
+            pieces += map(LoadPiece, parts[first : last + 1], run.split())
+        first = last + 1
     assert first == len(parts), f"{first} pieces for {len(parts)} parts"
     return pieces
 
