@@ -142,6 +142,26 @@ def test_what_was_asked_for_goes_back_if_its_memory_cannot_be_prepared(road: Roa
     until(lambda: road.num_leased == 0)
 
 
+def test_a_load_that_breaks_after_its_chunks_went_back_leaves_its_line_to_the_next(
+    road: Road, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DeviceError("out of order")
+
+    asked = ask_for_adapter(road.borrowed, road.resources)
+    assert asked is not None
+    with monkeypatch.context() as broken:
+        broken.setattr(SingleCopies, "close", refuse)
+        assert isinstance(road.load(asked=asked), AdapterFilled)
+        assert isinstance(road.news.get(timeout=PATIENCE_S), AdapterBroken)
+
+    again = ask_for_adapter(road.borrowed, road.resources)
+    assert again is not None
+    assert again.line is asked.line
+    assert again.line.read() is not None, "somebody has closed it"
+    again.close()
+
+
 def test_memory_that_cannot_be_prepared_breaks_the_load_alone(road: Road) -> None:
     def refuse() -> None:
         raise StoreError("no such page")

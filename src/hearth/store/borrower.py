@@ -300,7 +300,12 @@ class Borrower:
     def _asked(self, question: Message, asked: AskedLoan | None = None) -> tuple[LenderLine, Message | None]:
         """Return a line on which a question was asked, and the answer; None: the lender is gone."""
         if asked is not None:
-            if (answer := asked.line.read()) is not None and self._is_mapped(asked.line.segment):
+            try:
+                answer = asked.line.read()
+            except StoreError:
+                asked.close()
+                raise
+            if answer is not None and self._is_mapped(asked.line.segment):
                 return asked.line, answer
             asked.close()  # whoever was at its other end is gone
         while (line := self._take_standing()) is not None:

@@ -132,12 +132,16 @@ def load_adapter(
         else:
             post(order.adapter, AdapterFilled(outcome))
 
+    unread = asked  #: until it is fetched: then its line is the loan's, and may be another's soon
+
     def fetch(chunks: Sequence[int]) -> PatientLoan:
-        return PatientLoan(resources.borrower, borrowed, chunks, asked=asked)
+        nonlocal unread
+        taken, unread = unread, None
+        return PatientLoan(resources.borrower, borrowed, chunks, asked=taken)
 
     def fail(failure: Failure) -> None:
-        if asked is not None:
-            asked.close()  # however far it has come: nothing is copied any more
+        if unread is not None:
+            unread.close()
         post(order.adapter, AdapterBroken(failure))
 
     def load() -> None:

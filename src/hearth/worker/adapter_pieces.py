@@ -30,9 +30,8 @@ class AdapterPieces:
     residency: AdapterResidency
     engines: Callable[[], Mapping[ModelId, Engine]]  #: of all models, also of retired ones
     _runs: dict[AdapterId, Sequence[PieceRun]] = field(default_factory=dict)
-    _pieces: dict[AdapterId, Sequence[torch.Tensor]] = field(
-        default_factory=dict
-    )  #: of those that were split
+    #: Of those that were split.
+    _pieces: dict[AdapterId, Sequence[torch.Tensor]] = field(default_factory=dict)
     _layouts: dict[AdapterId, AdapterLayout] = field(default_factory=dict)  #: of those that are there
     #: By adapter whose last request has ended: a mark behind all steps that may read it.
     _last_reads: dict[AdapterId, Mark] = field(default_factory=dict)

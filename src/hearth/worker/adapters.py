@@ -55,6 +55,7 @@ class _WantedAdapter:
     is_finding: bool = False  #: the keeper is being asked, or will be
     climb: AdapterClimb | None = None
     wait_s: float = 0.0  #: until it had its memory
+    was_asked_in_vain: bool = False  #: the keeper was asked for it ahead, and then there was no place
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,22 +261,26 @@ class WorkerAdapters:
     def _may_have_room(self, adapter: AdapterId) -> bool:
         """True unless those that drain for an adapter still run: to look again would preempt in vain."""
         is_first = not self.residency.is_any_draining
-        num_bytes = self._found[adapter].manifest.layout.num_bytes
-        return is_first or bool(self.residency.idle()) or self._reclaimer.pool.free_bytes >= num_bytes
+        return is_first or self._seems_to_have_room(self._found[adapter].manifest.layout.num_bytes)
+
+    def _seems_to_have_room(self, num_bytes: int) -> bool:
+        """True if so much is free, or something can be given up, whoever else is promised that."""
+        return bool(self.residency.idle()) or self._reclaimer.pool.free_bytes >= num_bytes
 
     def _place(self, adapter: AdapterId, *, may_take: bool) -> bool:
         """Give an adapter its memory, and have it filled; False: there is no room."""
         wanted, borrowed = self._wanted[adapter], self._found[adapter]
         layout = borrowed.manifest.layout
         sizes = [part.end - part.begin for _, part in layout.layers]
-        is_likely = layout.num_bytes <= self._reclaimer.pool.free_bytes or bool(
-            may_take and self.residency.idle()
-        )
-        asked = ask_for_adapter(borrowed, self._resources) if is_likely else None
+        asked = None
+        if may_take and not wanted.was_asked_in_vain and self._seems_to_have_room(layout.num_bytes):
+            asked = ask_for_adapter(borrowed, self._resources)
         if not self._reclaimer.place_adapter(adapter, sizes, may_take=may_take):
             if asked is not None:
                 asked.close()
+                wanted.was_asked_in_vain = True
             return False
+        wanted.was_asked_in_vain = False
         self.residency.placed(adapter, layout.num_bytes)
         if wanted.climb is not None:
             wanted.climb.cancel()
