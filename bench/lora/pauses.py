@@ -3,10 +3,10 @@
 python -m bench.lora.pauses [--layers N] [--adapters N] [--tiny]
 
 The requests of `bench.lora.serving`'s `zipf` with room for some of the adapters, once as a worker has them,
-with all that is imported frozen for the collector of garbage, and once not. A line of JSON is printed for every
-step of more than 50 ms: collections of garbage within it, the longest time in which a thread that only wakes every
-millisecond did not get the interpreter, where the other threads were when it did, and what was loaded and
-compiled. And a line for all steps of each, with how long one full collection takes then.
+with all that is imported frozen for the collector of garbage, and once not. A line of JSON is printed for
+every step of more than 50 ms: collections of garbage within it, the longest time in which a thread that only
+wakes every millisecond did not get the interpreter, where the other threads were when it did, and what was
+loaded and compiled. And a line for all steps of each, with how long one full collection takes then.
 """
 
 from __future__ import annotations
