@@ -39,6 +39,7 @@ def test_a_run_writes_a_profile_with_all_kinds_of_steps(tmp_path: Path) -> None:
         kinds = {(step.num_tokens, step.num_rows) for step in shape.steps}
         assert {(rows, rows) for rows in TINY_CPU.batches} <= kinds
         assert {(tokens, 1) for tokens in TINY_CPU.prompts} <= kinds
+        assert all(step.device_s is not None and step.device_s > 0.0 for step in shape.steps)
         (beside,) = TINY_CPU.busy_rows
         assert (beside + TINY_CPU.prompts[0], beside + 1) in kinds
 
