@@ -82,7 +82,7 @@ def test_small_steps_and_returns_can_be_measured_again_beside_the_rest(tmp_path:
 def test_first_tokens_behind_loads_are_timed_of_each_shape_while_another_model_answers() -> None:
     config = {**TINY_CONFIG, "intermediate_size": 2048, "num_hidden_layers": 8}
     wide = Shape("wide", "wide", config, "float32")  # whose weights are most of what a model takes
-    found = measure_behind_loads(replace(TINY_CPU, shapes=(wide,)), CPU)
+    found = measure_behind_loads(replace(TINY_CPU, shapes=(wide,), turn_tokens=150), CPU)
 
     assert found.keys() == {"wide"}, "the one that it takes turns with is no shape of its own"
     assert 0.0 < found["wide"] < 10.0
