@@ -25,7 +25,10 @@ _THERE_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenParts:
-    """The seconds from a request's arrival in the trace to its first token, part by part."""
+    """The seconds from a request's arrival in the trace to its first token, part by part.
+
+    A service tells the way from the gateway to the worker with `start_s`; simulated, it is part of `way_s`.
+    """
 
     way_s: float  #: of client and gateway, there and back
     turn_s: float  #: until its model was in turn

@@ -171,7 +171,6 @@ def test_what_hangs_is_cut_off_after_the_last_arrival_and_what_came_of_it_is_kep
     asked = [question(model=model) for model in "abc"]
     late_s = [one.asked_s for one in outcomes(asked, [hear(reply) for reply in found.replies], found)]
     assert late_s[1] >= 0.0
-    assert late_s[0] < 0.2, "at its time, or about it"
     assert late_s[2] == 0.0, "never asked"
 
 
