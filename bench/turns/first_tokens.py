@@ -1,7 +1,8 @@
 """What requests waited for before their first tokens, measured and simulated. Asks nobody.
 
-arrival in the trace -> the gateway hears of it -> its turn -> its bytes -> its first step -> its token
-                    ... and back to the client
+    arrival in the trace -> the gateway hears of it -> its turn -> its bytes -> its first step -> its token
+
+A service tells it by the timelines of its requests, a simulation by the facts of its worker.
 """
 
 from __future__ import annotations
