@@ -28,6 +28,7 @@ import msgspec
 import torch
 from msgspec.structs import replace as replace_struct
 
+from bench.profile.behind import measure_behind_loads
 from bench.profile.beside import measure_beside_loads
 from bench.profile.moves import LoadLine, measure_disk, measure_mapping, measure_return, measure_worker
 from bench.profile.requests import measure_request
@@ -127,6 +128,19 @@ def add_returns(scale: Scale, device: torch.device, draft: Draft) -> None:
     draft.add(return_s=measure_return(small, device, LoadLine(switch.give_way_s, rates[Rung.HOST])))
 
 
+def add_steps_behind_loads(scale: Scale, device: torch.device, draft: Draft) -> None:
+    """Measure first steps behind loads; a CPU runs all steps alike, so there is nothing to measure."""
+    if device.type != "cuda":
+        return
+    found = measure_behind_loads(scale, device)
+    known = _measured_shapes(draft)
+    draft.add(
+        shapes=[
+            replace_struct(one, behind_load_s=found[one.name]) if one.name in found else one for one in known
+        ]
+    )
+
+
 def measure_small_steps(scale: Scale, device: torch.device, draft: Draft) -> None:
     """Measure steps of few rows and tokens in place of those that a profile has, model by model."""
     few = replace(
@@ -153,7 +167,12 @@ def measure_small_steps(scale: Scale, device: torch.device, draft: Draft) -> Non
 
 
 #: Measured last, and each by itself.
-LAST_PARTS = {"beside": add_steps_beside_loads, "returns": add_returns, "requests": add_requests}
+LAST_PARTS = {
+    "beside": add_steps_beside_loads,
+    "behind": add_steps_behind_loads,
+    "returns": add_returns,
+    "requests": add_requests,
+}
 #: Parts that can be measured again by themselves.
 PARTS = {"steps": measure_small_steps, **LAST_PARTS}
 

@@ -136,7 +136,7 @@ def measure_disk(scale: Scale, device: torch.device) -> float:
             return max(rates)
 
 
-def _setting(scale: Scale, device: torch.device) -> Setting:
+def worker_setting(scale: Scale, device: torch.device) -> Setting:
     return Setting(
         ReuseScale(host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
         device,
@@ -149,9 +149,9 @@ def measure_worker(scale: Scale, device: torch.device) -> WorkerTimes:
     """Time switches between all shapes, and steps, through a worker."""
     with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
         with step("worker: writing models"):
-            orders = _orders(scale, device, Path(place))
-        setting = _setting(scale, device)
-        budget_bytes = _budget_bytes(scale, device)
+            orders = hosting_orders(scale, device, Path(place))
+        setting = worker_setting(scale, device)
+        budget_bytes = budget_of(scale, device)
         orders = {
             model: msgspec.structs.replace(order, own_bytes=budget_bytes) for model, order in orders.items()
         }
@@ -167,9 +167,9 @@ def measure_return(scale: Scale, device: torch.device, line: LoadLine) -> float:
     """
     times = []
     with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
-        orders = _orders(scale, device, Path(place))
-        setting = _setting(scale, device)
-        with working(setting, Path(place), orders, _budget_bytes(scale, device), is_mapped=True) as worker:
+        orders = hosting_orders(scale, device, Path(place))
+        setting = worker_setting(scale, device)
+        with working(setting, Path(place), orders, budget_of(scale, device), is_mapped=True) as worker:
             worker.segment.wait_pinned()
             models, last = list(orders), None
             for round_number in range(scale.num_switches + 2):
@@ -313,31 +313,36 @@ def fit_loads(loads: Sequence[tuple[int, float]], scale: Scale) -> LoadLine:
     return LoadLine(max(0.0, first_s), 1 / slope)
 
 
-def _orders(scale: Scale, device: torch.device, place: Path) -> dict[ModelId, HostModel]:
+def hosting_orders(scale: Scale, device: torch.device, place: Path) -> dict[ModelId, HostModel]:
     """Return the orders to host a model of each shape; a single one gets another to switch with."""
     shapes = [(ModelId(shape.name), shape) for shape in scale.shapes]
     if len(shapes) == 1:
         shapes.append((ModelId(f"other-{shapes[0][0]}"), shapes[0][1]))
-    orders = {}
-    for seed, (model, shape) in enumerate(shapes):
-        directory = write_random(place / model, shape.config, shape.dtype, seed, device)
-        kv_bytes = _kv_bytes(scale, shape)
-        orders[model] = HostModel(
-            model=model,
-            hosting=0,
-            where=str(directory),
-            digest=read_manifest(directory).digest,
-            weight=1.0,
-            max_context=_context(scale),
-            limits=scale.limits,
-            kv_floor_bytes=kv_bytes,
-            max_kv_bytes=kv_bytes,
-            eos_ids=(),
-        )
-    return orders
+    return {
+        model: hosting_order(scale, device, place / model, shape, seed)
+        for seed, (model, shape) in enumerate(shapes)
+    }
 
 
-def _budget_bytes(scale: Scale, device: torch.device) -> int:
+def hosting_order(scale: Scale, device: torch.device, directory: Path, shape: Shape, seed: int) -> HostModel:
+    """Return the order to host a random model that is written to a directory of its name."""
+    write_random(directory, shape.config, shape.dtype, seed, device)
+    kv_bytes = _kv_bytes(scale, shape)
+    return HostModel(
+        model=ModelId(directory.name),
+        hosting=0,
+        where=str(directory),
+        digest=read_manifest(directory).digest,
+        weight=1.0,
+        max_context=_context(scale),
+        limits=scale.limits,
+        kv_floor_bytes=kv_bytes,
+        max_kv_bytes=kv_bytes,
+        eos_ids=(),
+    )
+
+
+def budget_of(scale: Scale, device: torch.device) -> int:
     """Return what the largest model takes, so that no two of them fit."""
 
     def pages(num_bytes: int) -> int:
@@ -346,7 +351,7 @@ def _budget_bytes(scale: Scale, device: torch.device) -> int:
     most = 0
     num_alike = (
         2 if len(scale.shapes) == 1 else 1
-    )  # as in `_orders`; a smaller one leaves room for its tables
+    )  # as in `hosting_orders`; a smaller one leaves room for its tables
     for shape in scale.shapes:
         spec = ModelSpec(shape.arch, DTYPES[shape.dtype], _context(scale), scale.limits, frozenset())
         sizes = (shape.weights_bytes, workspace_bytes(spec, device), _kv_bytes(scale, shape))

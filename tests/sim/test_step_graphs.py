@@ -64,6 +64,41 @@ def test_a_step_behind_a_load_runs_without_a_graph_and_leaves_none() -> None:
     assert prompt_s(engine, "behind, with a graph", 100) == pytest.approx(step_s(engine, 100))
 
 
+def test_an_engine_times_steps_that_have_a_graph_and_no_others() -> None:
+    engine = new_engine()
+    timed_s = list[float | None]()
+    for is_behind in (False, False, True):
+        engine.is_behind_load = is_behind
+        engine.add(RequestId("asked"), 100 + 100 * is_behind, 1, 0, Pace(), 0.0, 0.0)
+        launched = engine.launch(0.0, 0.0).launched
+        assert launched is not None
+        timed_s.append(launched.seconds.device_s)
+        engine.flush()
+        engine.take_in(launched)
+
+    assert timed_s == [None, engine.shape.device_s(100, 1, 100), None]
+
+
+def first_piece_tokens(rows_share: float) -> int:
+    """Return how much of a long prompt is computed at first beside a row, of which a timer tells a share."""
+    engine = new_engine()
+    times = engine.shape.times
+    device_times = replace(times, rows_s=times.rows_s.scaled(rows_share))
+    engine.shape = replace(engine.shape, capture_s=0.0, eager_s=0.0, device_times=device_times)
+    engine.add(RequestId("decodes"), 1800, 200, 0, Pace(), 0.0, 0.0)
+    for _ in range(40):
+        if (awaited := engine.launch(0.0, 0.0).awaited) is not None:
+            engine.take_in(awaited)
+    engine.add(RequestId("long"), 300, 1, 0, Pace(), 0.0, 0.0)
+    launched = engine.launch(0.0, 0.0).launched
+    assert launched is not None
+    return launched.plan.num_prompt_tokens
+
+
+def test_prompts_are_cut_by_what_an_engine_times_not_by_what_steps_take() -> None:
+    assert 0 < first_piece_tokens(0.25) < first_piece_tokens(1.0)
+
+
 def test_a_step_that_follows_its_weights_ends_with_the_last_of_them() -> None:
     engine = new_engine()
     engine.is_behind_load = True
