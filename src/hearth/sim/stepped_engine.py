@@ -52,6 +52,7 @@ class _Launch:
 
     host_s: float
     is_eager: bool  #: kernel by kernel, so that the device computes meanwhile
+    is_timed: bool  #: as live: the step is neither captured nor the first one behind a load
 
 
 class SteppedEngine:
@@ -166,34 +167,50 @@ class SteppedEngine:
         plan = self.batcher.plan(self._allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
         if plan is None:
             return StepCall(awaited, None)
-        seconds = self.step_seconds(plan.num_tokens, plan.num_rows, plan.context_tokens, least_step_s)
+        start_s = timed_start_s = 0.0
+        if awaited is None:  # a timer begins with the launch, or when the device has done all before it
+            start_s = self.shape.times.start_s
+            timed_start_s = max(0.0, self.shape.device_times.start_s - max(0.0, device_free_s - now_s))
+        seconds = self.step_seconds(
+            *(plan.num_tokens, plan.num_rows, plan.context_tokens), least_step_s, timed_start_s
+        )
         launch = self._launched(plan, is_loading=load_end_s is not None)
-        if launch.host_s:  # as live: whatever waits for more than the device says nothing about others
+        if not launch.is_timed:
             seconds = replace(seconds, device_s=None)
-        start_s = self.shape.times.start_s if awaited is None else 0.0
         begin_s = max(now_s + start_s + (0.0 if launch.is_eager else launch.host_s), device_free_s)
         end_s = max(begin_s + seconds.step_s, now_s + launch.host_s, load_end_s or 0.0)
         self.flight = Flight(plan, seconds, end_s)
         return StepCall(awaited, self.flight, launch.host_s)
 
     def step_seconds(
-        self, num_tokens: int, num_rows: int, context_tokens: int, least_step_s: float
+        self,
+        num_tokens: int,
+        num_rows: int,
+        context_tokens: int,
+        least_step_s: float,
+        timed_start_s: float = 0.0,
     ) -> StepSeconds:
-        """Return how long a step takes that has a graph, and no less than `least_step_s`."""
+        """Return how long a step takes that has a graph, and no less than `least_step_s`.
+
+        `timed_start_s` of its launch also count for the timer: the device rested meanwhile.
+        """
         sizes = (num_tokens, num_rows, context_tokens)
         return StepSeconds(
-            max(least_step_s, self.shape.step_s(*sizes)), max(least_step_s, self.shape.device_s(*sizes))
+            max(least_step_s, self.shape.step_s(*sizes)),
+            timed_start_s + max(least_step_s, self.shape.device_s(*sizes)),
         )
 
     def _launched(self, plan: StepPlan, *, is_loading: bool) -> _Launch:
         """Return what launching a step takes; it is captured, unless it is the first one behind a load."""
         is_behind, self.is_behind_load = self.is_behind_load, is_loading
-        if is_loading or (is_behind and not self._graphs.has(plan)):
-            return _Launch(self.shape.eager_s, is_eager=True)
-        if self._graphs.has(plan):
-            return _Launch(0.0, is_eager=False)
+        has_graph = self._graphs.has(plan)
+        if is_loading or (is_behind and not has_graph):
+            return _Launch(self.shape.eager_s, is_eager=True, is_timed=False)
+        if has_graph:
+            return _Launch(0.0, is_eager=False, is_timed=not is_behind)
         self._graphs.capture(plan)
-        return _Launch(self.shape.capture_s, is_eager=False)
+        capture_s = self.shape.capture_s  # 0: nothing is captured there
+        return _Launch(capture_s, is_eager=False, is_timed=not capture_s)
 
     def flush(self) -> Flight | None:
         """Have no step in flight any more; return the one that has to be waited for."""
