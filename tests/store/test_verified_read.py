@@ -106,9 +106,12 @@ def test_a_chunk_outside_the_cache_is_read_past_it(path: Path) -> None:
 
 
 def test_a_chunk_that_must_not_be_read_past_the_cache_is_in_it_afterwards(path: Path) -> None:
-    leave_cache(path)
-    assert read(path, CHUNK_BYTES, SECOND, may_be_direct=False)[0] == SECOND
-    assert num_cached_pages(path) * mmap.PAGESIZE >= CHUNK_BYTES
+    def is_cached_after_a_read() -> bool:
+        leave_cache(path)
+        assert read(path, CHUNK_BYTES, SECOND, may_be_direct=False)[0] == SECOND
+        return num_cached_pages(path) * mmap.PAGESIZE >= CHUNK_BYTES
+
+    assert any(is_cached_after_a_read() for _ in range(10))  # a system may take cached pages back at any time
 
 
 @pytest.mark.parametrize("at", [0, 4096, 64 << 10, DIRECT_PIECE_BYTES])
