@@ -142,7 +142,7 @@ class SimulatedArm:
         self, answers: Sequence[SimulatedAnswer], begin_s: float, cutoff_s: float, late_s: Sequence[float]
     ) -> list[Outcome]:
         """Return what clients would have seen until they are cut off."""
-        until_s = answers[-1].arrived_s + cutoff_s
+        until_s = answers[-1].arrived_s - late_s[-1] + cutoff_s
         found = []
         for answer, late in zip(answers, late_s, strict=True):
             arrived_s = answer.arrived_s - late

@@ -331,6 +331,8 @@ def test_simulated_requests_wait_for_what_they_lack_and_count_from_their_arrival
     sums = sorted(sum(asdict(one).values()) for one in (first, second))
     assert sums == pytest.approx([found.seen.first_token_s["min"], found.seen.first_token_s["max"]])
     assert summed_up(found.parts)["there"]["requests"] == 1
+    late = arm.run([TracedRequest(0.0, "x", 20, 5)], cutoff_s=0.5, late_s=[1.0])
+    assert late.seen.num_unfinished == 1, "cut off behind its arrival, before it was asked"
 
 
 def explanation(marks: dict[str, float]) -> Explanation:
