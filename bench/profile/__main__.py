@@ -3,7 +3,7 @@
 python -m bench.profile [--device cpu] [--out FILE | --save] [--shapes NAME ...] [--only PART ...] [--tiny]
 
 Random models are made here: on a GPU with the shapes of Llama-3.2-1B, 3B and Llama-2-7B in bfloat16, on a CPU
-with that of SmolLM2-135M in float32. They take 23 GB in /dev/shm and 26 GiB of pinned host memory on a GPU,
+with that of SmolLM2-135M in float32. They take 25 GB in /dev/shm and 26 GiB of pinned host memory on a GPU,
 and 70 GiB of its own. The file is written anew after each part, so that a run which is cut off has not been
 for nothing; it is a profile once all parts are there. `--save` writes it to where simulations find it.
 """
