@@ -17,11 +17,18 @@ from random import Random
 
 import torch
 
-from bench.profile.moves import budget_of, hosting_order, hosting_orders, worker_setting
+from bench.profile.moves import (
+    budget_of,
+    hosting_order,
+    hosting_orders,
+    new_request,
+    wait_for_load,
+    worker_setting,
+)
 from bench.profile.scale import Scale
 from bench.report import step, tell
 from bench.reuse.worker import WorkerClient, working
-from hearth.messages import CancelRequest, ModelLoaded, RetireModel, Sampling, StartRequest, StepDone
+from hearth.messages import CancelRequest, RetireModel
 from hearth.types import ModelId
 
 ANSWERING = ModelId("answering")
@@ -48,7 +55,7 @@ def measure_behind_loads(scale: Scale, device: torch.device) -> dict[str, float]
             worker.segment.wait_pinned()
             times = _Rig(worker, list(orders), scale).measure()
     names = {shape.name for shape in scale.shapes}
-    return {model: scale.typical(found) for model, found in times.items() if model in names}
+    return {model: max(0.0, scale.typical(found)) for model, found in times.items() if model in names}
 
 
 class _Rig:
@@ -80,22 +87,12 @@ class _Rig:
             worker.send(RetireModel(last))
         worker.host(model)
         asked = self._ask(model, num_tokens, num_new_tokens=1)
-        loaded, loaded_s, first_s = None, 0.0, 0.0
-        while loaded is None or not first_s:
-            heard = worker.until(ModelLoaded, StepDone)
-            if isinstance(heard.fact, ModelLoaded):
-                loaded, loaded_s = heard.fact, heard.at_s
-            elif heard.has_token_of(asked):
-                first_s = heard.at_s
+        loaded, loaded_s, first_s = wait_for_load(worker, asked)
         worker.send(CancelRequest(beside))
         worker.rest()
         return first_s - loaded_s if sum(use.num_bytes for use in loaded.rungs) else None
 
     def _ask(self, model: ModelId, num_tokens: int, num_new_tokens: int) -> int:
-        """Ask a model with a prompt that never comes twice, so that no prefix is found."""
         run = next(self._runs)
-        vocab_size = min(shape.arch.vocab_size for shape in self._scale.shapes)
-        prompt = tuple(self._draw.randrange(vocab_size) for _ in range(num_tokens))
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
-        self._worker.send(StartRequest(run, model, prompt, (), sampling, salt=b""))
+        self._worker.send(new_request(self._draw, self._scale, run, model, num_tokens, num_new_tokens))
         return run

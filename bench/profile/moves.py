@@ -241,7 +241,7 @@ class _WorkerRig:
         """Ask a model for more than it is to say while another answers; return the request and the switch."""
         run = next(self._runs)
         self._worker.send(self._request(run, model, self._scale.turn_tokens))
-        loaded, loaded_s, first_s = self._first_token(run)
+        loaded, loaded_s, first_s = wait_for_load(self._worker, run)
         missing_bytes = sum(use.num_bytes for use in loaded.rungs)
         return run, _Switch(model, missing_bytes, loaded.assemble_s + loaded.total_s, first_s - loaded_s)
 
@@ -250,21 +250,9 @@ class _WorkerRig:
         self._worker.host(model)
         run = next(self._runs)
         self._worker.send(self._request(run, model, num_new_tokens=1))
-        loaded, _, _ = self._first_token(run)
+        loaded, _, _ = wait_for_load(self._worker, run)
         self._worker.rest()
         return loaded
-
-    def _first_token(self, run: int) -> tuple[ModelLoaded, float, float]:
-        """Wait for a load and the token behind it; return how it came, and when each was told."""
-        loaded: ModelLoaded | None = None
-        loaded_s = first_s = 0.0
-        while loaded is None or not first_s:  # either may come first
-            heard = self._worker.until(ModelLoaded, StepDone)
-            if isinstance(heard.fact, ModelLoaded):
-                loaded, loaded_s = heard.fact, heard.at_s
-            elif heard.has_token_of(run) and not first_s:
-                first_s = heard.at_s
-        return loaded, loaded_s, first_s
 
     def _decode_s(self, model: ModelId) -> float:
         """Return the time from one token to the next of the only request."""
@@ -281,11 +269,30 @@ class _WorkerRig:
         return self._scale.typical(gaps)
 
     def _request(self, run: int, model: ModelId, num_new_tokens: int) -> StartRequest:
-        """Return a request whose prompt never comes twice, so that no prefix is found."""
-        vocab_size = min(shape.arch.vocab_size for shape in self._scale.shapes)
-        prompt = tuple(self._draw.randrange(vocab_size) for _ in range(self._scale.switch_prompt))
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
-        return StartRequest(run, model, prompt, (), sampling, salt=b"")
+        return new_request(self._draw, self._scale, run, model, self._scale.switch_prompt, num_new_tokens)
+
+
+def new_request(
+    draw: Random, scale: Scale, run: int, model: ModelId, num_tokens: int, num_new_tokens: int
+) -> StartRequest:
+    """Return a request whose prompt never comes twice, so that no prefix is found."""
+    vocab_size = min(shape.arch.vocab_size for shape in scale.shapes)
+    prompt = tuple(draw.randrange(vocab_size) for _ in range(num_tokens))
+    sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
+    return StartRequest(run, model, prompt, (), sampling, salt=b"")
+
+
+def wait_for_load(worker: WorkerClient, run: int) -> tuple[ModelLoaded, float, float]:
+    """Wait for a load and the token of a run behind it; return how it came, and when each was told."""
+    loaded: ModelLoaded | None = None
+    loaded_s = first_s = 0.0
+    while loaded is None or not first_s:  # either may come first
+        heard = worker.until(ModelLoaded, StepDone)
+        if isinstance(heard.fact, ModelLoaded):
+            loaded, loaded_s = heard.fact, heard.at_s
+        elif heard.has_token_of(run) and not first_s:
+            first_s = heard.at_s
+    return loaded, loaded_s, first_s
 
 
 @dataclass(frozen=True, slots=True)
