@@ -92,6 +92,9 @@ class Source:
     def stop(self) -> None:
         self.is_stopped = True
 
+    def let_go(self) -> None:
+        self.restored.clear()
+
     def discard(self, reason: str) -> None:
         self.reasons.append(reason)
 
@@ -413,6 +416,7 @@ def test_an_engine_that_is_closed_in_a_trial_has_no_more_graphs_restored() -> No
 
     assert rig.source.is_stopped
     assert not rig.source.is_marked
+    assert not rig.source.restored, "nobody runs them any more"
 
 
 def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hearth.engine.graphs import StepGraphs
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.worker import snapshot_graphs
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.snapshot_graphs import SnapshotGraphs
+from tests.engine.test_graphs import Captures
 from tests.snapshot.fake_library import FakeLibrary, LibraryDriver
 from tests.snapshot.test_restored_graphs import Machine, sections_of
 from tests.store.stored import PATIENCE_S
@@ -138,3 +140,24 @@ def test_whoever_rehearses_for_later_gives_way_to_graphs_and_first_tokens_but_no
     tokens.served(1)
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
+
+
+def test_graphs_of_a_model_that_goes_are_destroyed_by_the_thread_that_restores(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one it takes the driver longer than others' steps should be held up."""
+    threads = list[str]()
+    monkeypatch.setattr(
+        machine.driver, "destroy_executable", lambda _: threads.append(threading.current_thread().name)
+    )
+    worker, steps = SnapshotGraphs(torch.device("cpu"), FirstTokens(), None), StepGraphs(Captures())
+    runner = Rehearsals(machine)
+    graphs = start(worker, machine, runner)
+    steps.restore_from(graphs)
+    worker._thread.submit(int).result()
+    steps.drop_restored()
+    worker._thread.shutdown(wait=True)
+
+    assert len(threads) == len(NAMES)
+    assert all(name.startswith("hearth-graphs") for name in threads)
+    assert not any(graphs.find(name) for name in NAMES)

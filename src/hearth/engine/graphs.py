@@ -68,6 +68,9 @@ class GraphSource(Protocol):
     def stop(self) -> None:
         """Restore no more graphs: nobody wants them."""
 
+    def let_go(self) -> None:
+        """Have all graphs go that were restored: nobody runs one of them any more, or asks for it."""
+
     def discard(self, reason: str) -> None:
         """Have the snapshot used no more, by anybody: a graph of it does not compute what the step does."""
 
@@ -194,7 +197,9 @@ class StepGraphs:
         """Drop the graphs of the snapshot: those that were not captured are when they are next needed."""
         self.stop_restoring()
         self._end_trial()
-        self._source, self._tried = None, {}
+        source, self._source, self._tried = self._source, None, {}
+        if source is not None:
+            source.let_go()
 
     def stop_restoring(self) -> None:
         """Have no more graphs restored. Those that are there stay, be they on trial or not."""

@@ -28,7 +28,7 @@ from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
-from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
+from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild, RestoredGraph
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.worker.first_tokens import FirstTokens
@@ -98,11 +98,17 @@ class SnapshotGraphs:
         Those of steps with adapters come once the runner has one: they take as much memory as the others.
         """
         go_on = partial(self._go_on, weakref.ref(runner))  # the runner has the graphs, not they the runner
-        return RestoredGraphs(self._handles, sections, mark, discard, is_for_adapters, go_on)
+        return RestoredGraphs(
+            *(self._handles, sections, mark, discard, is_for_adapters, go_on), destroy=self._destroy
+        )
 
     def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
         """Have the thread restore graphs."""
         self._thread.submit(self._restore, graphs, runner)
+
+    def _destroy(self, graphs: list[RestoredGraph]) -> None:
+        """Have the thread destroy graphs: 80 of them would hold up the steps of all models for 30 ms."""
+        self._thread.submit(_empty, graphs)
 
     def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
         if (found := runner()) is not None:
@@ -127,6 +133,12 @@ class SnapshotGraphs:
         except Exception:  # the thread's top: the next model may do better
             log.exception("graphs_not_restored")
             graphs.stop()
+
+
+def _empty(graphs: list[RestoredGraph]) -> None:
+    """Destroy graphs one by one, so that others come in between."""
+    while graphs:
+        graphs.pop()
 
 
 class EngineGraphs:
