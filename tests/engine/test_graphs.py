@@ -419,6 +419,23 @@ def test_an_engine_that_is_closed_in_a_trial_has_no_more_graphs_restored() -> No
     assert not rig.source.restored, "nobody runs them any more"
 
 
+def test_a_rehearsal_of_a_trial_queues_all_that_a_trial_does_but_graphs_and_leaves_tokens() -> None:
+    runner, captures = Rig().runner, Captures()
+    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    tokens = runner._sampler.tokens.clone()
+    runner.rehearse_trial(captures)
+    (captured,) = captures.made
+    assert not (runner._sampler.chosen == -1).any(), "captured, and not run"
+
+    with torch.inference_mode():
+        captured.replay()
+    assert (runner._sampler.chosen == -1).all(), "as a graph that computes nothing leaves them"
+    assert torch.equal(runner._sampler.tokens, tokens)
+    runner.sizes = PaddedSizes()
+    runner.rehearse_trial(captures)
+    assert len(captures.made) == 1, "where nothing is captured nothing is tried"
+
+
 def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     (prompt,) = prompts_for(build("llama-gqa").model.config.vocab_size, [5])
