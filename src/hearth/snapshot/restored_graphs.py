@@ -180,11 +180,18 @@ class RestoredGraphs:
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
 
+    @property
+    def is_any_wanted(self) -> bool:
+        """True if a step has needed a graph that is not there yet."""
+        return bool(self._wanted_of(self._coming))
+
+    def _wanted_of(self, coming: Mapping[str, None]) -> list[str]:
+        # The list is made in one go: the thread that asks may add some.
+        return [name for name in list(self._wanted) if name in coming]
+
     def _next(self, coming: Mapping[str, None]) -> str:
         """Return the graph that is restored next: one that a step has needed, else the smallest."""
-        # Lists are made in one go: the thread that asks may add some.
-        wanted = [name for name in list(self._wanted) if name in coming]
-        name, *_ = wanted or list(coming)
+        name, *_ = self._wanted_of(coming) or list(coming)
         return name
 
     def _functions(
