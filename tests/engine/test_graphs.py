@@ -451,6 +451,26 @@ def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.Monk
     assert rig.source.is_marked
 
 
+def test_a_graph_that_stands_in_serves_untried_and_goes_with_those_of_the_snapshot() -> None:
+    runner, captures = engine_for("llama-gqa").runner, Captures()
+    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    runner.graphs = StepGraphs(captures)
+    runner.stand_in(StepShape.decode(1))
+    assert not captures.made, "a step captures its own where there is no snapshot"
+
+    source = Source(coming={"decode-1"}, restored={"mixed-16": Graph()})
+    runner.graphs.restore_from(source)
+    for shape in (StepShape.decode(1), StepShape(True, 16, 8), StepShape.decode(1)):
+        runner.stand_in(shape)
+    assert [graph.is_ready for graph in captures.made] == [True, True], "once each, of what the snapshot has"
+    assert not runner.graphs.captured, "no snapshot is made of them"
+    runner.run_padding(StepShape.decode(1))
+    assert captures.made[0].num_replays == 1
+    assert runner.graphs.begin_trial([GraphKey(StepPart.MIXED, 16)]) is None
+    runner.graphs.drop_restored()
+    assert len(runner.graphs) == 0
+
+
 def test_what_is_captured_ahead_is_what_a_step_runs() -> None:
     runner, captures = engine_for("llama-gqa").runner, Captures()
     runner.sizes, runner.graphs = (

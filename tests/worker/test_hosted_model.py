@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from bench.host_pages import HostPages
 from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.engine.runner import Runner
+from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.errors import DeviceError
 from hearth.kernels import prefill_hopper
 from hearth.memory.arena import ArenaPool
@@ -514,6 +516,31 @@ def test_nobody_is_taken_to_wait_for_a_first_token_who_has_one_or_has_gone(
     awaited(first_tokens, 7)
     first_tokens.give_way(0.0)()  # returns all the same
     assert bench.num_tokens(run) == 50
+
+
+def test_first_steps_of_a_model_are_captured_beside_its_load_if_others_step(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has nobody beside it follows its bytes instead, layer by layer."""
+    noted, is_noted = list[tuple[int, int]](), threading.Event()
+
+    def note(sizes: PaddedSizes, num_requests: int, num_tokens: int) -> list[StepShape]:
+        noted.append((num_requests, num_tokens))
+        is_noted.set()
+        return []
+
+    monkeypatch.setattr(PaddedSizes, "first_shapes", note)
+    bench.gate.open()
+    bench.gateway.host("a", model)
+    long = bench.start("a", 100)
+    bench.gateway.until(StepDone)
+    bench.gateway.host("b", converted("opt-pre"))
+    short = [bench.start("b", 2) for _ in range(2)]
+    bench.gateway.until_ended(*short)
+    assert is_noted.wait(PATIENCE_S)
+    bench.gateway.until_ended(long)
+
+    assert noted == [(2, 2 * len(PROMPT))]
 
 
 def test_progress_is_told_by_bytes_and_layers(

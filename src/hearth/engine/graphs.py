@@ -84,7 +84,7 @@ class Capturer(Protocol):
 
 
 class StepGraphs:
-    """Parts of steps as graphs. Mutable; written only by the runner, `capture_ahead` from any thread.
+    """Parts of steps as graphs. Mutable; written only by the runner; any thread captures ahead.
 
     Work is given with each call and not kept: it belongs to the runner, which owns the graphs, and the two
     would keep each other and all their memory alive.
@@ -94,7 +94,8 @@ class StepGraphs:
         self._capturer = capturer
         self._captured: dict[GraphKey, CapturedGraph] = {}
         self._source: GraphSource | None = None
-        self._tried: dict[GraphKey, StepGraph] = {}  #: restored ones that compute what the step does
+        #: Restored ones that compute what the step does, and those that stand in for some.
+        self._tried: dict[GraphKey, StepGraph] = {}
         self._on_trial: dict[GraphKey, StepGraph] = {}
 
     def __contains__(self, key: GraphKey) -> bool:
@@ -110,7 +111,7 @@ class StepGraphs:
 
     @property
     def num_restored(self) -> int:
-        """How many graphs of the snapshot serve, because they were tried."""
+        """How many graphs of the snapshot serve, because they were tried, or are stood in for."""
         return len(self._tried)
 
     @property
@@ -158,6 +159,17 @@ class StepGraphs:
             graph.instantiate()
             # If a step has captured one meanwhile, that may be running.
             self._captured.setdefault(key, graph)
+
+    def stand_in(self, key: GraphKey, work: Work) -> None:
+        """Have a graph that is captured now serve in place of one that is restored, and would be tried first.
+
+        Runs nothing. It goes with those of the snapshot, and no snapshot is made of it: what libraries need
+        for it belongs to the thread that calls this.
+        """
+        if key not in self and self._is_restored(key):
+            graph = self._capturer.capture(work)
+            graph.instantiate()
+            self._tried.setdefault(key, graph)
 
     def begin_trial(self, keys: Collection[GraphKey]) -> Sequence[StepGraph] | None:
         """Return the graphs of all parts of a step, in order; None: there is nothing to try, or not yet.

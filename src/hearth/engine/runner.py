@@ -225,6 +225,17 @@ class Runner:
             )
 
     @torch.inference_mode()
+    def stand_in(self, shape: StepShape) -> None:
+        """Have graphs captured of all parts of a step that a snapshot has, to serve in place of its own.
+
+        Any one thread may call it, beside all steps, once there is memory at all addresses: runs nothing.
+        """
+        if self.graphs is not None:
+            for key in shape.keys:
+                work = partial(self._queue, key.part, shape, None, self.decoder, self.kv, None)
+                self.graphs.stand_in(key, work)
+
+    @torch.inference_mode()
     def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
         """Capture the first layers of the part of a step that has this name in snapshots; None: none has.
 
