@@ -209,8 +209,9 @@ class ModelLoad:
         try:
             self._map_ahead.wait()  # for kernels check that there is memory
             for shape in runner.sizes.first_shapes(self._first.num_requests, self._first.num_tokens):
-                if not self._is_cancelled:
-                    runner.stand_in(shape)
+                if self._is_cancelled or self.weights is not None:  # steps do not wait for it
+                    return
+                runner.stand_in(shape)
         except Exception:  # whatever it is: the steps run without
             if not self._is_cancelled:  # else the memory is gone
                 log.exception("first_steps_not_captured")
