@@ -32,7 +32,7 @@ from hearth.types import Hold, ModelId, Rung
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
-from hearth.worker.model_load import EngineReady, ModelLoad
+from hearth.worker.model_load import EngineReady, FirstRequests, ModelLoad
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
@@ -541,6 +541,28 @@ def test_first_steps_of_a_model_are_captured_beside_its_load_if_others_step(
     bench.gateway.until_ended(long)
 
     assert noted == [(2, 2 * len(PROMPT))]
+
+
+@pytest.mark.parametrize("ends", ["loaded", "cancelled", "broken", None])
+def test_no_first_step_is_captured_that_would_come_too_late(
+    ends: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Capturing one takes the interpreter by pieces, from the step that runs without it then."""
+    load, captured = ModelLoad.__new__(ModelLoad), list[StepShape]()
+    load._first, load._is_cancelled, load.weights = FirstRequests(1, 5), False, None
+    load._map_ahead = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # all that is asked of it
+    sizes = PaddedSizes(decode=(1,), mixed=(16,), samples=(1,))
+
+    def stand_in(shape: StepShape) -> None:
+        captured.append(shape)
+        load.weights = SimpleNamespace() if ends == "loaded" else None  # type: ignore[assignment] # there
+        load._is_cancelled = ends == "cancelled"
+        if ends == "broken":
+            raise ValueError("nothing is mapped there")
+
+    load._capture_first(SimpleNamespace(sizes=sizes, stand_in=stand_in))  # type: ignore[arg-type] # likewise
+    assert len(captured) == (2 if ends is None else 1)
+    assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
 
 
 def test_progress_is_told_by_bytes_and_layers(
