@@ -163,8 +163,8 @@ class Rig:
             KernelWarmup(KernelCache.open(Path(task.kernels))).compile(needs)
         self.kernels_s = time.perf_counter() - began_s
         self.pool: Pool = self.runtime.new_pool(lambda _: EvictionTerms(Hold.BUSY, 0.0, is_loading=False))
-        self.hosting = _hosting(shape, spec, num_blocks, device)
-        self.space = _placed(self.pool, self.hosting)
+        self.hosting = hosting_of(shape, spec, num_blocks, device)
+        self.space = placed(self.pool, self.hosting)
         began_s = time.perf_counter()
         memory = Memory(
             *(self.space.workspace, self.space.tables, self.space.kv, self.space.sink, num_blocks)
@@ -397,10 +397,12 @@ def worker_setup(task: GraphTask, config: EngineConfig, budget_bytes: int) -> Wo
     )
 
 
-def _hosting(shape: BenchShape, spec: ModelSpec, num_blocks: int, device: torch.device) -> HostingSpec:
+def hosting_of(
+    shape: BenchShape, spec: ModelSpec, num_blocks: int, device: torch.device, slot: int = 0
+) -> HostingSpec:
     """Return how the model is hosted; its manifest has chunks that nobody will ever read."""
     manifest = Manifest.of(shape.arch, shape.dtype, shape.quant, tuple(_chunks(shape)), CHUNK_BYTES, {})
-    placed = Shape(
+    place = Shape(
         digest=manifest.digest,
         stored=manifest.layout,
         served=manifest.layout,
@@ -410,9 +412,9 @@ def _hosting(shape: BenchShape, spec: ModelSpec, num_blocks: int, device: torch.
         tables_bytes=tables_bytes(spec),
         block_bytes=block_bytes(spec),
         max_blocks=num_blocks + 1,
-        slot=0,
+        slot=slot,
     )
-    return HostingSpec(manifest, spec, manifest.layout, placed, num_blocks)
+    return HostingSpec(manifest, spec, manifest.layout, place, num_blocks)
 
 
 def _chunks(shape: BenchShape) -> Iterator[Chunk]:
@@ -421,16 +423,16 @@ def _chunks(shape: BenchShape) -> Iterator[Chunk]:
         yield Chunk(digest_of(name), min(CHUNK_BYTES, shape.weights_bytes - at))
 
 
-def _placed(pool: Pool, hosting: HostingSpec) -> Space:
+def placed(pool: Pool, hosting: HostingSpec, model: ModelId = MODEL) -> Space:
     """Return a place of the model, filled at random."""
-    space = pool.place(MODEL, hosting.shape)
-    pool.prepare_rest(MODEL)
+    space = pool.place(model, hosting.shape)
+    pool.prepare_rest(model)
     for part in space.parts:
-        pool.prepare(MODEL, part)
+        pool.prepare(model, part)
     fill_random(hosting.layout, space.places, seed=1)
     if space.tables.is_cuda:
         torch.cuda.synchronize()  # so that a touch of memory which is not there shows here
-    pool.load_ended(MODEL, is_whole=True)
+    pool.load_ended(model, is_whole=True)
     return space
 
 

@@ -17,6 +17,7 @@ import torch
 from hearth import LLM
 from hearth.config import EngineConfig
 from hearth.engine.engine import Output
+from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.engine.upload import Uploads
 from hearth.errors import LogitsNotFinite
@@ -40,6 +41,7 @@ from tests.engine.harness import (
     sample_rows,
     waited,
 )
+from tests.engine.test_graphs import Source
 from tests.engine.test_prompt_reader import check_all, hidden_states
 from tests.models.zoo import build
 
@@ -253,6 +255,33 @@ def test_a_step_is_captured_behind_its_first_run_and_not_before_all_weights_are_
     for key in (GraphKey(StepPart.MIXED, 64), GraphKey(StepPart.TAIL, 8), GraphKey(StepPart.DECODE, 2)):
         assert key in graphs
     assert len(graphs) == 3
+
+
+def test_first_steps_that_another_thread_has_captured_answer_as_eager_ones() -> None:
+    """A snapshot has their graphs, which never come; so is what would try them, and touches nothing."""
+    asked = prompts("llama-gqa", [5, 17])
+    expected = [one.tokens for one in ask(engine_for("llama-gqa", ROOMY, "cuda"), asked, greedy())]
+    engine = engine_for("llama-gqa", replace(ROOMY, graphs="lazy"), "cuda")
+    runner, graphs = engine.runner, engine.runner.graphs
+    assert graphs is not None
+    shapes = runner.sizes.first_shapes(len(asked), sum(map(len, asked)))
+    graphs.restore_from(Source(coming={key.name for shape in shapes for key in shape.keys}))
+    kv = runner.kv.clone()
+
+    def capture() -> None:
+        torch.cuda.set_device(runner.kv.device)
+        for shape in shapes:
+            runner.stand_in(shape)
+        runner.rehearse_trial(GraphCapture())
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(capture).result()
+    runner.synchronize()
+    assert torch.equal(runner.kv.view(torch.uint8), kv.view(torch.uint8))
+    assert len(shapes) == 2
+    assert all(key in graphs for shape in shapes for key in shape.keys)
+
+    assert [one.tokens for one in ask(engine, asked, greedy())] == expected
 
 
 def test_a_prompt_beside_many_decode_rows_and_beyond_the_smallest_sizes_is_captured_too() -> None:

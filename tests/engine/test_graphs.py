@@ -92,6 +92,9 @@ class Source:
     def stop(self) -> None:
         self.is_stopped = True
 
+    def let_go(self) -> None:
+        self.restored.clear()
+
     def discard(self, reason: str) -> None:
         self.reasons.append(reason)
 
@@ -413,6 +416,24 @@ def test_an_engine_that_is_closed_in_a_trial_has_no_more_graphs_restored() -> No
 
     assert rig.source.is_stopped
     assert not rig.source.is_marked
+    assert not rig.source.restored, "nobody runs them any more"
+
+
+def test_a_rehearsal_of_a_trial_queues_all_that_a_trial_does_but_graphs_and_leaves_tokens() -> None:
+    runner, captures = Rig().runner, Captures()
+    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    tokens = runner._sampler.tokens.clone()
+    runner.rehearse_trial(captures)
+    (captured,) = captures.made
+    assert not (runner._sampler.chosen == -1).any(), "captured, and not run"
+
+    with torch.inference_mode():
+        captured.replay()
+    assert (runner._sampler.chosen == -1).all(), "as a graph that computes nothing leaves them"
+    assert torch.equal(runner._sampler.tokens, tokens)
+    runner.sizes = PaddedSizes()
+    runner.rehearse_trial(captures)
+    assert len(captures.made) == 1, "where nothing is captured nothing is tried"
 
 
 def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,6 +449,26 @@ def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.Monk
     with pytest.raises(DeviceError):
         rig.engine.close()
     assert rig.source.is_marked
+
+
+def test_a_graph_that_stands_in_serves_untried_and_goes_with_those_of_the_snapshot() -> None:
+    runner, captures = engine_for("llama-gqa").runner, Captures()
+    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    runner.graphs = StepGraphs(captures)
+    runner.stand_in(StepShape.decode(1))
+    assert not captures.made, "a step captures its own where there is no snapshot"
+
+    source = Source(coming={"decode-1"}, restored={"mixed-16": Graph()})
+    runner.graphs.restore_from(source)
+    for shape in (StepShape.decode(1), StepShape(True, 16, 8), StepShape.decode(1)):
+        runner.stand_in(shape)
+    assert [graph.is_ready for graph in captures.made] == [True, True], "once each, of what the snapshot has"
+    assert not runner.graphs.captured, "no snapshot is made of them"
+    runner.run_padding(StepShape.decode(1))
+    assert captures.made[0].num_replays == 1
+    assert runner.graphs.begin_trial([GraphKey(StepPart.MIXED, 16)]) is None
+    runner.graphs.drop_restored()
+    assert len(runner.graphs) == 0
 
 
 def test_what_is_captured_ahead_is_what_a_step_runs() -> None:

@@ -102,3 +102,11 @@ def test_steps_with_adapters_have_graphs_of_their_own_whichever_rows_have_them()
         for key in shape.keys
     } == {key for shape in sizes.all_shapes() for key in shape.keys}
     assert PaddedSizes().shape_of(plan(5, [])) == StepShape.decode(5)
+
+
+def test_first_steps_of_requests_are_foreseen_where_all_prompts_go_into_one() -> None:
+    sizes = PaddedSizes(decode=(1, 8, 64), mixed=(16, 128), samples=(1, 8, 64))
+    assert sizes.first_shapes(3, 40) == [StepShape(True, 128, 8), StepShape.decode(8)]
+    assert sizes.first_shapes(1, 129) == []
+    assert sizes.first_shapes(65, 100) == []
+    assert PaddedSizes().first_shapes(1, 1) == [], "nothing is captured"

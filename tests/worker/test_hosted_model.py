@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from bench.host_pages import HostPages
 from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.engine.runner import Runner
+from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.errors import DeviceError
 from hearth.kernels import prefill_hopper
 from hearth.memory.arena import ArenaPool
@@ -30,7 +32,7 @@ from hearth.types import Hold, ModelId, Rung
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
-from hearth.worker.model_load import EngineReady, ModelLoad
+from hearth.worker.model_load import EngineReady, FirstRequests, ModelLoad
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
@@ -514,6 +516,53 @@ def test_nobody_is_taken_to_wait_for_a_first_token_who_has_one_or_has_gone(
     awaited(first_tokens, 7)
     first_tokens.give_way(0.0)()  # returns all the same
     assert bench.num_tokens(run) == 50
+
+
+def test_first_steps_of_a_model_are_captured_beside_its_load_if_others_step(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has nobody beside it follows its bytes instead, layer by layer."""
+    noted, is_noted = list[tuple[int, int]](), threading.Event()
+
+    def note(sizes: PaddedSizes, num_requests: int, num_tokens: int) -> list[StepShape]:
+        noted.append((num_requests, num_tokens))
+        is_noted.set()
+        return []
+
+    monkeypatch.setattr(PaddedSizes, "first_shapes", note)
+    bench.gate.open()
+    bench.gateway.host("a", model)
+    long = bench.start("a", 100)
+    bench.gateway.until(StepDone)
+    bench.gateway.host("b", converted("opt-pre"))
+    short = [bench.start("b", 2) for _ in range(2)]
+    bench.gateway.until_ended(*short)
+    assert is_noted.wait(PATIENCE_S)
+    bench.gateway.until_ended(long)
+
+    assert noted == [(2, 2 * len(PROMPT))]
+
+
+@pytest.mark.parametrize("ends", ["loaded", "cancelled", "broken", None])
+def test_no_first_step_is_captured_that_would_come_too_late(
+    ends: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Capturing one takes the interpreter by pieces, from the step that runs without it then."""
+    load, captured = ModelLoad.__new__(ModelLoad), list[StepShape]()
+    load._first, load._is_cancelled, load.weights = FirstRequests(1, 5), False, None
+    load._map_ahead = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # all that is asked of it
+    sizes = PaddedSizes(decode=(1,), mixed=(16,), samples=(1,))
+
+    def stand_in(shape: StepShape) -> None:
+        captured.append(shape)
+        load.weights = SimpleNamespace() if ends == "loaded" else None  # type: ignore[assignment] # there
+        load._is_cancelled = ends == "cancelled"
+        if ends == "broken":
+            raise ValueError("nothing is mapped there")
+
+    load._capture_first(SimpleNamespace(sizes=sizes, stand_in=stand_in))  # type: ignore[arg-type] # likewise
+    assert len(captured) == (2 if ends is None else 1)
+    assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
 
 
 def test_progress_is_told_by_bytes_and_layers(

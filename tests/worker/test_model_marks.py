@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from hearth.beacon import Beacon, new_beacon_file
+from hearth.engine.runner import PendingStep
+from hearth.errors import DeviceError
 from hearth.memory.arena import ArenaPool
 from hearth.models.decoder import Decoder
-from hearth.types import ModelId, RequestId
+from hearth.policy.batch.plan import StepPlan
+from hearth.types import ModelId, RequestId, SamplingParams
 from hearth.worker.model_marks import ModelMarks, WorkerMarks
+from hearth.worker.step_launches import StepLaunches
+from tests.engine.harness import engine_for, prompts_for
 from tests.store.stored import PATIENCE_S, converted, tiers_at
 from tests.worker.harness import BUDGET_BYTES, greedy
 from tests.worker.in_process import working_in_process
@@ -139,3 +145,27 @@ def test_a_worker_in_a_long_step_advances_layer_by_layer(
         gateway.ping()
         assert marks.beacon.read().num_marks > 1
         assert marks.beacon.read().model is None
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_launch_is_told_of_from_its_beginning_to_its_end_also_where_it_breaks(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    launches, seen = StepLaunches(), list[bool]()
+    engine = engine_for("llama-gqa")
+    engine._marks = WorkerMarks(None, launches).of(A)
+    launch = engine.runner.launch
+
+    def launched(plan: StepPlan) -> PendingStep:
+        seen.append(launches._is_none.is_set())
+        if breaks:
+            raise DeviceError("no more of it")
+        return launch(plan)
+
+    monkeypatch.setattr(engine.runner, "launch", launched)
+    (prompt,) = prompts_for(100, [5])
+    engine.add(engine.request(RequestId("1"), prompt, SamplingParams(temperature=0.0)))
+    with pytest.raises(DeviceError) if breaks else nullcontext():
+        engine.step()
+    assert seen == [False]
+    assert launches._is_none.is_set()

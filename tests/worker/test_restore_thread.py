@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hearth.engine.graphs import StepGraphs
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.snapshot.trial_mark import TrialMark
-from hearth.worker import snapshot_graphs
+from hearth.worker import snapshot_graphs, step_launches
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.snapshot_graphs import SnapshotGraphs
+from hearth.worker.step_launches import StepLaunches
+from tests.engine.test_graphs import Captures
 from tests.snapshot.fake_library import FakeLibrary, LibraryDriver
 from tests.snapshot.test_restored_graphs import Machine, sections_of
 from tests.store.stored import PATIENCE_S
@@ -138,3 +141,60 @@ def test_whoever_rehearses_for_later_gives_way_to_graphs_and_first_tokens_but_no
     tokens.served(1)
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
+
+
+def test_graphs_of_a_model_that_goes_are_destroyed_by_the_thread_that_restores(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one it takes the driver longer than others' steps should be held up."""
+    threads = list[str]()
+    monkeypatch.setattr(
+        machine.driver, "destroy_executable", lambda _: threads.append(threading.current_thread().name)
+    )
+    worker, steps = SnapshotGraphs(torch.device("cpu"), FirstTokens(), None), StepGraphs(Captures())
+    runner = Rehearsals(machine)
+    graphs = start(worker, machine, runner)
+    steps.restore_from(graphs)
+    worker._thread.submit(int).result()
+    steps.drop_restored()
+    worker._thread.shutdown(wait=True)
+
+    assert len(threads) == len(NAMES)
+    assert all(name.startswith("hearth-graphs") for name in threads)
+    assert not any(graphs.find(name) for name in NAMES)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_graphs_give_way_to_the_launch_of_a_step_unless_it_lacks_them(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+) -> None:
+    monkeypatch.setattr(step_launches, "MAX_LAUNCH_S", PATIENCE_S)
+    launches, is_one_there = StepLaunches(), threading.Event()
+    worker = SnapshotGraphs(torch.device("cpu"), FirstTokens(), None, launches)
+    runner = Rehearsals(machine)
+    sections = {name: memoryview(packed) for name, packed in sections_of(NAMES).items()}
+    graphs = worker.restored(sections, TrialMark(Path("nowhere.snapshot")), machine.reasons.append, runner)
+    want, rehearse = graphs.want, runner.rehearse
+
+    def note(name: str, capturer: object) -> SimpleNamespace:
+        is_one_there.set()
+        return rehearse(name, capturer)
+
+    monkeypatch.setattr(runner, "rehearse", note)
+    launches.begun()
+    if is_wanted:
+        want("decode-64")
+    worker.start(graphs, runner)
+    assert is_one_there.wait(PATIENCE_S if is_wanted else 0.05) is is_wanted
+    assert not graphs.find("decode-8"), "nobody wants it"
+    launches.ended()
+    worker._thread.shutdown(wait=True)
+    assert all(graphs.find(name) for name in NAMES)
+
+
+def test_nobody_gives_way_to_a_launch_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_launches, "MAX_LAUNCH_S", 0.01)
+    launches = StepLaunches()
+    launches.begun()
+    launches.give_way()
+    assert not launches._is_none.is_set()

@@ -11,10 +11,12 @@ from bench.host_pages import HostPages
 from hearth.engine.dry_run import KernelNeeds, dry_runner
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.inputs import InputBuffers
-from hearth.engine.step_shape import PaddedSizes
+from hearth.engine.runner import Runner
+from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
 from hearth.errors import DeviceError
 from hearth.sizes import StepLimits
 from hearth.store.manifest import read_manifest
+from hearth.worker import step_rehearsal
 from hearth.worker.step_rehearsal import first_step_keys, other_keys, rehearse
 from tests.store.stored import converted
 
@@ -66,3 +68,18 @@ def test_prompts_of_all_sizes_are_rehearsed_with_one_row_of_logits_and_one_that_
     runner.sizes = PaddedSizes()
     assert first_step_keys(runner) == [], "of what is never captured nothing is rehearsed"
     assert other_keys(runner) == []
+
+
+@pytest.mark.parametrize("num_keys", [0, 2])
+def test_what_tries_restored_graphs_is_rehearsed_behind_the_steps(
+    monkeypatch: pytest.MonkeyPatch, num_keys: int
+) -> None:
+    """Where steps are captured: elsewhere no graph is ever tried."""
+    done = list[str]()
+    monkeypatch.setattr(step_rehearsal, "GraphCapture", lambda: None)
+    monkeypatch.setattr(Runner, "rehearse", lambda runner, name, capturer: done.append(name))
+    monkeypatch.setattr(Runner, "rehearse_trial", lambda runner, capturer: done.append("trial"))
+    keys = [GraphKey(StepPart.DECODE, 1), GraphKey(StepPart.TAIL, 1)][:num_keys]
+    with closing(HostPages(1, 64 << 10)) as pages:
+        rehearse(needs(), pages, CPU, lambda: done.append("way"), lambda graph: None, lambda runner: keys)
+    assert done == (["way", "decode-1", "way", "tail-1", "way", "trial"] if keys else [])

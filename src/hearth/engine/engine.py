@@ -379,7 +379,10 @@ class Engine:
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
         timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
         self._marks.begun(plan.request_ids)
-        pending = self.runner.launch(plan)
+        try:
+            pending = self.runner.launch(plan)
+        finally:
+            self._marks.launched()
         if pending.is_computed:
             self._marks.done()
         if timer is not None:

@@ -26,7 +26,7 @@ from hearth.errors import DeviceError
 from hearth.kernels.paged import PagedRows
 
 #: Rows that are compared, spread over the step: those of all would take as much memory as a step's KV.
-_MAX_ROWS = 16
+MAX_TRIED_ROWS = 16
 
 
 class GraphTrial:
@@ -97,8 +97,8 @@ class GraphTrial:
 
 
 def _spread(count: int, device: torch.device) -> torch.Tensor:
-    """Return at most `_MAX_ROWS` of so many rows, the first and the last among them."""
-    num_rows = min(count, _MAX_ROWS)
+    """Return at most `MAX_TRIED_ROWS` of so many rows, the first and the last among them."""
+    num_rows = min(count, MAX_TRIED_ROWS)
     return torch.arange(num_rows, device=device) * (count - 1) // max(num_rows - 1, 1)
 
 

@@ -68,6 +68,9 @@ class GraphSource(Protocol):
     def stop(self) -> None:
         """Restore no more graphs: nobody wants them."""
 
+    def let_go(self) -> None:
+        """Have all graphs go that were restored: nobody runs one of them any more, or asks for it."""
+
     def discard(self, reason: str) -> None:
         """Have the snapshot used no more, by anybody: a graph of it does not compute what the step does."""
 
@@ -81,7 +84,7 @@ class Capturer(Protocol):
 
 
 class StepGraphs:
-    """Parts of steps as graphs. Mutable; written only by the runner, `capture_ahead` from any thread.
+    """Parts of steps as graphs. Mutable; written only by the runner; any thread captures ahead.
 
     Work is given with each call and not kept: it belongs to the runner, which owns the graphs, and the two
     would keep each other and all their memory alive.
@@ -91,7 +94,8 @@ class StepGraphs:
         self._capturer = capturer
         self._captured: dict[GraphKey, CapturedGraph] = {}
         self._source: GraphSource | None = None
-        self._tried: dict[GraphKey, StepGraph] = {}  #: restored ones that compute what the step does
+        #: Restored ones that compute what the step does, and those that stand in for some.
+        self._tried: dict[GraphKey, StepGraph] = {}
         self._on_trial: dict[GraphKey, StepGraph] = {}
 
     def __contains__(self, key: GraphKey) -> bool:
@@ -107,7 +111,7 @@ class StepGraphs:
 
     @property
     def num_restored(self) -> int:
-        """How many graphs of the snapshot serve, because they were tried."""
+        """How many graphs of the snapshot serve, because they were tried, or are stood in for."""
         return len(self._tried)
 
     @property
@@ -156,6 +160,17 @@ class StepGraphs:
             # If a step has captured one meanwhile, that may be running.
             self._captured.setdefault(key, graph)
 
+    def stand_in(self, key: GraphKey, work: Work) -> None:
+        """Have a graph that is captured now serve in place of one that is restored, and would be tried first.
+
+        Runs nothing. It goes with those of the snapshot, and no snapshot is made of it: what libraries need
+        for it belongs to the thread that calls this.
+        """
+        if key not in self and self._is_restored(key):
+            graph = self._capturer.capture(work)
+            graph.instantiate()
+            self._tried.setdefault(key, graph)
+
     def begin_trial(self, keys: Collection[GraphKey]) -> Sequence[StepGraph] | None:
         """Return the graphs of all parts of a step, in order; None: there is nothing to try, or not yet.
 
@@ -194,7 +209,9 @@ class StepGraphs:
         """Drop the graphs of the snapshot: those that were not captured are when they are next needed."""
         self.stop_restoring()
         self._end_trial()
-        self._source, self._tried = None, {}
+        source, self._source, self._tried = self._source, None, {}
+        if source is not None:
+            source.let_go()
 
     def stop_restoring(self) -> None:
         """Have no more graphs restored. Those that are there stay, be they on trial or not."""

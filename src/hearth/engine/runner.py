@@ -11,7 +11,7 @@ import torch
 
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.engine_tables import EngineTables
-from hearth.engine.graph_trial import GraphTrial
+from hearth.engine.graph_trial import MAX_TRIED_ROWS, GraphTrial
 from hearth.engine.graphs import CapturedGraph, Capturer, StepGraphs
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
@@ -225,6 +225,17 @@ class Runner:
             )
 
     @torch.inference_mode()
+    def stand_in(self, shape: StepShape) -> None:
+        """Have graphs captured of all parts of a step that a snapshot has, to serve in place of its own.
+
+        Any one thread may call it, beside all steps, once there is memory at all addresses: runs nothing.
+        """
+        if self.graphs is not None:
+            for key in shape.keys:
+                work = partial(self._queue, key.part, shape, None, self.decoder, self.kv, None)
+                self.graphs.stand_in(key, work)
+
+    @torch.inference_mode()
     def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
         """Capture the first layers of the part of a step that has this name in snapshots; None: none has.
 
@@ -238,6 +249,26 @@ class Runner:
         (key, shape), decoder = found[0], self.decoder.first_layers(_REHEARSED_LAYERS)
         kv = self.kv[:, : len(decoder.layers)]
         return capturer.capture(partial(self._queue, key.part, shape, None, decoder, kv, None))
+
+    @torch.inference_mode()
+    def rehearse_trial(self, capturer: Capturer) -> None:
+        """Capture what a trial of restored graphs does around them. Runs nothing; any thread may call it.
+
+        torch loads a kernel when it is first launched, and a trial has a dozen that no step has: else the
+        first trial of a process waits for them, with the requests of its step.
+        """
+        if not self.sizes.decode:
+            return
+        size = next((size for size in self.sizes.decode if size >= MAX_TRIED_ROWS), self.sizes.decode[-1])
+        shape = StepShape.decode(size)
+        trial = GraphTrial((), lambda: None, self._sampler, self.kv)
+
+        def work() -> None:
+            trial.begin(self._inputs.view(None, shape).rows, size, self.decoder.logits[:size])
+            trial.step_done()
+            trial.replay()
+
+        capturer.capture(work)
 
     @torch.inference_mode()
     def rehearse_inputs(self, plan: StepPlan) -> None:

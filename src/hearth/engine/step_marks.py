@@ -18,6 +18,9 @@ class StepMarks(Protocol):
     def begun(self, request_ids: Sequence[RequestId]) -> None:
         """Note that a step is about to be launched, with rows of these requests."""
 
+    def launched(self) -> None:
+        """Note that the step is queued, or has failed to be; where the host computes, that it is computed."""
+
     def layer_passed(self) -> None:
         """Note that a layer was computed, or launched where steps are only launched."""
 
@@ -32,6 +35,9 @@ class NoMarks:
     """Nobody looks, as where one process runs one model."""
 
     def begun(self, request_ids: Sequence[RequestId]) -> None:
+        pass
+
+    def launched(self) -> None:
         pass
 
     def layer_passed(self) -> None:

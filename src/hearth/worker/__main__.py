@@ -45,6 +45,7 @@ from hearth.worker.predecessor import Predecessor
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
 from hearth.worker.start_times import StartTimes
+from hearth.worker.step_launches import StepLaunches
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
@@ -112,15 +113,15 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         know_compiler(cache)
         native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
     runtime = start(setup, config, times)
-    first_tokens = FirstTokens()
-    graphs = _snapshot_graphs(setup, runtime, first_tokens, cache)
+    first_tokens, launches = FirstTokens(), StepLaunches()
+    graphs = _snapshot_graphs(setup, runtime, first_tokens, launches, cache)
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=None if cache is None else _kernels(cache, runtime, borrower, first_tokens, graphs),
         snapshots=_snapshots(setup, config, runtime, graphs),
         torch_limit=runtime.torch_limit,
         turns=TurnRules() if setup.turns else None,
-        marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
+        marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon), launches),
         first_tokens=first_tokens,
     )
     times.note("kernels")
@@ -197,13 +198,18 @@ def _snapshots(
 
 
 def _snapshot_graphs(
-    setup: WorkerSetup, runtime: Runtime, first_tokens: FirstTokens, cache: KernelCache | None
+    setup: WorkerSetup,
+    runtime: Runtime,
+    first_tokens: FirstTokens,
+    launches: StepLaunches,
+    cache: KernelCache | None,
 ) -> SnapshotGraphs | None:
     """Return what keeps the graphs of engines, where another process could use them."""
     if setup.snapshots_path is None or not runtime.has_fixed_addresses:
         return None
     try:
-        return SnapshotGraphs(runtime.device, first_tokens, None if cache is None else cache.path)
+        kernel_cache = None if cache is None else cache.path
+        return SnapshotGraphs(runtime.device, first_tokens, kernel_cache, launches)
     except DeviceError as error:
         log.warning("fallback snapshots=without_graphs reason=`%s`", error)
         return None

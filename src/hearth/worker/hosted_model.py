@@ -42,6 +42,7 @@ from hearth.worker.hosting_state import (
 from hearth.worker.load_ahead import LoadAhead
 from hearth.worker.model_load import (
     EngineReady,
+    FirstRequests,
     FrontLoaded,
     HostClimbed,
     HostingNews,
@@ -260,17 +261,21 @@ class HostedModel:
                 self.state = Finding(time.perf_counter())
                 self.find()
 
-    def load(self, place: Callable[[ModelId, HostingSpec], Space]) -> ModelLoaded | None:
+    def load(
+        self, place: Callable[[ModelId, HostingSpec], Space], *, is_beside: bool = False
+    ) -> ModelLoaded | None:
         """Take the memory for all of the model, and have what is missing done by threads.
 
-        Returns the news if nothing is missing. Raises what `place` does, and has changed nothing then:
+        `is_beside`: others step meanwhile, and should not be held up. Returns the news if nothing is missing.
+        Raises what `place` does, and has changed nothing then:
             DeviceError: there is no place for the model.
         """
         began_s = time.perf_counter()
         match self.state:
             case Found(spec, open_s):
                 space = place(self.model, spec)
-                load = self._start_load(spec, space, began_s, open_s)
+                first = self._first_requests() if is_beside else None
+                load = self._start_load(spec, space, began_s, open_s, first=first)
                 self.state = Assembling(spec, load)
                 return None
             case Incomplete(served) | Retired(served):
@@ -298,6 +303,7 @@ class HostedModel:
         open_s: float,
         *,
         engine: Engine | None = None,
+        first: FirstRequests | None = None,
     ) -> ModelLoad:
         pool, post, name, hosting = self._pool, self._post, self.model, self.order.hosting
         if self._borrowed is None:
@@ -311,7 +317,15 @@ class HostedModel:
             began_s=began_s,
             open_s=open_s,
             engine=engine,
+            first=first,
         )
+
+    def _first_requests(self) -> FirstRequests | None:
+        """Return what waits for the engine; None: nothing does whose steps are foreseeable."""
+        plain = [one for one in self.waiting if one.adapter is None and one.pooling is None]
+        if not plain:
+            return None
+        return FirstRequests(len(plain), sum(len(one.prompt) + len(one.output) for one in plain))
 
     # What comes ahead of its turn.
 

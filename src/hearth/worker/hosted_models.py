@@ -111,7 +111,7 @@ class HostedModels:
         if isinstance(hosted.state, Finding) or hosted.is_loading:
             return None
         try:
-            return self._announced(hosted.load(self.reclaimer.place))
+            return self._announced(hosted.load(self.reclaimer.place, is_beside=bool(self._busy())))
         except DeviceError:
             is_any_loading = any(one.is_loading for one in self.hosted.values())
             # Adapters in use may be in the way: until this has its place, they take no more requests.

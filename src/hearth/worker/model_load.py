@@ -9,6 +9,7 @@ All of it happens on threads of their own, while the step thread makes tokens of
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from functools import partial
 
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
+from hearth.engine.runner import Runner
 from hearth.engine.step_marks import StepMarks
 from hearth.errors import ModelError
 from hearth.memory.pool import Space
@@ -39,6 +41,8 @@ from hearth.worker.watched_load import (
     WeightsLoaded,
     missing_chunks,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,14 @@ class FrontLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstRequests:
+    """Requests that wait for a model beside which others step: its first steps should not take long."""
+
+    num_requests: int
+    num_tokens: int  #: of their prompts
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotDiscarded:
     """State that was restored from a model's snapshot computes something else than an ordinary start."""
 
@@ -99,15 +111,17 @@ class ModelLoad:
         began_s: float,
         open_s: float,
         engine: Engine | None = None,
+        first: FirstRequests | None = None,
     ) -> None:
         """Start to load what is missing, and to put the engine together, unless the model has one.
 
         `prepare` makes a part of the space ready to be written, `prepare_rest` all of it but the weights.
         `borrowed`: the model as it was found, which took `open_s`. `marks` is told how the engine's steps
-        advance.
+        advance. `first`: whose steps are captured beside the load, if graphs are restored; None: none are,
+        for nobody else is held up by them.
         """
         self._spec, self._space, self._resources, self._marks = spec, space, resources, marks
-        self._prepare_rest = prepare_rest
+        self._prepare_rest, self._first = prepare_rest, first
         self._borrowed, self._post, self.began_s, self.open_s = borrowed, post, began_s, open_s
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         #: Bytes as stored that need no load: the model's own, or those of a model like it.
@@ -181,6 +195,26 @@ class ModelLoad:
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
+        if is_new:
+            self._capture_first(engine.runner)
+
+    def _capture_first(self, runner: Runner) -> None:
+        """Capture the first steps of requests that wait, where others would wait for them to run eagerly.
+
+        Launched kernel by kernel they take the step thread some 15 ms each, and restored graphs have to be
+        tried beside such a step first.
+        """
+        if self._first is None or self._map_ahead is None:
+            return
+        try:
+            self._map_ahead.wait()  # for kernels check that there is memory
+            for shape in runner.sizes.first_shapes(self._first.num_requests, self._first.num_tokens):
+                if self._is_cancelled or self.weights is not None:  # steps do not wait for it
+                    return
+                runner.stand_in(shape)
+        except Exception:  # whatever it is: the steps run without
+            if not self._is_cancelled:  # else the memory is gone
+                log.exception("first_steps_not_captured")
 
     def _start_crossing(self) -> None:
         """Have the missing bytes cross from here on, unless the load was called off.

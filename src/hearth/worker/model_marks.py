@@ -14,14 +14,16 @@ from dataclasses import dataclass
 
 from hearth.beacon import Beacon
 from hearth.types import ModelId, RequestId
+from hearth.worker.step_launches import StepLaunches
 
 
 class WorkerMarks:
     """The steps of all models of a worker. Mutable; written by the step thread alone."""
 
-    def __init__(self, beacon: Beacon | None = None) -> None:
-        """`beacon` None: nobody looks."""
+    def __init__(self, beacon: Beacon | None = None, launches: StepLaunches | None = None) -> None:
+        """`beacon` None: nobody looks. `launches` is told when each step is launched."""
         self.beacon = beacon or Beacon()
+        self._launches = launches or StepLaunches()
         self._num_begun = 0
         #: By number, one for each step that is not known to be done, oldest first.
         self._under_way: dict[int, _BegunStep] = {}
@@ -37,7 +39,11 @@ class WorkerMarks:
         self._num_begun += 1
         self._under_way[number] = _BegunStep(marks, request_ids)
         self._show()
+        self._launches.begun()
         return number
+
+    def launched(self) -> None:
+        self._launches.ended()
 
     def done(self, number: int) -> None:
         """Note that a step is done, and so are those that were launched before it, whoever waits for them."""
@@ -85,6 +91,9 @@ class ModelMarks:
     def begun(self, request_ids: Sequence[RequestId]) -> None:
         self._since_s = time.perf_counter()
         self._numbers.append(self._worker.begun(self, request_ids))
+
+    def launched(self) -> None:
+        self._worker.launched()
 
     def layer_passed(self) -> None:
         self._measure()

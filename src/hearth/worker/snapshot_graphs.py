@@ -1,7 +1,8 @@
 """The graphs of engines as parts of snapshots: packed where one is made, restored where one is used.
 
 They are restored by a thread of their own, beside the steps of all models, which gives way to whoever waits
-for a first token. What it finds of kernels serves every model of the worker.
+for a first token, and to launches of steps, unless these lack the graph. What it finds of kernels serves
+every model of the worker.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
-from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
+from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild, RestoredGraph
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.step_launches import StepLaunches
 
 #: For so long graphs of a model that has just come give way, in all. A step without them takes longer.
 MAX_PAUSE_S = 2.0
@@ -42,13 +44,19 @@ log = logging.getLogger(__name__)
 class SnapshotGraphs:
     """Graphs in snapshots of the models on one CUDA device. Any thread calls it."""
 
-    def __init__(self, device: torch.device, first_tokens: FirstTokens, kernel_cache: Path | None) -> None:
-        """`kernel_cache`: where native code is kept; None: nowhere.
+    def __init__(
+        self,
+        device: torch.device,
+        first_tokens: FirstTokens,
+        kernel_cache: Path | None,
+        launches: StepLaunches | None = None,
+    ) -> None:
+        """`kernel_cache`: where native code is kept; None: nowhere. `launches`: that graphs give way to.
 
         Raises:
             DeviceError: the driver cannot tell of graphs.
         """
-        self._first_tokens = first_tokens
+        self._first_tokens, self._launches = first_tokens, launches or StepLaunches()
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
         self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: written and used by the thread alone
@@ -98,11 +106,22 @@ class SnapshotGraphs:
         Those of steps with adapters come once the runner has one: they take as much memory as the others.
         """
         go_on = partial(self._go_on, weakref.ref(runner))  # the runner has the graphs, not they the runner
-        return RestoredGraphs(self._handles, sections, mark, discard, is_for_adapters, go_on)
+        return RestoredGraphs(
+            *(self._handles, sections, mark, discard, is_for_adapters, go_on), destroy=self._destroy
+        )
 
     def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
         """Have the thread restore graphs."""
         self._thread.submit(self._restore, graphs, runner)
+
+    def _destroy(self, graphs: list[RestoredGraph]) -> None:
+        """Have the thread destroy graphs: 80 of them would hold up the steps of all models for 30 ms."""
+        self._thread.submit(self._empty, graphs)
+
+    def _empty(self, graphs: list[RestoredGraph]) -> None:
+        while graphs:
+            self._launches.give_way()
+            graphs.pop()
 
     def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
         if (found := runner()) is not None:
@@ -122,8 +141,15 @@ class SnapshotGraphs:
             if graph is not None:
                 self.learn(graph)
 
+        tokens = self._first_tokens.give_way(MAX_PAUSE_S)
+
+        def give_way() -> None:
+            tokens()
+            if not graphs.is_any_wanted:  # else steps run without their graph, which costs them more
+                self._launches.give_way()
+
         try:
-            graphs.restore(self._rebuild, rehearse, self._first_tokens.give_way(MAX_PAUSE_S))
+            graphs.restore(self._rebuild, rehearse, give_way)
         except Exception:  # the thread's top: the next model may do better
             log.exception("graphs_not_restored")
             graphs.stop()

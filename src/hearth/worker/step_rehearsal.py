@@ -3,7 +3,8 @@
 The first launch of a kernel in a process has torch or cuBLAS load it, some milliseconds each time, and the
 first step of a process launches dozens: it took 0.1 s, while somebody waited for a first token. So steps of
 all prompt sizes are captured ahead, once for all models that need the same kernels, and behind the first
-steps of all models the other sizes: then graphs are captured or restored without a wait for kernels.
+steps of all models the other sizes: then graphs are captured or restored without a wait for kernels. So is
+what tries restored graphs beside a step, which has kernels of its own.
 
 Kernels check that there is memory where they are to read. Captured ones never do, so one page is mapped at
 all of the addresses: whatever the size of a model, its rehearsal takes 16 MiB.
@@ -54,6 +55,9 @@ def rehearse(
             give_way()
             if (graph := runner.rehearse(key.name, GraphCapture())) is not None:
                 learn(graph)
+        if keys:
+            give_way()
+            runner.rehearse_trial(GraphCapture())
         runner.synchronize()
         del runner  # before its memory
     log.info("steps_rehearsed sizes=%d seconds=%.3f", len(keys), time.perf_counter() - began_s)
