@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,8 +30,7 @@ from bench.engine import lt_products, product_choices
 from bench.engine.decode_kernels import LLAMA_7B, LLAMA_8B, run, say
 from bench.engine.kernels import BF16
 from bench.engine.lt_products import LtLibrary
-from bench.engine.padding import count_steps
-from bench.engine.product_choices import ADDED, LIMITS, NUM_BLOCKS
+from bench.engine.product_choices import ADDED, LIMITS
 from bench.engine.product_sizes import Product, products_of
 from bench.engine.rig import Rig, opened
 from bench.engine.scale import GPU
@@ -55,8 +53,9 @@ SHAPES = {shape.name: shape for shape in (LLAMA_7B, LLAMA_8B)}
 #: Rows of products that are checked: few, odd ones, and those of the largest steps.
 EXACT_ROWS = (2, 3, 8, 64, 77, 208, 256, 1000, 2048, 8192)
 SCRATCH_ROWS = (64, 208, 256, 2048, 8192)
-#: Work that should gain, and how many numbers of rows of it are tuned.
-WORKS, NUM_TUNED_ROWS = ("even", "long_prompts"), 16
+#: Work that should gain, and the rows that nearly all of its steps are padded to (`bench/engine/padding.py`).
+WORKS = ("even", "long_prompts")
+TUNED_ROWS = (8, 16, 24, 32, 48, 64, 80, 128, 144, 192, 256, 640, 2048, 6656, 7168, 8192)
 PROMPTS, NUM_PROMPTS = (128, 2048), 12
 _REPLAY = "--replay"
 
@@ -112,7 +111,7 @@ def gain(name: str) -> None:
         rig.run(GPU.traffic["even"])
         _ask(rig, "torch", WORKS)
         runner = rig.engine.runner
-        chosen = tuned(runner, name)
+        chosen = tuned(runner)
         rig.engine.flush()
         rig.engine.use_products(chosen)
         capture_sizes(runner)
@@ -134,16 +133,11 @@ def _ask(rig: Rig, which: str, works: Sequence[str]) -> None:
         say(part="gain", which=which, work=work, seconds=found.seconds, tokens_per_s=found.tokens_per_s)
 
 
-def tuned(runner: Runner, name: str) -> ChosenProducts:
+def tuned(runner: Runner) -> ChosenProducts:
     """Choose kernels for the rows that matter, by the code that a worker runs; tell each gain."""
-    rows: Counter[int] = Counter()
-    for work in WORKS:
-        for (step, _), count in count_steps(LIMITS, GPU.traffic[work].requests, NUM_BLOCKS[name]).items():
-            rows[step.num_rows] += count * step.num_rows
-    wanted = sorted({*PROMPTS, *(size for size, _ in rows.most_common(NUM_TUNED_ROWS) if size > 1)})
     all_sizes, exact_us = runner.sizes, list[float]()
     runner.sizes = PaddedSizes(
-        tuple(size for size in wanted if size <= 512), tuple(wanted), tuple(all_sizes.samples[:1])
+        tuple(size for size in TUNED_ROWS if size <= 256), TUNED_ROWS, all_sizes.samples[:1]
     )
 
     def times_us(ways: Sequence[Way], num_rounds: int) -> list[float]:
