@@ -1,11 +1,10 @@
 """What does an engine gain by the kernels that are chosen for its products, and are these right?
 
-    python -m bench.engine.product_gain [--only exact,gain,replay,scratch] [--shape 7B]
+    python -m bench.engine.product_gain [--only exact,gain,scratch] [--shape 7B]
 
 exact     products by every kernel that may be chosen, beside torch's in single precision; each twice, the
           first of each size also by a graph: the bits must be the same
 gain      traffic with torch's kernels, with chosen ones, and with torch's again, in one process
-replay    a snapshot of a step with chosen kernels, restored in another process, which must have the same bits
 scratch   what kernels with scratch memory would give on top, which are never chosen
 
 Random weights on a CUDA device. Prints a JSON line for each finding; a part that fails costs no other.
@@ -13,15 +12,10 @@ Random weights on a CUDA device. Prints a JSON line for each finding; a part tha
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -57,7 +51,6 @@ SCRATCH_ROWS = (64, 208, 256, 2048, 8192)
 WORKS = ("even", "long_prompts")
 TUNED_ROWS = (8, 16, 24, 32, 48, 64, 80, 128, 144, 192, 256, 640, 2048, 6656, 7168, 8192)
 PROMPTS, NUM_PROMPTS = (128, 2048), 12
-_REPLAY = "--replay"
 
 
 def exact(name: str) -> None:
@@ -172,45 +165,6 @@ def tuned(runner: Runner) -> ChosenProducts:
     return ChosenProducts(loaded_library(), table)
 
 
-def replay(_: str) -> None:
-    """Make a snapshot in one process, and restore it in another."""
-    with tempfile.TemporaryDirectory() as directory:
-        for action in ("save", "load"):
-            command = [sys.executable, "-m", "bench.engine.product_gain", _REPLAY, action, directory]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            said = (done.stdout + done.stderr).strip()[-800:]
-            say(part="replay", action=action, status=done.returncode, said=said)
-
-
-def _replay(action: str, directory: str) -> None:
-    """Be one of these processes, whose tiny model has the last kernel that is proposed for each product."""
-    from tests.snapshot import replayed_step
-
-    class TunedTiny(replayed_step.Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            library = loaded_library()
-
-            def last(asked: AskedProduct) -> bytes | None:
-                proposed = library.proposed(asked.size, NUM_PROPOSALS)
-                return proposed[-1] if proposed else None
-
-            tuning, chosen = choose_all(self.runner, last), dict[ProductSize, bytes]()
-            try:
-                while True:
-                    next(tuning)
-            except StopIteration as end:
-                chosen = end.value
-            self.runner.fill_tables()
-            self.runner.use_products(ChosenProducts(library, ProductTable("tiny", library.version, chosen)))
-            say(part="replay", chosen=len(chosen))
-
-    replayed_step.Tiny = TunedTiny  # type: ignore[misc] # that process, with chosen kernels
-    replayed_step.main(action, Path(directory))
-    sys.stdout.flush()
-    os._exit(0)  # as there
-
-
 def scratch(name: str) -> None:
     """Choose among all kernels, and among those without scratch memory, by the same clock."""
     library, shape = LtLibrary(), SHAPES[name]
@@ -232,12 +186,10 @@ def scratch(name: str) -> None:
     lt_products.WORKSPACE_BYTES = before
 
 
-PARTS = {part.__name__: part for part in (exact, gain, replay, scratch)}
+PARTS = {part.__name__: part for part in (exact, gain, scratch)}
 
 
 def main() -> None:
-    if sys.argv[1:2] == [_REPLAY]:
-        return _replay(*sys.argv[2:])
     parser = ArgumentParser("python -m bench.engine.product_gain")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run")
     parser.add_argument("--shape", choices=SHAPES, default="7B")
@@ -247,7 +199,6 @@ def main() -> None:
         part = partial(PARTS[name], given.shape)
         part.__name__ = name  # type: ignore[attr-defined] # by which `run` tells of it
         run([part])
-    return None
 
 
 if __name__ == "__main__":
