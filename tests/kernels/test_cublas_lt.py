@@ -79,6 +79,10 @@ def test_only_kernels_are_proposed_that_can_run_without_memory_of_their_own() ->
     assert lt.version == "130100"
     assert lt.proposed(size, 24) == [algorithm(number) for number in (1, 4, 5, 6)]
     assert lt.proposed(size, 2) == [algorithm(1)]
+    assert lt.can_run(size, algorithm(6))
+    assert lt.can_run(size, algorithm(7)), "it is proposed for other rows, and can do with these"
+    for number in (2, 3, 8):
+        assert not lt.can_run(size, algorithm(number))
     unknown = size_of(aligned(5, 64, seed=1), aligned(13, 64, seed=2), adds=False)
     assert lt.proposed(unknown, 24) == []
 

@@ -102,9 +102,18 @@ class CublasLt:
         usable = [one for one in found[: count.value] if not one.status and not one.workspace_bytes]
         return [ctypes.string_at(ctypes.addressof(one), ALGORITHM_BYTES) for one in usable]
 
+    def can_run(self, size: ProductSize, algorithm: bytes) -> bool:
+        """True if a kernel, be it proposed for another size, computes this one without scratch memory."""
+        about, found, words = self._describe(size), _Heuristic(), _words(algorithm)
+        status = self._library.cublasLtMatmulAlgoCheck(
+            *(self._handle, about.product, about.weight, about.x, about.out, about.out),
+            *(words, ctypes.byref(found)),
+        )
+        return not status and not found.status and not found.workspace_bytes
+
     def _new_launcher(self, size: ProductSize, algorithm: bytes) -> Launch:
         about, matmul, handle = self._describe(size), self._library.cublasLtMatmul, self._handle
-        words = (ctypes.c_uint64 * (ALGORITHM_BYTES // 8)).from_buffer_copy(algorithm)
+        words = _words(algorithm)
         alpha, beta = ctypes.byref(about.alpha), ctypes.byref(about.beta)
 
         def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> int:
@@ -142,6 +151,11 @@ class CublasLt:
     def _call(self, name: str, *arguments: object) -> None:
         if status := getattr(self._library, name)(*arguments):
             raise DeviceError(f"cuBLASLt refused {name}: status {status}; see `nvidia-smi`")
+
+
+def _words(algorithm: bytes) -> ctypes.Array[ctypes.c_uint64]:
+    """Return an algorithm as the library reads it."""
+    return (ctypes.c_uint64 * (ALGORITHM_BYTES // 8)).from_buffer_copy(algorithm)
 
 
 class ChosenProducts:
