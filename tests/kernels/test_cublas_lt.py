@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,7 @@ def test_only_kernels_are_proposed_that_can_run_without_memory_of_their_own() ->
         assert not lt.can_run(size, algorithm(number))
     unknown = size_of(aligned(5, 64, seed=1), aligned(13, 64, seed=2), adds=False)
     assert lt.proposed(unknown, 24) == []
+    assert lt.proposed(replace(size, dtype="float32"), 24) == []
 
 
 def test_a_machine_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def _by_torch(asked: AskedProduct, weight: torch.Tensor) -> None:
 
 
 def _agree(asked: AskedProduct, *ways: Callable[[], object]) -> bool:
-    """True if two ways have the same result but for rounding, and write it nowhere else."""
+    """True if two ways have the same result but for rounding, in some rows from the first to the last."""
     every = max(1, asked.size.rows // _NUM_COMPARED)
     results = []
     for multiply in ways:

@@ -82,6 +82,8 @@ class CublasLt:
 
     def proposed(self, size: ProductSize, most: int) -> list[bytes]:
         """Return up to so many kernels for a size, the one that is thought to be the fastest first."""
+        if size.dtype not in _TYPES:
+            return []
         about, preference = self._describe(size), ctypes.c_void_p()
         found, count, limit = (_Heuristic * most)(), ctypes.c_int(), ctypes.c_uint64(0)
         self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
