@@ -23,6 +23,7 @@ from typer.main import get_group
 
 from hearth import doctor
 from hearth.cli.commands import app
+from hearth.cli.help import command_of
 from hearth.config import CPU_HOST_BYTES, EngineConfig, StoreConfig
 from hearth.cpus import WaitPolicy
 from hearth.errors import DeviceError
@@ -145,6 +146,10 @@ def _words_of_commands(group: TyperGroup, *before: str) -> Iterator[tuple[str, .
 
 
 ALL_COMMANDS = [(), *_words_of_commands(get_group(app))]
+
+
+def test_commands_are_put_together_once() -> None:
+    assert command_of(app) is command_of(app)
 
 
 @pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)

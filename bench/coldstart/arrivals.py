@@ -22,6 +22,7 @@ from bench.coldstart.setting import ServiceKind, Setting
 from bench.coldstart.snapshot_use import SnapshotUse
 from bench.report import Row, percentiles, step
 from bench.service.client import Answer, Connection, Reply, ask_all, completion, read
+from bench.service.gaps import Gap
 from bench.service.process import Service
 from bench.service.streams import good
 from bench.sharegpt import Lengths, conversations
@@ -48,6 +49,7 @@ class FirstSteps:
     """Steps of streams that began together, once all of them run: before that they hold prompts."""
 
     longest_over_median: float
+    longest_at_s: float  #: when the longest began, from the question
     step_s: Mapping[str, float]
     first_s: Mapping[str, float]  #: until the first token, from the question
     all_run_s: float  #: until the last of the first tokens
@@ -100,15 +102,17 @@ def burst(setting: Setting) -> Part:
 def first_steps(answers: Sequence[Answer]) -> FirstSteps:
     """Return how even the steps were of streams that began together, by the gaps between their tokens."""
     all_run_s = max(answer.events[0].at_s for answer in answers)
-    gaps_s = [
-        after.at_s - before.at_s
+    gaps = [
+        Gap(before.at_s, after.at_s)
         for answer in answers
         for before, after in pairwise(answer.events)
         if before.at_s >= all_run_s
     ]
+    gaps_s, longest = [gap.seconds for gap in gaps], max(gaps, key=lambda gap: gap.seconds)
     asked_s = min(answer.reply.asked_s for answer in answers)
     return FirstSteps(
-        longest_over_median=max(gaps_s) / median(gaps_s),
+        longest_over_median=longest.seconds / median(gaps_s),
+        longest_at_s=longest.begin_s - asked_s,
         step_s=percentiles(gaps_s),
         first_s=percentiles([answer.first_s for answer in answers]),
         all_run_s=all_run_s - asked_s,

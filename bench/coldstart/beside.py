@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,9 @@ class _Seen:
 
     alone: list[Gap] = field(default_factory=list)
     beside: list[Gap] = field(default_factory=list)  #: with another model
-    loads: list[Window] = field(default_factory=list)  #: of that
+    drops: list[Window] = field(default_factory=list)  #: of that, before it comes again
+    loads: list[Window] = field(default_factory=list)
+    first_steps: list[Window] = field(default_factory=list)  #: from the end of its load to its first token
     num_restores: int = 0
 
 
@@ -46,6 +48,15 @@ def others(setting: Setting) -> Part:
     shift_s = time.perf_counter() - time.time()
     used = watch.use(seen.num_restores)
     graphs = [Window(one.end_s - one.seconds + shift_s, one.end_s + shift_s) for one in used.restored]
+    phases = {
+        "drop": seen.drops,
+        "load": seen.loads,
+        "first step": seen.first_steps,
+        "graphs": [
+            Window(window.begin_s + one.paused_s, window.end_s)
+            for one, window in zip(used.restored, graphs, strict=True)
+        ],
+    }
     met = [gap for gap in seen.beside if any(window.meets(gap) for window in (*seen.loads, *graphs))]
     if not met:
         raise RuntimeError(
@@ -61,6 +72,7 @@ def others(setting: Setting) -> Part:
         "while_restored_s": restored_s,
         "while_graphs_are_restored_s": _seconds([gap for gap in met if any(w.meets(gap) for w in graphs)]),
         "with_the_other_model_s_first_token_s": _seconds(seen.beside),
+        "by_phase_s": by_phase(seen.beside, phases),
         "num_restores": seen.num_restores,
         "p99_ratio": ratio,
         "meets_aim": ratio <= AIM,
@@ -85,7 +97,7 @@ async def _measure(setting: Setting, service: Service) -> _Seen:
         running = asyncio.create_task(streams())
         while not running.done():
             began_s = time.time()
-            seen.loads += await _restore(service)
+            await _restore(service, seen)
             seen.num_restores += 1
             if setting.has_graphs:
                 await _wait_for_graphs(setting.log, began_s)
@@ -93,13 +105,34 @@ async def _measure(setting: Setting, service: Service) -> _Seen:
     return seen
 
 
-async def _restore(service: Service) -> list[Window]:
-    """Drop a model and have it restored; return when it was loaded."""
+async def _restore(service: Service, seen: _Seen) -> None:
+    """Drop a model and have it restored, and note when it went, was loaded, and made its first step."""
+    began_s = time.perf_counter()
     await ask(service.port, request("POST", f"/hearth/models/{OTHER}/unload", {"free": True}))
     answer = good(await ask(service.port, completion(OTHER, [1], 1)))
     asked_s, explained = answer.reply.asked_s, service.client.explain(answer.reply.request_id)
     spans = [span for span in explained.spans if span.what == "load"]  # since the arrival at the gateway
-    return [Window(asked_s + span.begin_s, asked_s + span.end_s) for span in spans]
+    loads = [Window(asked_s + span.begin_s, asked_s + span.end_s) for span in spans]
+    if loads:  # else it was not dropped
+        # The answer to the order to drop it does not wait for the worker, which does so before the load.
+        seen.drops.append(Window(began_s, loads[0].begin_s))
+        seen.first_steps.append(Window(loads[-1].end_s, answer.events[0].at_s))
+    seen.loads += loads
+
+
+def by_phase(
+    found: Sequence[Gap], windows_by_phase: Mapping[str, Sequence[Window]]
+) -> dict[str, dict[str, float]]:
+    """Return the gaps apart by all phases that each meets, and so by what may have made it long."""
+    gaps_by_phases = dict[str, list[Gap]]()
+    for gap in found:
+        met = [
+            phase
+            for phase, windows in windows_by_phase.items()
+            if any(window.meets(gap) for window in windows)
+        ]
+        gaps_by_phases.setdefault(", ".join(met) or "none", []).append(gap)
+    return {phases: _seconds(gaps) for phases, gaps in sorted(gaps_by_phases.items())}
 
 
 async def _wait_for_graphs(log: Path, began_s: float) -> None:

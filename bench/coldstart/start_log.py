@@ -46,6 +46,7 @@ class Restoring:
     seconds: float
     num_restored: int
     num_graphs: int
+    paused_s: float = 0.0  #: of the seconds, in which it gave way to first tokens, all but all of it at first
 
     @property
     def is_whole(self) -> bool:
@@ -62,6 +63,7 @@ class Restoring:
             float(fields["seconds"]),
             num_restored=int(fields["graphs"]),
             num_graphs=int(fields["of"]),
+            paused_s=float(fields.get("paused_s", 0.0)),
         )
 
 

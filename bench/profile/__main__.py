@@ -3,7 +3,7 @@
 python -m bench.profile [--device cpu] [--out FILE | --save] [--shapes NAME ...] [--only PART ...] [--tiny]
 
 Random models are made here: on a GPU with the shapes of Llama-3.2-1B, 3B and Llama-2-7B in bfloat16, on a CPU
-with that of SmolLM2-135M in float32. They take 23 GB in /dev/shm and 26 GiB of pinned host memory on a GPU,
+with that of SmolLM2-135M in float32. They take 25 GB in /dev/shm and 26 GiB of pinned host memory on a GPU,
 and 70 GiB of its own. The file is written anew after each part, so that a run which is cut off has not been
 for nothing; it is a profile once all parts are there. `--save` writes it to where simulations find it.
 """
@@ -28,6 +28,7 @@ import msgspec
 import torch
 from msgspec.structs import replace as replace_struct
 
+from bench.profile.behind import measure_behind_loads
 from bench.profile.beside import measure_beside_loads
 from bench.profile.moves import LoadLine, measure_disk, measure_mapping, measure_return, measure_worker
 from bench.profile.requests import measure_request
@@ -127,6 +128,19 @@ def add_returns(scale: Scale, device: torch.device, draft: Draft) -> None:
     draft.add(return_s=measure_return(small, device, LoadLine(switch.give_way_s, rates[Rung.HOST])))
 
 
+def add_steps_behind_loads(scale: Scale, device: torch.device, draft: Draft) -> None:
+    """Measure first steps behind loads; a CPU runs all steps alike, so there is nothing to measure."""
+    if device.type != "cuda":
+        return
+    found = measure_behind_loads(scale, device)
+    known = _measured_shapes(draft)
+    draft.add(
+        shapes=[
+            replace_struct(one, behind_load_s=found[one.name]) if one.name in found else one for one in known
+        ]
+    )
+
+
 def measure_small_steps(scale: Scale, device: torch.device, draft: Draft) -> None:
     """Measure steps of few rows and tokens in place of those that a profile has, model by model."""
     few = replace(
@@ -153,7 +167,12 @@ def measure_small_steps(scale: Scale, device: torch.device, draft: Draft) -> Non
 
 
 #: Measured last, and each by itself.
-LAST_PARTS = {"beside": add_steps_beside_loads, "returns": add_returns, "requests": add_requests}
+LAST_PARTS = {
+    "beside": add_steps_beside_loads,
+    "behind": add_steps_behind_loads,
+    "returns": add_returns,
+    "requests": add_requests,
+}
 #: Parts that can be measured again by themselves.
 PARTS = {"steps": measure_small_steps, **LAST_PARTS}
 

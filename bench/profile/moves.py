@@ -136,7 +136,7 @@ def measure_disk(scale: Scale, device: torch.device) -> float:
             return max(rates)
 
 
-def _setting(scale: Scale, device: torch.device) -> Setting:
+def worker_setting(scale: Scale, device: torch.device) -> Setting:
     return Setting(
         ReuseScale(host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
         device,
@@ -149,9 +149,9 @@ def measure_worker(scale: Scale, device: torch.device) -> WorkerTimes:
     """Time switches between all shapes, and steps, through a worker."""
     with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
         with step("worker: writing models"):
-            orders = _orders(scale, device, Path(place))
-        setting = _setting(scale, device)
-        budget_bytes = _budget_bytes(scale, device)
+            orders = hosting_orders(scale, device, Path(place))
+        setting = worker_setting(scale, device)
+        budget_bytes = budget_of(scale, device)
         orders = {
             model: msgspec.structs.replace(order, own_bytes=budget_bytes) for model, order in orders.items()
         }
@@ -167,9 +167,9 @@ def measure_return(scale: Scale, device: torch.device, line: LoadLine) -> float:
     """
     times = []
     with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
-        orders = _orders(scale, device, Path(place))
-        setting = _setting(scale, device)
-        with working(setting, Path(place), orders, _budget_bytes(scale, device), is_mapped=True) as worker:
+        orders = hosting_orders(scale, device, Path(place))
+        setting = worker_setting(scale, device)
+        with working(setting, Path(place), orders, budget_of(scale, device), is_mapped=True) as worker:
             worker.segment.wait_pinned()
             models, last = list(orders), None
             for round_number in range(scale.num_switches + 2):
@@ -241,7 +241,7 @@ class _WorkerRig:
         """Ask a model for more than it is to say while another answers; return the request and the switch."""
         run = next(self._runs)
         self._worker.send(self._request(run, model, self._scale.turn_tokens))
-        loaded, loaded_s, first_s = self._first_token(run)
+        loaded, loaded_s, first_s = wait_for_load(self._worker, run)
         missing_bytes = sum(use.num_bytes for use in loaded.rungs)
         return run, _Switch(model, missing_bytes, loaded.assemble_s + loaded.total_s, first_s - loaded_s)
 
@@ -250,21 +250,9 @@ class _WorkerRig:
         self._worker.host(model)
         run = next(self._runs)
         self._worker.send(self._request(run, model, num_new_tokens=1))
-        loaded, _, _ = self._first_token(run)
+        loaded, _, _ = wait_for_load(self._worker, run)
         self._worker.rest()
         return loaded
-
-    def _first_token(self, run: int) -> tuple[ModelLoaded, float, float]:
-        """Wait for a load and the token behind it; return how it came, and when each was told."""
-        loaded: ModelLoaded | None = None
-        loaded_s = first_s = 0.0
-        while loaded is None or not first_s:  # either may come first
-            heard = self._worker.until(ModelLoaded, StepDone)
-            if isinstance(heard.fact, ModelLoaded):
-                loaded, loaded_s = heard.fact, heard.at_s
-            elif heard.has_token_of(run) and not first_s:
-                first_s = heard.at_s
-        return loaded, loaded_s, first_s
 
     def _decode_s(self, model: ModelId) -> float:
         """Return the time from one token to the next of the only request."""
@@ -281,11 +269,30 @@ class _WorkerRig:
         return self._scale.typical(gaps)
 
     def _request(self, run: int, model: ModelId, num_new_tokens: int) -> StartRequest:
-        """Return a request whose prompt never comes twice, so that no prefix is found."""
-        vocab_size = min(shape.arch.vocab_size for shape in self._scale.shapes)
-        prompt = tuple(self._draw.randrange(vocab_size) for _ in range(self._scale.switch_prompt))
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
-        return StartRequest(run, model, prompt, (), sampling, salt=b"")
+        return new_request(self._draw, self._scale, run, model, self._scale.switch_prompt, num_new_tokens)
+
+
+def new_request(
+    draw: Random, scale: Scale, run: int, model: ModelId, num_tokens: int, num_new_tokens: int
+) -> StartRequest:
+    """Return a request whose prompt never comes twice, so that no prefix is found."""
+    vocab_size = min(shape.arch.vocab_size for shape in scale.shapes)
+    prompt = tuple(draw.randrange(vocab_size) for _ in range(num_tokens))
+    sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
+    return StartRequest(run, model, prompt, (), sampling, salt=b"")
+
+
+def wait_for_load(worker: WorkerClient, run: int) -> tuple[ModelLoaded, float, float]:
+    """Wait for a load and the token of a run behind it; return how it came, and when each was told."""
+    loaded: ModelLoaded | None = None
+    loaded_s = first_s = 0.0
+    while loaded is None or not first_s:  # either may come first
+        heard = worker.until(ModelLoaded, StepDone)
+        if isinstance(heard.fact, ModelLoaded):
+            loaded, loaded_s = heard.fact, heard.at_s
+        elif heard.has_token_of(run) and not first_s:
+            first_s = heard.at_s
+    return loaded, loaded_s, first_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,31 +320,36 @@ def fit_loads(loads: Sequence[tuple[int, float]], scale: Scale) -> LoadLine:
     return LoadLine(max(0.0, first_s), 1 / slope)
 
 
-def _orders(scale: Scale, device: torch.device, place: Path) -> dict[ModelId, HostModel]:
+def hosting_orders(scale: Scale, device: torch.device, place: Path) -> dict[ModelId, HostModel]:
     """Return the orders to host a model of each shape; a single one gets another to switch with."""
     shapes = [(ModelId(shape.name), shape) for shape in scale.shapes]
     if len(shapes) == 1:
         shapes.append((ModelId(f"other-{shapes[0][0]}"), shapes[0][1]))
-    orders = {}
-    for seed, (model, shape) in enumerate(shapes):
-        directory = write_random(place / model, shape.config, shape.dtype, seed, device)
-        kv_bytes = _kv_bytes(scale, shape)
-        orders[model] = HostModel(
-            model=model,
-            hosting=0,
-            where=str(directory),
-            digest=read_manifest(directory).digest,
-            weight=1.0,
-            max_context=_context(scale),
-            limits=scale.limits,
-            kv_floor_bytes=kv_bytes,
-            max_kv_bytes=kv_bytes,
-            eos_ids=(),
-        )
-    return orders
+    return {
+        model: hosting_order(scale, device, place / model, shape, seed)
+        for seed, (model, shape) in enumerate(shapes)
+    }
 
 
-def _budget_bytes(scale: Scale, device: torch.device) -> int:
+def hosting_order(scale: Scale, device: torch.device, directory: Path, shape: Shape, seed: int) -> HostModel:
+    """Return the order to host a random model that is written to a directory of its name."""
+    write_random(directory, shape.config, shape.dtype, seed, device)
+    kv_bytes = _kv_bytes(scale, shape)
+    return HostModel(
+        model=ModelId(directory.name),
+        hosting=0,
+        where=str(directory),
+        digest=read_manifest(directory).digest,
+        weight=1.0,
+        max_context=_context(scale),
+        limits=scale.limits,
+        kv_floor_bytes=kv_bytes,
+        max_kv_bytes=kv_bytes,
+        eos_ids=(),
+    )
+
+
+def budget_of(scale: Scale, device: torch.device) -> int:
     """Return what the largest model takes, so that no two of them fit."""
 
     def pages(num_bytes: int) -> int:
@@ -346,7 +358,7 @@ def _budget_bytes(scale: Scale, device: torch.device) -> int:
     most = 0
     num_alike = (
         2 if len(scale.shapes) == 1 else 1
-    )  # as in `_orders`; a smaller one leaves room for its tables
+    )  # as in `hosting_orders`; a smaller one leaves room for its tables
     for shape in scale.shapes:
         spec = ModelSpec(shape.arch, DTYPES[shape.dtype], _context(scale), scale.limits, frozenset())
         sizes = (shape.weights_bytes, workspace_bytes(spec, device), _kv_bytes(scale, shape))

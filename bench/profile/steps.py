@@ -24,6 +24,7 @@ from bench.random_engine import new_engine
 from bench.shape import Shape
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
+from hearth.engine.step_samples import TimedStep
 from hearth.sizes import padded_size
 from hearth.snapshot.cost_profile import MeasuredStep
 from hearth.types import RequestId, SamplingParams
@@ -89,12 +90,18 @@ class EngineRig:
         #: By request that has a token: its prompt's tokens and those that it has said.
         self._contexts: dict[RequestId, int] = {}
         self._prompts: dict[RequestId, int] = {}
+        #: The steps that were taken in, as the engine's own timer tells them, since they were last forgotten.
+        self._taken: list[TimedStep] = []
 
     def time_prompts(self, num_prompts: int, num_tokens: int) -> MeasuredStep:
         """Time a step that computes whole prompts and nothing else, from nothing to its tokens."""
-        times = [self._prompts_s(num_prompts, num_tokens) for _ in range(self._scale.num_steps + 1)]
-        total = num_prompts * num_tokens
-        return MeasuredStep(total, num_prompts, total, self._scale.typical(times[1:]))
+        total, times, device_times = num_prompts * num_tokens, list[float](), list[float]()
+        for _ in range(self._scale.num_steps + 1):
+            times.append(self._prompts_s(num_prompts, num_tokens))
+            device_times += [one.seconds for one in self._taken if one.num_tokens == total]
+        return MeasuredStep(
+            *(total, num_prompts, total), self._scale.typical(times[1:]), self._typical(device_times)
+        )
 
     def time_without_graphs(self, sizes: Sequence[int]) -> GraphTimes:
         """Time the first prompts of each size, and then some without graphs. The first of all does not count.
@@ -115,6 +122,7 @@ class EngineRig:
         """Return the seconds from nothing to the tokens of so many prompts."""
         for _ in range(num_prompts):
             self._add(num_tokens, max_tokens=1)
+        self._taken.clear()
         began_s = self._clock_s()
         while self.engine.has_work:
             self._step()
@@ -135,9 +143,10 @@ class EngineRig:
         """Time steps that compute a prompt and one token of each row, some of them in a row."""
         num_rows = len(self._contexts)
         num_tokens = min(num_tokens, self._scale.limits.max_batch_tokens - num_rows)
-        times, contexts = [], []
+        times, contexts, device_times = [], [], list[float]()
         for _ in range(self._scale.num_steps):
             alone = self._time_decode(num_steps=2)
+            self._taken.clear()
             began_s = self._clock_s()
             for _ in range(NUM_TRAIN_STEPS):
                 self._add(num_tokens, max_tokens=1)
@@ -147,8 +156,10 @@ class EngineRig:
             # The first call has waited for a step of rows alone, the last one for no step of them.
             times.append(max(0.0, self._clock_s() - began_s - alone.seconds) / NUM_TRAIN_STEPS)
             contexts.append(sum(self._contexts.values()) + num_tokens)
+            device_times += [one.seconds for one in self._taken if one.num_tokens == num_rows + num_tokens]
         return MeasuredStep(
-            num_rows + num_tokens, num_rows + 1, int(median(contexts)), self._scale.typical(times)
+            *(num_rows + num_tokens, num_rows + 1, int(median(contexts))),
+            *(self._scale.typical(times), self._typical(device_times)),
         )
 
     def _time_decode(self, num_steps: int | None = None) -> MeasuredStep:
@@ -156,11 +167,20 @@ class EngineRig:
         for _ in range(NUM_WARM_STEPS):
             self._step()
         times = []
+        self._taken.clear()
         for _ in range(num_steps or self._scale.num_steps):
             began_s = self._clock_s()
             self._step()
             times.append(self._clock_s() - began_s)
-        return MeasuredStep(num_rows, num_rows, sum(self._contexts.values()), self._scale.typical(times))
+        device_times = [one.seconds for one in self._taken]
+        context_tokens = sum(self._contexts.values())
+        return MeasuredStep(
+            *(num_rows, num_rows, context_tokens, self._scale.typical(times)), self._typical(device_times)
+        )
+
+    def _typical(self, device_times: Sequence[float]) -> float | None:
+        """Return what the engine's timer tells of some steps as a rule; None: it was silent."""
+        return self._scale.typical(device_times) if device_times else None
 
     def fill(self, num_rows: int, context: int, max_tokens: int) -> None:
         """Have so many rows decode, each with so much context at least."""
@@ -185,7 +205,10 @@ class EngineRig:
         self.engine.add(self.engine.request(request_id, prompt, params))
 
     def _step(self) -> None:
+        last = self.engine.samples.last
         outcome = self.engine.step()
+        if (taken := self.engine.samples.last) is not None and taken is not last:
+            self._taken.append(taken)
         assert not outcome.preempted, f"KV is too small for what is measured: {self.engine.usage}"
         assert not outcome.failures, f"{outcome.failures}"
         for output in outcome.outputs:

@@ -19,6 +19,7 @@ from bench.report import environment, step
 from bench.service.client import Reply, ask, ask_all, completion, metrics_of
 from bench.service.process import Service, serving
 from bench.service.streams import good
+from bench.turns.first_tokens import FirstTokenParts, told_parts
 from bench.turns.journal import Doings, doings, entries
 from bench.turns.models import Library
 from bench.turns.outcome import Heard, Outcome, hear, outcomes
@@ -34,6 +35,7 @@ from bench.turns.workload import (
 )
 from hearth.cli.waterfall import waterfall
 from hearth.control.datadir import DataDir
+from hearth.control.views import Explanation
 from hearth.errors import HearthError
 from hearth.types import ModelId
 
@@ -73,6 +75,8 @@ class Run:
     metrics: Mapping[str, float]  #: what the service counted during the run
     explained: list[list[str]]  #: waterfalls of those who waited longest, for a first token or in between
     environment: Mapping[str, object] = field(default_factory=environment)
+    #: What each request waited for; None: it had no token, or was forgotten. Older files have nothing here.
+    parts: list[FirstTokenParts | None] = field(default_factory=list)
 
 
 class ArmService:
@@ -95,6 +99,7 @@ class ArmService:
         journal = entries(path, replayed.began_s, replayed.ended_s)
         heard = [hear(reply) for reply in replayed.replies]
         found = outcomes(asked, heard, replayed)
+        told = [None if reply is None else self._told(reply) for reply in replayed.replies]
         return Run(
             self._arm,
             traffic,
@@ -104,14 +109,18 @@ class ArmService:
             summed_up(switches(journal, _seen(asked, heard, replayed), self._calibration)),
             self._calibration,
             {key: after[key] - before.get(key, 0.0) for key in after if after[key] != before.get(key, 0.0)},
-            [self._explained(reply) for reply in _longest_waits(found, replayed)],
+            [list(waterfall(one, _WIDTH)) for at in _longest_waits(found) if (one := told[at]) is not None],
+            parts=[
+                None if one is None else told_parts(one, seen.first_s)
+                for one, seen in zip(told, found, strict=True)
+            ],
         )
 
-    def _explained(self, reply: Reply) -> list[str]:
-        """Return where the time of a request went; nothing, where the service has forgotten it."""
+    def _told(self, reply: Reply) -> Explanation | None:
+        """Return where the time of a request went; None: the service has forgotten it."""
         with suppress(HearthError):
-            return list(waterfall(self._service.client.explain(reply.request_id), _WIDTH))
-        return []
+            return self._service.client.explain(reply.request_id)
+        return None
 
 
 @contextmanager
@@ -176,12 +185,12 @@ def _seen(asked: Sequence[Question], heard: Sequence[Heard], replayed: Replayed)
     ]
 
 
-def _longest_waits(found: Sequence[Outcome], replayed: Replayed) -> list[Reply]:
+def _longest_waits(found: Sequence[Outcome]) -> list[int]:
+    """Return the numbers of those who waited longest, for a first token or in between."""
     numbers = range(len(found))
     for_first = sorted(numbers, key=lambda number: -found[number].first_s)[:_NUM_EXPLAINED]
     in_between = sorted(numbers, key=lambda number: -found[number].longest_pause_s)[:_NUM_EXPLAINED]
-    replies = [replayed.replies[number] for number in dict.fromkeys([*for_first, *in_between])]
-    return [reply for reply in replies if reply is not None]
+    return list(dict.fromkeys([*for_first, *in_between]))
 
 
 def _in_loop(work: Coroutine[object, object, T]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.report import percentiles
 from bench.service.client import Answer, Reply, read
@@ -32,6 +32,7 @@ class Outcome:
     total_s: float
     is_whole: bool  #: all tokens came, without an error
     error: str | None = None
+    asked_s: float = 0.0  #: when the client had sent it, whose timers are late or early by a millisecond
 
     @property
     def is_on_time(self) -> bool:
@@ -58,10 +59,12 @@ def hear(reply: Reply | None) -> Heard:
 def outcomes(questions: Sequence[Question], heard: Sequence[Heard], replayed: Replayed) -> list[Outcome]:
     """Return the outcome of each question of a replay."""
     found = []
-    for question, one in zip(questions, heard, strict=True):
+    for question, one, reply in zip(questions, heard, replayed.replies, strict=True):
         arrived_s = replayed.began_s + question.arrival_s
         times_s = [at_s - arrived_s for at_s in one.token_times_s]
-        found.append(outcome(question, times_s, replayed.ended_s - arrived_s, one.error))
+        found_one = outcome(question, times_s, replayed.ended_s - arrived_s, one.error)
+        asked_s = 0.0 if reply is None else reply.asked_s - arrived_s
+        found.append(replace(found_one, asked_s=asked_s))
     return found
 
 

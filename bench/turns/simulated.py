@@ -11,6 +11,7 @@ from random import Random
 from statistics import median
 
 from bench.report import tell
+from bench.turns.first_tokens import FirstTokenParts, SimulatedMoments, summed_up
 from bench.turns.outcome import Measures, Outcome, measures, outcome
 from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, WARM_SPEED, Arm, Curve
 from bench.turns.table import PERCENTILES, Aim, Judged, Line
@@ -41,6 +42,7 @@ class Simulated:
     seen: Measures
     num_turns: int
     moved_bytes: int
+    parts: Sequence[FirstTokenParts | None] = ()  #: what each request waited for
 
     def figures(self) -> dict[str, float]:
         return figures(self.seen, self.num_turns, self.moved_bytes)
@@ -69,7 +71,8 @@ class TraceSimulator:
     def start(self, arm: Arm) -> SimulatedArm:
         """Return a service of its own, in which each model has been asked."""
         setting = SimulationSetting(self._shapes, self._memory_bytes, policy=Policy(arm.value))
-        started = SimulatedArm(SimulatedService(setting, self._profile))
+        moments = SimulatedMoments()
+        started = SimulatedArm(SimulatedService(setting, self._profile, moments.note), moments)
         for batch in self._warm:
             started.replay(batch)
         return started
@@ -85,9 +88,9 @@ class TraceSimulator:
 class SimulatedArm:
     """A simulated service that is asked one trace after another, as that of an arm is. Mutable."""
 
-    def __init__(self, service: SimulatedService) -> None:
-        """Take a new service."""
-        self._service = service
+    def __init__(self, service: SimulatedService, moments: SimulatedMoments) -> None:
+        """Take a new service, which tells `moments` all that happens."""
+        self._service, self._moments = service, moments
         self._shapes = service.setting.shapes
 
     def replay(self, requests: Iterable[TracedRequest]) -> list[SimulatedAnswer]:
@@ -99,15 +102,26 @@ class SimulatedArm:
         service.check()
         return list(service.answers.values())[num_before:]
 
-    def run(self, requests: Sequence[TracedRequest], cutoff_s: float) -> Simulated:
-        """Replay requests and return what came of them."""
+    def run(
+        self, requests: Sequence[TracedRequest], cutoff_s: float, late_s: Sequence[float] = ()
+    ) -> Simulated:
+        """Replay requests and return what came of them.
+
+        `late_s`: how much later than it arrives each is asked by its client, all of whose times count from
+        the arrival; none: no later.
+        """
+        late_s = late_s or [0.0] * len(requests)
         begin_s, num_turns, moved_bytes = self._begin_s, self._service.num_turns, self._moved_bytes
-        answers = self.replay(requests)
-        outcomes = self._outcomes(answers, begin_s, cutoff_s)
+        pairs = list(zip(requests, late_s, strict=True))
+        answers = self.replay(replace(one, arrival_s=one.arrival_s + late) for one, late in pairs)
+        outcomes = self._outcomes(answers, begin_s, cutoff_s, late_s)
+        request_s = self._service.profile.request_s
+        parts = [self._moments.parts(one, request_s, late) for one, late in zip(answers, late_s, strict=True)]
         return Simulated(
             measures(outcomes, max(one.arrival_s + one.total_s for one in outcomes)),
             self._service.num_turns - num_turns,
             self._moved_bytes - moved_bytes,
+            parts,
         )
 
     @property
@@ -124,18 +138,21 @@ class SimulatedArm:
     def _moved_bytes(self) -> int:
         return sum(worker.bytes_moved for worker in self._service.workers.values())
 
-    def _outcomes(self, answers: Sequence[SimulatedAnswer], begin_s: float, cutoff_s: float) -> list[Outcome]:
+    def _outcomes(
+        self, answers: Sequence[SimulatedAnswer], begin_s: float, cutoff_s: float, late_s: Sequence[float]
+    ) -> list[Outcome]:
         """Return what clients would have seen until they are cut off."""
-        until_s = answers[-1].arrived_s + cutoff_s
+        until_s = answers[-1].arrived_s - late_s[-1] + cutoff_s
         found = []
-        for answer in answers:
+        for answer, late in zip(answers, late_s, strict=True):
+            arrived_s = answer.arrived_s - late
             asked = Question(
-                *(answer.arrived_s - begin_s, answer.model, self._shapes[answer.model]),
+                *(arrived_s - begin_s, answer.model, self._shapes[answer.model]),
                 *(answer.num_prompt_tokens, answer.num_output_tokens),
                 body=b"",
             )
-            times_s = [at_s - answer.arrived_s for at_s in answer.token_s if at_s <= until_s]
-            found.append(outcome(asked, times_s, until_s - answer.arrived_s, answer.why_not))
+            times_s = [at_s - arrived_s for at_s in answer.token_s if at_s <= until_s]
+            found.append(outcome(asked, times_s, until_s - arrived_s, answer.why_not))
         return found
 
 
@@ -161,6 +178,10 @@ class SimulatedRun:
             "speed": self.measured.run.traffic.speed,
             "measured": self._measured_figures(),
             "simulated": {what: [each[what] for each in drawn] for what in self._measured_figures()},
+            "parts": {
+                "measured": summed_up(self.measured.run.parts),
+                "simulated": summed_up([one for draw in self.draws for one in draw.parts]),
+            },
         }
 
     def _measured_figures(self) -> dict[str, float]:
@@ -198,12 +219,14 @@ def _draw(
     chooser = Random(seed)
     warm = trace.window(max(each.run.traffic.window_s for each in runs), warm_window_s)
     arm.replay(_delayed(warm.at_speed(WARM_SPEED), chooser))
-    return [
-        arm.run(
-            _delayed(trace.window(0.0, traffic.window_s).at_speed(traffic.speed), chooser), traffic.cutoff_s
-        )
-        for traffic in (each.run.traffic for each in runs)
-    ]
+    drawn = []
+    for run in (each.run for each in runs):
+        traffic = run.traffic
+        requests = _delayed(trace.window(0.0, traffic.window_s).at_speed(traffic.speed), chooser)
+        # One model at a time waits at the client, and so it does in the simulation.
+        late_s = () if run.arm is Arm.ONE_AT_A_TIME else [one.asked_s for one in run.outcomes]
+        drawn.append(arm.run(requests, traffic.cutoff_s, late_s))
+    return drawn
 
 
 def _delayed(trace: Trace, chooser: Random) -> list[TracedRequest]:

@@ -342,10 +342,11 @@ def test_bodies_that_are_still_coming_have_a_limit_together(
     whole = json.dumps({"model": "tiny", "prompt": "a" * 900}).encode()
 
     async def scene() -> list[int]:
-        may_end = asyncio.Event()
+        may_end, have_come = asyncio.Event(), asyncio.Barrier(3)
 
         async def slow() -> AsyncIterator[bytes]:
             yield whole[:-1]
+            await have_come.wait()
             await may_end.wait()
             yield whole[-1:]
 
@@ -357,7 +358,7 @@ def test_bodies_that_are_still_coming_have_a_limit_together(
             slow_ones = [
                 asyncio.create_task(client.post("/v1/completions", content=slow())) for _ in range(2)
             ]
-            await asyncio.sleep(0.05)  # their first pieces are here
+            await have_come.wait()  # their first pieces are here
             refused = await client.post("/v1/completions", content=whole)
             may_end.set()
             answers = [

@@ -21,6 +21,7 @@ from bench.coldstart import __main__ as coldstart
 from bench.coldstart import graph_process
 from bench.coldstart.__main__ import Question
 from bench.coldstart.arrivals import arrivals, first_steps
+from bench.coldstart.beside import by_phase
 from bench.coldstart.graph_process import Captured, Decoded, GraphTask, Restored
 from bench.coldstart.graphs import Compared
 from bench.coldstart.part import Part, figures_of_peers
@@ -32,6 +33,7 @@ from bench.coldstart.start_log import Restoring, breakdown, restorings
 from bench.load.raw_readers import pinned, to_device_bytes_per_s
 from bench.report import Row
 from bench.service.client import Answer, Event, Reply
+from bench.service.gaps import Gap, Window
 from hearth.store.segment import Segment
 from tests.store.noted_driver import note_pins
 
@@ -44,7 +46,7 @@ Traceback of somebody
 2026-11-16 11:43:39,656 INFO hearth.control.worker_template worker_forked worker=w0 pid=3
 2026-11-16 11:43:40,084 INFO hearth.control.supervisor worker_ready worker=w0 pid=3 device=GPU
 2026-11-16 11:43:40,086 INFO w0 hearth.worker worker_started total_s=0.418 context_s=0.300 pages_s=0.100
-2026-11-16 11:43:41,500 INFO w0 hearth.snapshot.restored_graphs graphs_restored graphs=50 of=51 seconds=0.420
+2026-11-16 11:43:41,500 INFO w0 hearth.snapshot graphs_restored graphs=50 of=51 seconds=0.420 paused_s=0.150
 2026-11-16 11:43:50,000 INFO w0.1 hearth.worker worker_started total_s=9.000
 """
 BEGAN_S = datetime(2026, 11, 16, 11, 43, 35).timestamp()
@@ -72,7 +74,7 @@ def test_a_start_is_told_by_its_parts_and_not_by_those_of_another(log: Path) -> 
 
 
 def test_graphs_that_were_restored_are_found_in_the_log_with_when_that_was(log: Path) -> None:
-    assert restorings(log, BEGAN_S) == [Restoring(pytest.approx(BEGAN_S + 6.5), 0.42, 50, 51)]
+    assert restorings(log, BEGAN_S) == [Restoring(pytest.approx(BEGAN_S + 6.5), 0.42, 50, 51, 0.15)]
     assert restorings(log, BEGAN_S + 7) == []
 
 
@@ -104,8 +106,21 @@ def test_steps_count_from_when_all_streams_run() -> None:
     early, late = answer(1.0, 3.0, 3.1, 3.2, 3.6), answer(3.0, 3.1, 3.2, 3.6, asked_s=0.5)
     steps = first_steps([early, late])
     assert steps.longest_over_median == pytest.approx(4.0)  # not the 2 s beside the other's prompt
+    assert steps.longest_at_s == pytest.approx(3.2)
     assert (steps.all_run_s, steps.total_s) == (3.0, pytest.approx(3.6))
     assert (steps.first_s["min"], steps.first_s["max"]) == (1.0, 2.5)
+
+
+def test_gaps_are_told_apart_by_all_that_happened_meanwhile() -> None:
+    """So that one which is long because a model is dropped is not taken for one of its graphs."""
+    phases = {"drop": [Window(0.0, 1.0), Window(5.0, 6.0)], "graphs": [Window(0.9, 3.0)], "load": []}
+    found = by_phase([Gap(0.1, 0.2), Gap(0.8, 1.4), Gap(2.0, 2.3), Gap(5.1, 5.5), Gap(7.0, 7.1)], phases)
+    assert {name: (round(gaps["max"], 3), gaps["n"]) for name, gaps in found.items()} == {
+        "drop": (0.4, 2),
+        "drop, graphs": (0.6, 1),
+        "graphs": (0.3, 1),
+        "none": (0.1, 1),
+    }
 
 
 def test_requests_come_at_random_the_same_in_every_run() -> None:

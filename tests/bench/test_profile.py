@@ -12,8 +12,11 @@ import torch
 from msgspec.structs import replace as replace_struct
 
 from bench.profile.__main__ import PARTS, Draft, measure, origin, read_draft
+from bench.profile.behind import measure_behind_loads
 from bench.profile.moves import fit_loads
 from bench.profile.scale import GPU, TINY_CPU
+from bench.random_model import TINY as TINY_CONFIG
+from bench.shape import Shape
 from hearth.sim.profile import Profile
 from hearth.snapshot.cost_profile import VERSION, MeasuredShape, MeasuredStep, MeasuredSwitch
 from hearth.types import Rung
@@ -39,6 +42,7 @@ def test_a_run_writes_a_profile_with_all_kinds_of_steps(tmp_path: Path) -> None:
         kinds = {(step.num_tokens, step.num_rows) for step in shape.steps}
         assert {(rows, rows) for rows in TINY_CPU.batches} <= kinds
         assert {(tokens, 1) for tokens in TINY_CPU.prompts} <= kinds
+        assert all(step.device_s is not None and step.device_s > 0.0 for step in shape.steps)
         (beside,) = TINY_CPU.busy_rows
         assert (beside + TINY_CPU.prompts[0], beside + 1) in kinds
 
@@ -73,6 +77,15 @@ def test_small_steps_and_returns_can_be_measured_again_beside_the_rest(tmp_path:
     assert written["shapes"][0]["eager_s"] == 0.0, "a CPU captures nothing"
     assert written["return_s"] > 0.0
     assert written["origin"]["later"].keys() == {"shapes", "return_s"}
+
+
+def test_first_tokens_behind_loads_are_timed_of_each_shape_while_another_model_answers() -> None:
+    config = {**TINY_CONFIG, "intermediate_size": 2048, "num_hidden_layers": 8}
+    wide = Shape("wide", "wide", config, "float32")  # whose weights are most of what a model takes
+    found = measure_behind_loads(replace(TINY_CPU, shapes=(wide,), turn_tokens=150), CPU)
+
+    assert found.keys() == {"wide"}, "the one that it takes turns with is no shape of its own"
+    assert found["wide"] > 0.0
 
 
 def test_loads_take_a_time_of_their_own_besides_their_bytes_whatever_one_of_them_met() -> None:

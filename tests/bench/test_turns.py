@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 import msgspec
@@ -19,8 +19,9 @@ from bench.service.client import Answer, Event, Reply, completion
 from bench.turns import beside, host_time, lock
 from bench.turns.__main__ import append_run, read_runs
 from bench.turns.arms import Run, Traffic
+from bench.turns.first_tokens import summed_up, told_parts
 from bench.turns.journal import doings, entries
-from bench.turns.outcome import hear, measures, outcome, token_times
+from bench.turns.outcome import hear, measures, outcome, outcomes, token_times
 from bench.turns.replay import Gate, Replayed, replay
 from bench.turns.setting import SMALL, Arm
 from bench.turns.simulated import (
@@ -40,6 +41,7 @@ from bench.turns.workload import (
     warm_batches,
     warm_lengths,
 )
+from hearth.control.views import Explanation
 from hearth.policy.fleet import events
 from hearth.sim.profile import Profile
 from hearth.sim.traces import Trace, TracedRequest
@@ -166,6 +168,10 @@ def test_what_hangs_is_cut_off_after_the_last_arrival_and_what_came_of_it_is_kep
     assert [reply and reply.is_whole for reply in found.replies] == [True, False, None]
     assert [len(hear(reply).token_times_s) for reply in found.replies] == [1, 1, 0]
     assert found.ended_s >= found.began_s + 0.32
+    asked = [question(model=model) for model in "abc"]
+    late_s = [one.asked_s for one in outcomes(asked, [hear(reply) for reply in found.replies], found)]
+    assert late_s[1] >= 0.0
+    assert late_s[2] == 0.0, "never asked"
 
 
 # The journal.
@@ -286,6 +292,57 @@ def test_the_simulator_is_asked_when_it_is_warm_and_judged_as_a_service_is() -> 
     assert (found.seen.requests_on_time, found.seen.tokens_on_time) == (1.0, 1.0)
     assert found.seen.first_token_s["max"] < 0.1
     assert (found.num_turns, found.moved_bytes) == (3, 0)  # all bytes had come before
+
+
+def test_the_parts_of_a_first_token_follow_each_other_and_make_it_up() -> None:
+    marks = {"queued": 0.0, "turn": 0.1, "loaded": 0.25, "started": 0.27, "first_token": 0.3, "ended": 0.9}
+    waited = told_parts(explanation(marks), first_s=0.305)
+    followed = told_parts(
+        explanation({"queued": 0.0, "started": 0.1, "loaded": 0.5, "first_token": 0.4}), 0.41
+    )
+    there = told_parts(
+        explanation({"queued": 0.0, "started": 0.002, "first_token": 0.01, "turn": 2.0}), 0.013
+    )
+
+    assert waited is not None
+    assert asdict(waited) == pytest.approx(
+        {"way_s": 0.005, "turn_s": 0.1, "load_s": 0.15, "start_s": 0.02, "steps_s": 0.03}
+    )
+    assert followed is not None
+    assert (followed.load_s, followed.start_s, followed.steps_s) == pytest.approx((0.4, 0.0, 0.0))
+    assert there is not None
+    assert (there.turn_s, there.load_s) == (0.0, 0.0), "its first turn came behind the token"
+    assert told_parts(explanation({"queued": 0.0}), 1.0) is None
+
+
+def test_simulated_requests_wait_for_what_they_lack_and_count_from_their_arrival() -> None:
+    simulator = TraceSimulator({"x": "7B", "y": "7B"}, 24 << 30, 10.0, Profile.load("h200"))
+    requests = [TracedRequest(0.0, "x", 20, 500), TracedRequest(1.0, "x", 20, 5)]
+    arm = simulator.start(Arm.TURNS)  # which has asked `y` last
+    found = arm.run(requests, 10.0, late_s=[0.0, 0.003])
+
+    first, second = found.parts
+    assert first is not None
+    assert second is not None
+    bytes_s = found.moved_bytes / Profile.load("h200").bytes_per_s[Rung.HOST]
+    assert bytes_s < first.load_s < bytes_s + 0.02
+    assert (second.turn_s, second.load_s) == (0.0, 0.0)
+    assert second.way_s == pytest.approx(Profile.load("h200").request_s + 0.003)
+    sums = sorted(sum(asdict(one).values()) for one in (first, second))
+    assert sums == pytest.approx([found.seen.first_token_s["min"], found.seen.first_token_s["max"]])
+    assert summed_up(found.parts)["there"]["requests"] == 1
+    late = arm.run([TracedRequest(0.0, "x", 20, 5)], cutoff_s=0.5, late_s=[1.0])
+    assert late.seen.num_unfinished == 1, "cut off behind its arrival, before it was asked"
+
+
+def explanation(marks: dict[str, float]) -> Explanation:
+    told = {"request_id": "r", "model": "m", "arrived_at_s": 0.0, "outcome": "length", "queue_s": 0.0}
+    names = [field.name for field in fields(Explanation) if field.default is MISSING]
+    empty: dict[str, object] = dict.fromkeys(names, 0)
+    shown = [{"at_s": at_s, "what": what} for what, at_s in sorted(marks.items(), key=lambda mark: mark[1])]
+    lists: dict[str, object] = {"options": [], "rungs": [], "spans": [], "marks": shown}
+    nothing = dict.fromkeys(("error", "worker", "why", "load_s", "first_token_s", "total_s", "tokens_per_s"))
+    return msgspec.convert({**empty, **told, **nothing, **lists}, Explanation)
 
 
 def test_simulated_runs_find_what_those_before_them_left_as_measured_ones_did(tmp_path: Path) -> None:

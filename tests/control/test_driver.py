@@ -542,7 +542,7 @@ def test_turns_of_a_model_are_told_to_the_brain_and_those_of_an_earlier_stay_are
 def test_a_paused_request_is_explained_and_goes_on(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        stream = await rig.submit(ask(), ANYBODY)
+        stream = await rig.submit(replace(ask(), first_token_s=3600.0), ANYBODY)  # nothing is late here
         hosting = host_orders(link)[-1].hosting
         rig.receive(link, ModelTurn(TINY, hosting))
         emit(rig, link, 5)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hearth.control import log_rotation
 from hearth.control.log_rotation import LogRotation, rotate, rotated_path
 
 #: A process that logs as workers do: a line for each that it is told, to an error output opened by another.
@@ -101,13 +102,23 @@ def test_a_log_is_rotated_while_the_service_runs(path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_rotated_is_told_once_and_tried_again(
-    path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tries: list[int] = []
+
+    def counted(log: Path, max_bytes: int) -> None:
+        tries.append(max_bytes)
+        rotate(log, max_bytes)
+
+    monkeypatch.setattr(log_rotation, "rotate", counted)
+
     async def scene() -> None:
         path.write_text(lines_of(0, 20))
         rotated_path(path).mkdir()
         rotation = LogRotation(path, max_bytes=100, look_s=0.001)
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60.0):
+            while len(tries) < 3:  # the last of which has not failed yet
+                await asyncio.sleep(0.001)
         rotated_path(path).rmdir()
         async with asyncio.timeout(60.0):
             while path.stat().st_size > 0:

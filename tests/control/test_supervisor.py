@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,9 @@ def test_a_worker_whose_long_step_advances_lives_and_one_that_hangs_is_killed() 
         assert (watch.done(), link.why_killed) == (False, None)
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == -signal.SIGKILL
         await watch
-        assert link.why_killed == "did not advance for 0.03 s, limit: 0.03 s,"
+        assert link.why_killed is not None
+        # A beat counts less in which the process waited for a core, so that there may be one more.
+        assert re.fullmatch(r"did not advance for 0\.0[34]\d* s, limit: 0\.03 s,", link.why_killed)
         assert link.beacon is beacon
         assert beacon.read().model == "large", "of a worker that is gone it is still known what it did"
 

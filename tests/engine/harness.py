@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from hearth.engine.runner import PendingStep, StepResult
 from hearth.engine.sampler import Sampler, SampleRows, Samples
 from hearth.engine.upload import Uploads
 from hearth.errors import HearthError
+from hearth.models.arch import Arch
 from hearth.models.buffers import zeroed
 from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
-from hearth.models.layout import layout_of
+from hearth.models.layout import Layout, layout_of
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import Admission, EngineRequest, StepPlan
 from hearth.sizes import sampler_buffers
@@ -63,7 +64,20 @@ def engine_for(
     eos_ids: frozenset[int] = frozenset(),
     dtype: str = "float32",
 ) -> Engine:
-    return engine_over(build(name).directory, config, device, eos_ids, dtype)
+    arch, layout, packed = packed_once(name, dtype)
+    base = packed.to(device, copy=True)
+    return _engine(arch, layout, base, torch.device(device), config, eos_ids, dtype)
+
+
+@cache
+def packed_once(name: str, dtype: str) -> tuple[Arch, Layout, torch.Tensor]:
+    """The weights of a variant as engines have them, packed once per process. Do not change them."""
+    directory = build(name).directory
+    arch = read_arch(directory)
+    layout = layout_of(arch, dtype, "none")
+    packed = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    pack_directory(directory, arch, layout, packed)
+    return arch, layout, packed
 
 
 def engine_over(
@@ -81,10 +95,25 @@ def engine_over(
     layout = layout_of(arch, dtype, quant)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     pack_directory(directory, arch, layout, base)
+    return _engine(arch, layout, base, torch.device(device), config, eos_ids, dtype, tokenizer_json, memory)
+
+
+def _engine(
+    arch: Arch,
+    layout: Layout,
+    base: torch.Tensor,
+    device: torch.device,
+    config: EngineConfig,
+    eos_ids: frozenset[int],
+    dtype: str,
+    tokenizer_json: Path | None = None,
+    memory: Callable[[ModelSpec], Memory] | None = None,
+) -> Engine:
+    """Of the weights in `base`, which are on the device."""
     weights = bind(arch, layout, contiguous_places(layout, base))
-    limits = own_limits(config, arch, DTYPES[dtype], torch.device(device))
+    limits = own_limits(config, arch, DTYPES[dtype], device)
     spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, limits, eos_ids, tokenizer_json)
-    return assemble(spec, weights, config, torch.device(device), memory and memory(spec))
+    return assemble(spec, weights, config, device, memory and memory(spec))
 
 
 def kv_bytes(engine: Engine, num_blocks: int) -> int:

@@ -32,3 +32,4 @@ def test_samples_are_steps_that_were_made_and_never_too_many(made: list[TimedSte
     assert len(typical) <= MAX_KINDS
     assert set(typical) <= set(made)
     assert bool(typical) == bool(made)
+    assert samples.last is (made[-1] if made else None)

@@ -28,8 +28,10 @@ T = TypeVar("T")
 
 #: How long a test waits for something before it says that it will not happen. Others may use the machine too.
 PATIENCE_S = 120.0
-#: Between two looks at something that has no event to wait for.
+#: Between the first looks at something that has no event to wait for.
 LOOK_S = 0.02
+#: Between later ones, which get rarer: each takes a few milliseconds of the service's core.
+LATER_LOOK_S = 0.1
 #: The same for workers, which take seconds to start: the looks would take a good part of a core from them.
 START_LOOK_S = 0.1
 #: Small engines: most of a tiny model's memory would otherwise be its workspace.
@@ -50,6 +52,7 @@ def eventually(what: str, look: Callable[[], T | None], every_s: float = LOOK_S)
         if time.monotonic() > deadline_s:
             raise AssertionError(f"{what}: not within {PATIENCE_S:g} s")
         time.sleep(every_s)
+        every_s = max(every_s, min(1.1 * every_s, LATER_LOOK_S))
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,28 @@ def test_a_profile_tells_times_rates_and_sizes(tmp_path: Path) -> None:
     assert shape.step_s(64, 1, 64) == pytest.approx(0.0216)
 
 
+def test_what_engines_time_of_steps_is_what_they_take_unless_it_was_measured(tmp_path: Path) -> None:
+    timed = [{**step, "device_s": step["seconds"] / 2} for step in a_shape("1B", 1)["steps"]]
+    shapes = [{**a_shape("1B", 2_000_000_000), "steps": timed}, a_shape("7B", 14_000_000_000)]
+    profile = load(tmp_path, a_profile(shapes=shapes))
+
+    assert profile.shape("1B").step_s(8, 8, 800) == pytest.approx(0.018)
+    assert profile.shape("1B").device_s(8, 8, 800) == pytest.approx(0.009)
+    assert profile.shape("7B").device_s(64, 1, 64) == profile.shape("7B").step_s(64, 1, 64)
+    twice = profile.scaled("other", 4_000_000_000, 2000)
+    assert twice.device_s(8, 8, 800) == pytest.approx(0.018)
+
+
+def test_steps_behind_loads_take_what_they_took_in_a_worker_if_that_was_measured(tmp_path: Path) -> None:
+    shapes = [
+        {**a_shape("1B", 2_000_000_000), "eager_s": 0.006, "behind_load_s": 0.011},
+        {**a_shape("7B", 14_000_000_000), "eager_s": 0.01},
+    ]
+    profile = load(tmp_path, a_profile(shapes=shapes))
+
+    assert [profile.shape(name).eager_s for name in ("1B", "7B")] == [0.011, 0.01]
+
+
 def test_a_model_is_found_however_its_name_is_spelled(tmp_path: Path) -> None:
     profile = load(tmp_path, a_profile())
 

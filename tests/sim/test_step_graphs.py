@@ -64,6 +64,59 @@ def test_a_step_behind_a_load_runs_without_a_graph_and_leaves_none() -> None:
     assert prompt_s(engine, "behind, with a graph", 100) == pytest.approx(step_s(engine, 100))
 
 
+def timed_s(
+    engine: SteppedEngine, num_tokens: int, *, is_behind: bool = False, device_free_s: float = 0.0
+) -> float | None:
+    """Have a prompt computed by an engine that rests; return what its timer tells of the step."""
+    engine.is_behind_load = is_behind
+    engine.add(RequestId("asked"), num_tokens, 1, 0, Pace(), 0.0, 0.0)
+    launched = engine.launch(0.0, device_free_s).launched
+    assert launched is not None
+    engine.flush()
+    engine.take_in(launched)
+    return launched.seconds.device_s
+
+
+def test_an_engine_times_steps_that_have_a_graph_unless_they_are_the_first_behind_a_load() -> None:
+    engine = new_engine()
+
+    assert timed_s(engine, 100) is None, "captured"
+    assert timed_s(engine, 100) == pytest.approx(engine.shape.device_s(100, 1, 100))
+    assert timed_s(engine, 100, is_behind=True) is None, "a gate was there, though open"
+    assert timed_s(engine, 200, is_behind=True) is None, "without a graph"
+
+
+def test_an_engine_times_the_launch_of_its_first_step_while_the_device_rests() -> None:
+    engine = new_engine()
+    engine.shape = replace(engine.shape, device_times=replace(engine.shape.device_times, start_s=0.06))
+    timed_s(engine, 100)  # captured
+    device_s = engine.shape.device_s(100, 1, 100)
+
+    assert timed_s(engine, 100) == pytest.approx(0.06 + device_s)
+    assert timed_s(engine, 100, device_free_s=0.04) == pytest.approx(0.02 + device_s)
+    assert timed_s(engine, 100, device_free_s=1.0) == pytest.approx(device_s)
+
+
+def first_piece_tokens(rows_share: float) -> int:
+    """Return how much of a long prompt is computed at first beside a row, of which a timer tells a share."""
+    engine = new_engine()
+    times = engine.shape.device_times
+    device_times = replace(times, rows_s=times.rows_s.scaled(rows_share))
+    engine.shape = replace(engine.shape, capture_s=0.0, eager_s=0.0, device_times=device_times)
+    engine.add(RequestId("decodes"), 1800, 200, 0, Pace(), 0.0, 0.0)
+    for _ in range(40):
+        if (awaited := engine.launch(0.0, 0.0).awaited) is not None:
+            engine.take_in(awaited)
+    engine.add(RequestId("long"), 300, 1, 0, Pace(), 0.0, 0.0)
+    launched = engine.launch(0.0, 0.0).launched
+    assert launched is not None
+    return launched.plan.num_prompt_tokens
+
+
+def test_prompts_are_cut_by_what_an_engine_times_not_by_what_steps_take() -> None:
+    assert 0 < first_piece_tokens(0.25) < first_piece_tokens(1.0)
+
+
 def test_a_step_that_follows_its_weights_ends_with_the_last_of_them() -> None:
     engine = new_engine()
     engine.is_behind_load = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import cache
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -15,8 +16,9 @@ from typer.main import get_command
 HELP_FLAGS = ["-h", "--help"]
 
 
+@cache
 def command_of(app: typer.Typer) -> TyperCommand | TyperGroup:
-    """Return the application as one command, the help of all its commands tidied."""
+    """Return the application as one command, the help of all its commands tidied; made once per process."""
     command = get_command(app)
     assert isinstance(command, TyperCommand | TyperGroup), f"Typer made another: {type(command)}"
     _tidy(command)

@@ -30,12 +30,14 @@ class StepSamples:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int, int], deque[TimedStep]] = {}
+        self.last: TimedStep | None = None  #: of any kind
 
     def add(self, plan: StepPlan, seconds: float) -> None:
         """Keep a step that was measured; one of a new kind is left out where there are too many."""
         self.keep(TimedStep(plan.num_tokens, plan.num_rows, plan.context_tokens, seconds))
 
     def keep(self, step: TimedStep) -> None:
+        self.last = step
         kind = (
             step.num_tokens.bit_length(),
             step.num_rows.bit_length(),

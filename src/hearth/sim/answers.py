@@ -18,6 +18,7 @@ class SimulatedAnswer:
     num_prompt_tokens: int
     num_output_tokens: int
     token_s: list[float] = field(default_factory=list)  #: when each token was sent
+    started_s: float | None = None  #: when the step began that first had tokens of it; None: none had yet
     num_pauses: int = 0  #: turns of its model that ended meanwhile
     ended_s: float | None = None  #: None: it has not ended
     why_not: str | None = None  #: why it was refused or cancelled; None: it was not

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hearth.policy.batch.batcher import DecodeRun
 from hearth.policy.batch.step_sharing import StepSharing
-from hearth.sim.stepped_engine import SteppedEngine
+from hearth.sim.stepped_engine import SteppedEngine, StepSeconds
 from hearth.types import ModelId, RequestId
 
 
@@ -26,7 +26,7 @@ class JumpedCall:
     began_s: float
     end_s: float
     flight_end_s: float  #: of the step that it launches
-    step_s: float
+    seconds: StepSeconds  #: of that step
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ def plan_jump(
             break
         num_rows = len(run.request_ids)
         context_tokens = run.context_tokens + num_before * num_rows
-        step_s = max(least_step_s, engines[model].shape.step_s(num_rows, num_rows, context_tokens))
-        device_free_s = max(now_s, device_free_s) + step_s
+        seconds = engines[model].step_seconds(num_rows, num_rows, context_tokens, least_step_s)
+        device_free_s = max(now_s, device_free_s) + seconds.step_s
         end_s = max(now_s, flight_ends_s[model])
-        calls.append(JumpedCall(model, run.request_ids, now_s, end_s, device_free_s, step_s))
+        calls.append(JumpedCall(model, run.request_ids, now_s, end_s, device_free_s, seconds))
         flight_ends_s[model] = device_free_s
         if tried is not None:
             tried.stepped(model, end_s - now_s)

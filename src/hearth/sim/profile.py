@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace as replace_struct
 
 from hearth.errors import ConfigError
 from hearth.sim.step_times import StepTimes
-from hearth.snapshot.cost_profile import VERSION, MeasuredProfile, MeasuredShape
+from hearth.snapshot.cost_profile import VERSION, MeasuredProfile, MeasuredShape, MeasuredStep
 from hearth.types import Rung
 
 _KEPT = Path(__file__).parent / "profiles"
@@ -37,9 +38,10 @@ class ShapeProfile:
     weights_bytes: int
     kv_bytes_per_token: int
     times: StepTimes
+    device_times: StepTimes  #: of the same steps, as an engine's timer tells them
     host_step_s: float
     capture_s: float  #: that the first step of a size takes longer
-    eager_s: float  #: that a step takes at least which has no graph
+    eager_s: float  #: that a step behind a load takes at least which has no graph
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
         """Return the seconds of a step.
@@ -50,6 +52,10 @@ class ShapeProfile:
             context_tokens: Tokens that the rows look back on, their own included, summed over rows.
         """
         return self.host_step_s + self.times.step_s(num_tokens, num_rows, context_tokens)
+
+    def device_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
+        """Return what an engine's timer tells of such a step."""
+        return self.device_times.step_s(num_tokens, num_rows, context_tokens)
 
 
 class Profile:
@@ -120,15 +126,14 @@ class Profile:
     def scaled(self, name: str, weights_bytes: int, kv_bytes_per_token: int) -> ShapeProfile:
         """Return a model of these sizes, scaled from the nearest one that was measured."""
         nearest = self._nearest(weights_bytes)
-        times = nearest.times.scaled(
-            weights_bytes / nearest.weights_bytes, kv_bytes_per_token / nearest.kv_bytes_per_token
-        )
+        weights, kv = weights_bytes / nearest.weights_bytes, kv_bytes_per_token / nearest.kv_bytes_per_token
         return replace(
             nearest,
             name=name,
             weights_bytes=weights_bytes,
             kv_bytes_per_token=kv_bytes_per_token,
-            times=times,
+            times=nearest.times.scaled(weights, kv),
+            device_times=nearest.device_times.scaled(weights, kv),
         )
 
     def _nearest(self, weights_bytes: int) -> ShapeProfile:
@@ -140,9 +145,16 @@ class Profile:
             measured.weights_bytes,
             measured.kv_bytes_per_token,
             StepTimes.fitted(measured.steps),
+            StepTimes.fitted([_as_timed(step) for step in measured.steps]),
             self.measured.host_step_s,
-            *(measured.capture_s, measured.eager_s),
+            measured.capture_s,
+            measured.eager_s if measured.behind_load_s is None else measured.behind_load_s,
         )
+
+
+def _as_timed(step: MeasuredStep) -> MeasuredStep:
+    """Return a step as an engine's timer tells it; where it was not asked, it agrees with the clock."""
+    return step if step.device_s is None else replace_struct(step, seconds=step.device_s)
 
 
 def kept_names() -> list[str]:

@@ -28,6 +28,7 @@ from hearth.policy.memory.reclaim_orders import (
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.policy.turns.turn_policy import TurnPolicy
 from hearth.sim.device import DeviceMemory
+from hearth.sim.stepped_engine import StepSeconds
 from hearth.sim.stepped_model import SteppedModel
 from hearth.types import Hold, ModelId
 
@@ -135,11 +136,11 @@ class SimulatedReclaimer:
             self.policy.after_step(model, engine.elastic, use, has_work=has_work, has_let_go=has_let_go)
         )
 
-    def skip(self, model: ModelId, steps_s: Sequence[float], flight_end_s: float) -> None:
+    def skip(self, model: ModelId, steps: Sequence[StepSeconds], flight_end_s: float) -> None:
         """Have steps of a model be over that only decode, with the free memory that they take."""
         engine = self._hosted[model].engine
         before_bytes = engine.kv_bytes
-        engine.skip(steps_s, self.device.free_bytes, flight_end_s)
+        engine.skip(steps, self.device.free_bytes, flight_end_s)
         self.device.resize_other(model, engine.kv_bytes - before_bytes)
 
     # What the policy reads.

@@ -48,6 +48,7 @@ from hearth.sim.setting import KIND, Policy, SimulationSetting
 from hearth.sim.stepped_model import HostOrder, StartOrder
 from hearth.sim.stepped_worker import (
     Paused,
+    RequestsStarted,
     SteppedWorker,
     TokensSent,
     WorkerFact,
@@ -205,6 +206,9 @@ class SimulatedService:
                         answer.token_s += at_s
                     else:  # its client has gone, which the worker had not heard yet
                         answer.token_s += at_s[: bisect_right(at_s, answer.ended_s)]
+            case RequestsStarted(now_s, request_ids):
+                for answer in map(self.answers.__getitem__, request_ids):
+                    answer.started_s = now_s if answer.started_s is None else answer.started_s
             case Paused(request_ids):
                 for request_id in request_ids:
                     self.answers[request_id].num_pauses += 1

@@ -21,11 +21,19 @@ _TOKEN = 0
 
 
 @dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """How long a step takes."""
+
+    step_s: float  #: until the next one can begin
+    device_s: float | None  #: as an engine's timer tells it; None: it tells nothing of such a step
+
+
+@dataclass(frozen=True, slots=True)
 class Flight:
     """A step that was launched and not taken in."""
 
     plan: StepPlan
-    step_s: float  #: that the device takes for it
+    seconds: StepSeconds
     end_s: float
 
 
@@ -44,6 +52,7 @@ class _Launch:
 
     host_s: float
     is_eager: bool  #: kernel by kernel, so that the device computes meanwhile
+    is_timed: bool  #: as live: the step is neither captured nor the first one behind a load
 
 
 class SteppedEngine:
@@ -158,23 +167,50 @@ class SteppedEngine:
         plan = self.batcher.plan(self._allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
         if plan is None:
             return StepCall(awaited, None)
-        shape_s = self.shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
-        step_s = max(least_step_s, shape_s)
+        start_s = timed_start_s = 0.0
+        if awaited is None:  # a timer begins with the launch, or when the device has done all before it
+            start_s = self.shape.times.start_s
+            timed_start_s = max(0.0, self.shape.device_times.start_s - max(0.0, device_free_s - now_s))
+        seconds = self.step_seconds(
+            *(plan.num_tokens, plan.num_rows, plan.context_tokens), least_step_s, timed_start_s
+        )
         launch = self._launched(plan, is_loading=load_end_s is not None)
-        start_s = self.shape.times.start_s if awaited is None else 0.0
+        if not launch.is_timed:
+            seconds = replace(seconds, device_s=None)
         begin_s = max(now_s + start_s + (0.0 if launch.is_eager else launch.host_s), device_free_s)
-        self.flight = Flight(plan, step_s, max(begin_s + step_s, now_s + launch.host_s, load_end_s or 0.0))
+        end_s = max(begin_s + seconds.step_s, now_s + launch.host_s, load_end_s or 0.0)
+        self.flight = Flight(plan, seconds, end_s)
         return StepCall(awaited, self.flight, launch.host_s)
+
+    def step_seconds(
+        self,
+        num_tokens: int,
+        num_rows: int,
+        context_tokens: int,
+        least_step_s: float,
+        timed_start_s: float = 0.0,
+    ) -> StepSeconds:
+        """Return how long a step takes that has a graph, and no less than `least_step_s`.
+
+        `timed_start_s` of its launch also count for the timer: the device rested meanwhile.
+        """
+        sizes = (num_tokens, num_rows, context_tokens)
+        return StepSeconds(
+            max(least_step_s, self.shape.step_s(*sizes)),
+            timed_start_s + max(least_step_s, self.shape.device_s(*sizes)),
+        )
 
     def _launched(self, plan: StepPlan, *, is_loading: bool) -> _Launch:
         """Return what launching a step takes; it is captured, unless it is the first one behind a load."""
         is_behind, self.is_behind_load = self.is_behind_load, is_loading
-        if is_loading or (is_behind and not self._graphs.has(plan)):
-            return _Launch(self.shape.eager_s, is_eager=True)
-        if self._graphs.has(plan):
-            return _Launch(0.0, is_eager=False)
+        has_graph = self._graphs.has(plan)
+        if is_loading or (is_behind and not has_graph):
+            return _Launch(self.shape.eager_s, is_eager=True, is_timed=False)
+        if has_graph:
+            return _Launch(0.0, is_eager=False, is_timed=not is_behind)
         self._graphs.capture(plan)
-        return _Launch(self.shape.capture_s, is_eager=False)
+        capture_s = self.shape.capture_s  # 0: nothing is captured there
+        return _Launch(capture_s, is_eager=False, is_timed=not capture_s)
 
     def flush(self) -> Flight | None:
         """Have no step in flight any more; return the one that has to be waited for."""
@@ -184,7 +220,8 @@ class SteppedEngine:
     def take_in(self, awaited: Flight) -> CommittedStep:
         """Commit the step that was waited for."""
         plan = awaited.plan
-        self._allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, awaited.step_s)
+        if (device_s := awaited.seconds.device_s) is not None:
+            self._allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, device_s)
         return self.batcher.commit(awaited.plan, [_TOKEN] * awaited.plan.num_samples)
 
     def decode_run(self, free_bytes: int) -> DecodeRun | None:
@@ -197,18 +234,19 @@ class SteppedEngine:
         most_blocks = self.kv.num_blocks(self._num_kv_pages + free_bytes // self.kv.page_bytes)
         return self.batcher.decode_run(self.elastic.num_steps_left, most_blocks - self._num_kv_blocks)
 
-    def skip(self, steps_s: Sequence[float], free_bytes: int, flight_end_s: float) -> None:
+    def skip(self, steps: Sequence[StepSeconds], free_bytes: int, flight_end_s: float) -> None:
         """Have steps of `decode_run` be launched that take so long, the last one until then.
 
         All but the last are waited for, and so is the one that was in flight.
         """
         assert self.flight is not None, "only a step that is in flight can be followed by a jump"
-        num_rows, num_steps = self.batcher.num_running, len(steps_s)
-        for step_s in (self.flight.step_s, *steps_s[:-1]):
-            self._allowance.measured(num_rows, 0, step_s)
+        num_rows, num_steps = self.batcher.num_running, len(steps)
+        for seconds in (self.flight.seconds, *steps[:-1]):
+            if seconds.device_s is not None:
+                self._allowance.measured(num_rows, 0, seconds.device_s)
         use = replace(self.batcher.kv_use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
         self.grow(self.elastic.growth(use).now_blocks, free_bytes)
         plan = self.batcher.skip(num_steps, _TOKEN)
         assert plan is not None, f"{self.flight=}"
-        self.flight = Flight(plan, steps_s[-1], flight_end_s)
+        self.flight = Flight(plan, steps[-1], flight_end_s)
         self.elastic.skip(num_steps, self.batcher.kv_use())

@@ -56,6 +56,14 @@ class TokensSent:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestsStarted:
+    """Requests have tokens in a step that began now, for the first time or since they were preempted."""
+
+    now_s: float
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     """Requests of a model wait, because its turn ended."""
 
@@ -63,7 +71,7 @@ class Paused:
 
 
 #: What the brain is told, and what only a report of the simulation needs.
-WorkerFact = Event | TokensSent | Paused
+WorkerFact = Event | TokensSent | RequestsStarted | Paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +409,9 @@ class SteppedWorker:
             follow_s = None if load_end_s is None else load_end_s + self._profile.begin_s
             call = hosted.engine.launch(now_s, self._device_free_s, follow_s, self._least_step_s())
             if (launched := call.launched) is not None:
-                self._note_step(launched.end_s, launched.step_s)
+                self._note_step(launched.end_s, launched.seconds.step_s)
+                if admissions := launched.plan.admissions:
+                    self._facts.append(RequestsStarted(now_s, tuple(one.request_id for one in admissions)))
             if call.awaited is not None or launched is not None:
                 awaited_s = now_s if call.awaited is None else call.awaited.end_s
                 end_s = max(load_end_s or now_s, awaited_s, now_s + call.launch_s)
@@ -471,10 +481,10 @@ class SteppedWorker:
         self._sharing.next(jump.ready)  # those who are ready stay the same
         for call in jump.calls:
             self._sharing.stepped(call.model, call.end_s - call.began_s)
-            self._note_step(call.flight_end_s, call.step_s)
+            self._note_step(call.flight_end_s, call.seconds.step_s)
             calls_by_model.setdefault(call.model, []).append(call)
         for model, calls in calls_by_model.items():
-            self.reclaimer.skip(model, [call.step_s for call in calls], calls[-1].flight_end_s)
+            self.reclaimer.skip(model, [call.seconds for call in calls], calls[-1].flight_end_s)
             self._send(model, [call.end_s for call in calls], calls[-1].request_ids)
 
     def _note_step(self, end_s: float, step_s: float) -> None:

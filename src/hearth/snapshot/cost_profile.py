@@ -33,6 +33,8 @@ class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
     num_rows: int  #: sequences in it
     context_tokens: int  #: that the rows can look back on, their own included, summed over rows
     seconds: float  #: that it took as a rule
+    #: That an engine's own timer tells of it, by which prompts are cut; None: it was not asked.
+    device_s: float | None = None
 
 
 class PartOrigin(Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +86,9 @@ class MeasuredShape(Struct, frozen=True, forbid_unknown_fields=True):
     steps: list[MeasuredStep]
     capture_s: _Time = 0.0  #: that the first step of a size takes longer, for a graph is captured of it
     eager_s: _Time = 0.0  #: that a step takes at least which has no graph: the host launches every kernel
+    #: The same behind a load, in a worker where others answer; None: that was not measured, and `eager_s` is
+    #: taken for it, which is too little.
+    behind_load_s: _Time | None = None
 
 
 class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
