@@ -45,6 +45,9 @@ class SlowKernels:
             self.is_compiling.set()
             assert self.may_end.wait(PATIENCE_S)
 
+    def products(self, manifest: Manifest, limits: StepLimits) -> None:
+        """Have no kernels of products."""
+
     def prepare(self, order: PrepareModel) -> None:
         self.prepared.append(order)
 
@@ -162,10 +165,11 @@ def test_a_worker_without_kernels_to_compile_has_nothing_to_prepare(tmp_path: Pa
 def test_other_steps_are_rehearsed_behind_the_first_ones_of_all_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rehearsed, may_go = list[tuple[str, object]](), threading.Event()
+    rehearsed, may_go, chosen = list[tuple[str, object]](), threading.Event(), object()
 
     def note(needs: KernelNeeds, *arguments: object) -> None:
-        *_, keys_of = arguments
+        *_, keys_of, given = arguments
+        assert given is chosen, "kernels are loaded that its engine does not use"
         assert may_go.wait(PATIENCE_S)
         rehearsed.append((needs.arch.family, keys_of))
         if len(rehearsed) == 3:
@@ -184,7 +188,11 @@ def test_other_steps_are_rehearsed_behind_the_first_ones_of_all_models(
     )
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     cache = SimpleNamespace(prune=lambda: 0)
-    kernels = ModelKernels(cache, torch.device("cpu"), read_manifest, lambda _: nullcontext)  # type: ignore[arg-type] # as said
+    products = SimpleNamespace(find=lambda _: chosen)
+    kernels = ModelKernels(
+        *(cache, torch.device("cpu"), read_manifest, lambda _: nullcontext),  # type: ignore[arg-type] # as said
+        products=products,  # type: ignore[arg-type] # as said
+    )
     for name in ("llama-gqa", "qwen3", "llama-gqa"):
         kernels.prepare(PrepareModel(ModelId(name), str(converted(name)), LIMITS))
     may_go.set()

@@ -9,27 +9,35 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import StepGraphs
+from hearth.engine.product_tables import Tuning
+from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
+from hearth.kernels.cublas_lt import ChosenProducts
+from hearth.kernels.product_table import ProductSize, ProductTable
 from hearth.memory.arena import ArenaPool
 from hearth.messages import MakeSnapshot, ModelLoaded, SnapshotLooked, SnapshotMade, SnapshotProgress
 from hearth.sim.profile import Profile
+from hearth.sizes import StepLimits
 from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.trial_mark import TrialMark
+from hearth.store.manifest import Manifest
 from hearth.types import ModelId, Rung, SnapshotOutcome
 from hearth.worker import snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop
 from tests.engine.test_graphs import Captures, Graph, Source
+from tests.kernels.fake_cublas_lt import fake_lt
 from tests.snapshot.test_trial_mark import die_in_a_trial_of
 from tests.store.stored import PATIENCE_S, converted, gated_tiers, tiers_at
 from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy
@@ -85,6 +93,7 @@ def worker(
     place: Path,
     parts: SnapshotParts | None = None,
     parts_of: Callable[[Engine], SnapshotParts | None] | None = None,
+    kernels: Any = None,
     **changes: object,
 ) -> Iterator[SnapshotWorker]:
     """A worker that has loaded a model, `changes` being those of its order."""
@@ -95,7 +104,9 @@ def worker(
     with (
         tiers_at(place) as tiers,
         working_in_process(
-            tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms), snapshots=snapshots
+            *(tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms)),
+            kernels=kernels,
+            snapshots=snapshots,
         ) as gateway,
     ):
         gateway.host("a", converted("llama-gqa"), **changes)
@@ -154,6 +165,47 @@ def test_a_snapshot_has_what_was_measured(directory: SnapshotDirectory, tmp_path
     profile = Profile.of(cost, "the snapshot")
     assert profile.shape("a").step_s(1, 1, 10) > 0.0
     assert profile.shape("7b").step_s(64, 2, 100) > profile.shape("a").step_s(64, 2, 100)
+
+
+@dataclass(slots=True)
+class TunedKernels:
+    """Kernels of a device that are there, but for those of products. Mutable: they are chosen once."""
+
+    chosen: ChosenProducts | None = None
+    num_tuned: int = 0
+
+    def compile(self, manifest: Manifest, limits: StepLimits) -> None:
+        """Have nothing to compile."""
+
+    def products(self, manifest: Manifest, limits: StepLimits) -> ChosenProducts | None:
+        return self.chosen
+
+    def tune(self, manifest: Manifest, limits: StepLimits, runner: Runner) -> Tuning | None:
+        return None if runner.products_digest else self._tune()
+
+    def _tune(self) -> Tuning:
+        for rows in (8, 4, 2):
+            self.num_tuned += 1
+            yield ProductSize(rows, 64, 64, "float32", adds=False)
+        self.chosen = ChosenProducts(fake_lt(), ProductTable("a device", "1", {}))
+        return self.chosen
+
+
+def test_kernels_of_products_are_chosen_before_a_snapshot_is_made_which_depends_on_them(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    kernels = TunedKernels()
+    with worker(directory, tmp_path / "one", kernels=kernels) as one:
+        expected = one.gateway.ask("a", PROMPT, greedy(5)).tokens
+        assert one.make().failure is None
+        assert one.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
+        assert one.make().failure is None
+    assert kernels.num_tuned == 3, "once for each, and never again"
+    with worker(directory, tmp_path / "two", kernels=kernels) as two:
+        assert two.looked.outcome is SnapshotOutcome.USED
+    with worker(directory, tmp_path / "three", kernels=TunedKernels()) as three:
+        assert three.looked.outcome is SnapshotOutcome.OUTDATED
+        assert "`products` is nothing here and " in str(three.looked.reason)
 
 
 def test_what_is_restored_and_wrong_is_discarded_for_everybody(

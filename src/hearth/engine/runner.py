@@ -18,6 +18,7 @@ from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
 from hearth.engine.sampler import Sampler, Samples
 from hearth.engine.step_shape import PaddedSizes, StepPart, StepShape
 from hearth.engine.upload import Uploads
+from hearth.kernels.cublas_lt import ChosenProducts, ProductKernels
 from hearth.models.adapter import AdapterLayout
 from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
@@ -160,6 +161,12 @@ class Runner:
     def sink(self) -> int:
         return self._inputs.sink
 
+    @property
+    def products_digest(self) -> str:
+        """The name of the table by which products have their kernels; empty: torch takes them."""
+        products = self.decoder.products
+        return products.digest if isinstance(products, ChosenProducts) else ""
+
     def num_padded_tokens(self, plan: StepPlan) -> int:
         """Return with how many rows a step of this plan is padded."""
         return self.sizes.shape_of(plan).num_rows - plan.num_tokens
@@ -281,6 +288,24 @@ class Runner:
         rows = self._inputs.fill(plan, self.sizes.shape_of(plan))
         samples = Samples(self._sampler.chosen[: plan.num_rows], None, None, None, ())
         PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows]).wait()
+
+    @torch.inference_mode()
+    def ask_products(self, shape: StepShape, products: ProductKernels, num_layers: int) -> None:
+        """Run the first layers of a step that is all padding, whose products ask `products`."""
+        self.settle()
+        self.synchronize()  # for what is sent is written where that of the step before the last lies
+        self._inputs.park(shape)
+        decoder = self.decoder.first_layers(num_layers, products)
+        kv = self.kv[:, : len(decoder.layers)]
+        for key in shape.keys:
+            self._queue(key.part, shape, None, decoder, kv, None)
+
+    def use_products(self, products: ChosenProducts) -> None:
+        """Compute with other kernels from now on; graphs are captured anew when next needed."""
+        self.settle()
+        self.decoder.products = products
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @torch.inference_mode()
     def draw_padding(self, shape: StepShape) -> None:

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import torch
 
+from hearth.kernels.cublas_lt import ProductKernels
 from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
-    """Compute `out = x @ weight.T + bias` for x [rows, k] and weight [n, k]."""
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    products: ProductKernels | None = None,
+) -> None:
+    """Compute `out = x @ weight.T + bias` for x [rows, k] and weight [n, k].
+
+    `products` may have a better kernel than the one that torch takes.
+    """
     if _is_skinny(x):
         skinny_linear_triton(x, weight, bias, out=out)
     elif _is_flipped(x):
         flipped_linear(x, weight, bias, out=out)
-    else:
+    elif products is None or bias is not None or not products.multiply(x, weight, out, adds=False):
         linear_reference(x, weight, bias, out=out)
 
 
-def add_linear(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> bool:
+def add_linear(
+    x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, products: ProductKernels | None = None
+) -> bool:
     """Compute `out += x @ weight.T` in one pass, whose sum is rounded once; False: not with so many rows.
 
-    Where nothing is computed `linear` is faster, with a sum behind it.
+    Where nothing is computed `linear` is faster, with a sum behind it. `products` are as there.
     """
     if _is_skinny(x) or _is_flipped(x):
         return False
-    out.addmm_(x, weight.t())
+    if products is None or not products.multiply(x, weight, out, adds=True):
+        out.addmm_(x, weight.t())
     return True
 
 

@@ -24,6 +24,7 @@ import torch
 
 from hearth.kernels.activation import activate
 from hearth.kernels.adapter_rows import AdapterRows
+from hearth.kernels.cublas_lt import ProductKernels
 from hearth.kernels.decode_attention import decode_attention
 from hearth.kernels.linear import add_linear, linear
 from hearth.kernels.lora import project_with_adapters
@@ -40,7 +41,7 @@ from hearth.models.workspace import Workspace
 
 
 class Decoder:
-    """Runs `layers` of a model. `rebind` is its only mutation."""
+    """Runs `layers` of a model. Its mutations are `rebind`, and `products` between two requests."""
 
     def __init__(
         self,
@@ -50,8 +51,12 @@ class Decoder:
         cos_sin: torch.Tensor | None,
         layers: range | None = None,
         on_layer: Callable[[], None] | None = None,
+        products: ProductKernels | None = None,
     ) -> None:
-        """`on_layer` is called when a layer has run, or is launched where the device runs it later."""
+        """`on_layer` is called when a layer has run, or is launched where the device runs it later.
+
+        `products` has kernels for some products; None: torch takes those of all.
+        """
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
         self._workspace = workspace
@@ -61,6 +66,7 @@ class Decoder:
         self._cut = lru_cache(maxsize=4)(workspace.cut)
         self._cos_sin = cos_sin
         self._on_layer = on_layer
+        self.products = products
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
         self.rebind(weights)
 
@@ -69,11 +75,12 @@ class Decoder:
         assert len(weights.layers) == len(self.layers), f"{len(weights.layers)=} {self.layers=}"
         self.weights = weights
 
-    def first_layers(self, count: int) -> Decoder:
-        """Return a decoder of only so many layers, over the same memory."""
+    def first_layers(self, count: int, products: ProductKernels | None = None) -> Decoder:
+        """Return a decoder of only so many layers, over the same memory; None: with the same products."""
         layers = self.layers[:count]
         weights = replace(self.weights, layers=self.weights.layers[: len(layers)])
-        return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers)
+        products = self.products if products is None else products
+        return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers, products=products)
 
     def embed(self, step: StepInputs) -> torch.Tensor:
         """Return the hidden states before the first layer."""
@@ -83,7 +90,7 @@ class Decoder:
         embedded = hidden if weights.embed_in is None else ws.embedded
         torch.index_select(weights.embed, 0, step.tokens, out=embedded)
         if weights.embed_in is not None:
-            _linear(embedded, weights.embed_in, hidden)
+            self._linear(embedded, weights.embed_in, hidden)
         if weights.positions is not None and self.arch.position_offset is not None:
             table = weights.positions[self.arch.position_offset :]
             hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed))
@@ -154,7 +161,7 @@ class Decoder:
         num_rows, out = len(hidden), self._workspace.head_in
         # The workspace has room for rows whose logits are wanted; all rows of a step need their own.
         out = out[:num_rows] if num_rows <= len(out) else out.new_empty(num_rows, out.shape[1])
-        return _linear(hidden, weights.embed_out, out)
+        return self._linear(hidden, weights.embed_out, out)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the float32 logits of what `finish` returned, of at most as many rows as there are of them.
@@ -164,7 +171,7 @@ class Decoder:
         weights, ws = self.weights, self._cut(hidden.shape[0])
         assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
         out = ws.logits if hidden.dtype == torch.float32 else ws.head_out
-        _linear(hidden, weights.head, out)
+        self._linear(hidden, weights.head, out)
         return out if out is ws.logits else ws.logits.copy_(out)
 
     def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
@@ -269,7 +276,7 @@ class Decoder:
     ) -> torch.Tensor | None:
         """Run a projection and add it to the residual; return the delta that is still to be added, if any."""
         is_plain = weights.scale is None and weights.bias is None and adapters is None
-        if is_plain and add_linear(x, weights.weight, out=residual):
+        if is_plain and add_linear(x, weights.weight, out=residual, products=self.products):
             return None
         return self._adapted(projection, layer, x, weights, delta, adapters)
 
@@ -283,7 +290,7 @@ class Decoder:
         adapters: AdapterRows | None,
     ) -> torch.Tensor:
         """Run a projection, and add what the adapters of the rows say."""
-        product = partial(_linear, x, weights, out)
+        product = partial(self._linear, x, weights, out)
         if adapters is None:
             return product()
         target, scratch = target_index(layer, projection), self._scratch(projection)
@@ -314,10 +321,9 @@ class Decoder:
         add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out)
         return out
 
-
-def _linear(x: torch.Tensor, weights: Linear, out: torch.Tensor) -> torch.Tensor:
-    if weights.scale is None:
-        linear(x, weights.weight, weights.bias, out=out)
-    else:
-        quantized_linear(x, weights.weight, weights.scale, weights.bias, out=out)
-    return out
+    def _linear(self, x: torch.Tensor, weights: Linear, out: torch.Tensor) -> torch.Tensor:
+        if weights.scale is None:
+            linear(x, weights.weight, weights.bias, out=out, products=self.products)
+        else:
+            quantized_linear(x, weights.weight, weights.scale, weights.bias, out=out)
+        return out

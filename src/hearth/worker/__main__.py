@@ -23,6 +23,7 @@ import torch
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
 from hearth.cuda_batches import native_calls
+from hearth.engine.product_tables import ProductTables
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
@@ -175,9 +176,10 @@ def _kernels(
     graphs: SnapshotGraphs | None,
 ) -> ModelKernels:
     COMPILATIONS.watch()
-    if graphs is None:
-        return ModelKernels(cache, runtime.device, borrower.describe, first_tokens.give_way)
-    return ModelKernels(cache, runtime.device, borrower.describe, graphs.give_way, graphs.learn)
+    products = ProductTables.on(runtime.device, cache)
+    give_way = first_tokens.give_way if graphs is None else graphs.give_way
+    learn = None if graphs is None else graphs.learn
+    return ModelKernels(cache, runtime.device, borrower.describe, give_way, learn, products)
 
 
 def _snapshots(

@@ -67,7 +67,7 @@ class ModelSnapshots:
 
         `discarded` is called, by any thread and with the reason, if that turns out to be wrong later.
         """
-        fingerprint = self._fingerprint(spec, space)
+        fingerprint = self._fingerprint(spec, space, engine)
 
         def discard(reason: str) -> None:
             # It is not used any more in any case, and told of again by the next start.
@@ -112,7 +112,7 @@ class ModelSnapshots:
             return "off"
         return "unkept" if self.parts_of is no_parts else "on"
 
-    def _fingerprint(self, spec: HostingSpec, space: Space) -> Fingerprint:
+    def _fingerprint(self, spec: HostingSpec, space: Space, engine: Engine) -> Fingerprint:
         manifest, model, found = spec.manifest, spec.model, software(self._device.type)
         # All of the configuration that steps depend on: the rest shares memory and time out.
         limits = {**asdict(model.limits), "max_context": model.max_context}
@@ -123,6 +123,7 @@ class ModelSnapshots:
             dtype=name_of(model.dtype),
             limits=" ".join(f"{name}={value}" for name, value in limits.items()),
             engine=f"graphs={self._graphs()}",
+            products=engine.runner.products_digest,
             device=self.device_name,
             device_bytes=self._device_bytes,
             driver=found.driver,

@@ -4,6 +4,9 @@ A snapshot holds two profiles, and what `SnapshotParts` keeps of the engine. For
 padding are run: on a CUDA device of every size, which captures the graphs that are missing, on a CPU of some
 sizes, as far as they are quick. Steps of requests that the engine has measured before stand in for those of
 their kind: they have attention, too. The file is written by another thread.
+
+Before all that kernels are chosen for the model's products (`engine/product_tables.py`), where nobody has
+yet: graphs are made of them.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
 
 from hearth.engine.engine import Engine
+from hearth.engine.product_tables import Tuning
 from hearth.engine.step_samples import StepSamples, TimedStep
 from hearth.engine.step_shape import StepShape
 from hearth.engine.step_timer import StepTimer
@@ -57,6 +61,7 @@ class _Making:
     """A snapshot under way. Mutable; written by the maker."""
 
     order: MakeSnapshot
+    tuning: Tuning | None = None  #: of products, in front of all steps; None: it is over, or there is none
     shapes: list[StepShape] = field(default_factory=list)  #: of the steps still to be run
     num_steps: int = 0
     last_shape: StepShape | None = None  #: of the step before
@@ -77,10 +82,14 @@ class SnapshotMaker:
         rates: Callable[[], dict[Rung, float]],
         threads: StandingThreads,
         post: Callable[[SnapshotWritten], None],
+        tune: Callable[[ServedModel], Tuning | None] = lambda _: None,
     ) -> None:
-        """`rates` returns what each rung was seen to deliver, in bytes per second."""
+        """`rates` returns what each rung was seen to deliver, in bytes per second.
+
+        `tune` returns what chooses kernels for the products of a model; None: they have been chosen.
+        """
         self._snapshots, self._device, self._hosted, self._rates = snapshots, device, hosted, rates
-        self._threads, self._post = threads, post
+        self._threads, self._post, self._tune = threads, post, tune
         self._makings: dict[ModelId, _Making] = {}  #: in the order of their orders
         self._busy_s = time.perf_counter()  #: when a request was last seen
 
@@ -143,7 +152,10 @@ class SnapshotMaker:
             if making.order.has_adapters:  # once each, to be captured: no profile has their times
                 making.shapes += engine.runner.sizes.all_shapes(has_adapters=True)
             making.num_steps = len(making.shapes)
+            making.tuning = self._tune(served)
             making.free_bytes = self._beside_torch_bytes()
+        elif making.tuning is not None:
+            self._choose_product(hosted, engine, making, making.tuning)
         elif making.shapes:
             self._run(engine, making)
         else:
@@ -161,6 +173,19 @@ class SnapshotMaker:
         model, hosting = making.order.model, making.order.hosting
         num_done = making.num_steps - len(making.shapes)
         return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
+
+    def _choose_product(self, hosted: HostedModel, engine: Engine, making: _Making, tuning: Tuning) -> None:
+        """Choose the kernel of one more product; behind the last one the engine goes on with all of them."""
+        try:
+            next(tuning)
+        except StopIteration as end:
+            making.tuning = None
+            making.free_bytes = self._beside_torch_bytes()  # no start needs the kernels that were tried
+            if end.value is not None and hosted.look is not None:
+                engine.flush()  # there may have been requests since
+                engine.use_products(end.value)
+                fingerprint = replace(hosted.look.fingerprint, products=engine.runner.products_digest)
+                hosted.look = replace(hosted.look, fingerprint=fingerprint)
 
     def _run(self, engine: Engine, making: _Making) -> None:
         """Run the next step of padding, and keep its time unless it is the first of its shape."""

@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import assert_never
 
 from hearth.engine.engine import Intake, StepOutcome
+from hearth.engine.product_tables import Tuning
 from hearth.errors import EngineFailed, HearthError, ServiceError
 from hearth.messages import (
     AdapterLoaded,
@@ -141,11 +142,18 @@ class WorkerLoop:
     def _snapshot_maker(self, resources: HostingResources) -> SnapshotMaker | None:
         if resources.snapshots is None:
             return None
+
+        def tune(served: ServedModel) -> Tuning | None:
+            if (kernels := resources.kernels) is None:
+                return None
+            return kernels.tune(served.spec.manifest, served.spec.model.limits, served.engine.runner)
+
         return SnapshotMaker(
             *(resources.snapshots, resources.device, self._hosted),
             rates=self._models.reclaimer.reload_costs.measured_rates,
             threads=resources.loader.threads,
             post=self._inbox.put,
+            tune=tune,
         )
 
     def run(self) -> None:

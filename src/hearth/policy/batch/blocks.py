@@ -191,6 +191,13 @@ class BlockBook:
         self._cached.clear()
         self.prefixes.clear()
 
+    def forget_prefixes(self) -> None:
+        """Have all cached blocks free. No sequence runs."""
+        assert not self._num_holders, f"live blocks have prefixes, too: {sorted(self._num_holders)}"
+        for block in list(self._cached):
+            self._forget(block)
+            self._free.add(block)
+
     def move(self, moves: Sequence[BlockMove]) -> None:
         """Have live blocks elsewhere, with their holders and their digests; they leave free blocks behind.
 
