@@ -271,7 +271,7 @@ def test_first_steps_that_another_thread_has_captured_answer_as_eager_ones() -> 
     def capture() -> None:
         torch.cuda.set_device(runner.kv.device)
         for shape in shapes:
-            runner.stand_in(shape)
+            runner.stand_in(shape, GraphCapture)
         runner.rehearse_trial(GraphCapture())
 
     with ThreadPoolExecutor(1) as thread:
@@ -282,6 +282,10 @@ def test_first_steps_that_another_thread_has_captured_answer_as_eager_ones() -> 
     assert all(key in graphs for shape in shapes for key in shape.keys)
 
     assert [one.tokens for one in ask(engine, asked, greedy())] == expected
+    engine.flush()
+    runner.drop_restored()  # and with them those that stood in: others are captured, in memory of their own
+    assert [one.tokens for one in ask(engine, asked, greedy())] == expected
+    assert graphs.captured
 
 
 def test_a_prompt_beside_many_decode_rows_and_beyond_the_smallest_sizes_is_captured_too() -> None:

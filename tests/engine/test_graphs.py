@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -454,14 +456,17 @@ def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.Monk
 def test_a_graph_that_stands_in_serves_untried_and_goes_with_those_of_the_snapshot() -> None:
     runner, captures = engine_for("llama-gqa").runner, Captures()
     runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
-    runner.graphs = StepGraphs(captures)
-    runner.stand_in(StepShape.decode(1))
+    own = Captures()
+    runner.graphs = StepGraphs(own)
+    runner.decoder._on_layer = lambda: pytest.fail("no layer of a step has passed")
+    runner.stand_in(StepShape.decode(1), lambda: captures)
     assert not captures.made, "a step captures its own where there is no snapshot"
 
     source = Source(coming={"decode-1"}, restored={"mixed-16": Graph()})
     runner.graphs.restore_from(source)
     for shape in (StepShape.decode(1), StepShape(True, 16, 8), StepShape.decode(1)):
-        runner.stand_in(shape)
+        runner.stand_in(shape, lambda: captures)
+    assert not own.made, "torch fills no memory again whose graphs are gone"
     assert [graph.is_ready for graph in captures.made] == [True, True], "once each, of what the snapshot has"
     assert not runner.graphs.captured, "no snapshot is made of them"
     runner.run_padding(StepShape.decode(1))
@@ -469,6 +474,46 @@ def test_a_graph_that_stands_in_serves_untried_and_goes_with_those_of_the_snapsh
     assert runner.graphs.begin_trial([GraphKey(StepPart.MIXED, 16)]) is None
     runner.graphs.drop_restored()
     assert len(runner.graphs) == 0
+
+
+def test_a_graph_that_stands_in_is_not_kept_if_all_are_dropped_while_it_is_captured() -> None:
+    """Else a step would run it later, on memory that is not the model's any more."""
+    graphs = StepGraphs(Captures())
+
+    class Interrupted(Captures):
+        def capture(self, work: Work) -> CapturedGraph:
+            graphs.forget()
+            return super().capture(work)
+
+    graphs.restore_from(Source(coming={DECODE.name}))
+    graphs.stand_in(DECODE, lambda: None, Interrupted())
+    assert DECODE not in graphs
+
+
+def test_a_graph_that_stands_in_since_a_trial_began_is_not_replaced_by_the_one_on_trial() -> None:
+    graphs, captures, restored = StepGraphs(Captures()), Captures(), Graph()
+    graphs.restore_from(Source({DECODE.name: restored}))
+    graphs.begin_trial([DECODE])
+    graphs.stand_in(DECODE, lambda: None, captures)
+    graphs.accept()
+    graphs.run(DECODE, lambda: None)
+    assert captures.made[0].num_replays == 1
+    assert restored.num_replays == 0
+
+
+def test_a_trial_that_is_rehearsed_takes_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, captures, zeros = engine_for("llama-gqa").runner, Captures(), torch.zeros
+    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    kv: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    runner.kv = kv
+
+    def unpinned(*shape: Any, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        assert not pin_memory
+        return zeros(*shape, **how)
+
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    runner.rehearse_trial(captures)
+    assert len(captures.made) == 1
 
 
 def test_what_is_captured_ahead_is_what_a_step_runs() -> None:

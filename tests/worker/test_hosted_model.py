@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import torch
 from bench.host_pages import HostPages
 from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome
+from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.errors import DeviceError
@@ -553,7 +554,8 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     load._map_ahead = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # all that is asked of it
     sizes = PaddedSizes(decode=(1,), mixed=(16,), samples=(1,))
 
-    def stand_in(shape: StepShape) -> None:
+    def stand_in(shape: StepShape, new_capturer: object) -> None:
+        assert new_capturer is GraphCapture
         captured.append(shape)
         load.weights = SimpleNamespace() if ends == "loaded" else None  # type: ignore[assignment] # there
         load._is_cancelled = ends == "cancelled"

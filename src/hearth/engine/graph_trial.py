@@ -32,10 +32,27 @@ MAX_TRIED_ROWS = 16
 class GraphTrial:
     """One trial. Mutable; the runner calls `begin`, `step_done`, `replay` and `end`, in this order."""
 
-    def __init__(self, graphs: Sequence[StepGraph], step: Work, sampler: Sampler, kv: torch.Tensor) -> None:
-        """`step` queues the step without graphs, on the inputs that are in place up to `end`."""
+    def __init__(
+        self,
+        graphs: Sequence[StepGraph],
+        step: Work,
+        sampler: Sampler,
+        kv: torch.Tensor,
+        *,
+        is_rehearsed: bool = False,
+    ) -> None:
+        """`step` queues the step without graphs, on the inputs that are in place up to `end`.
+
+        `is_rehearsed`: what is queued is captured and never run, and `end` is not called.
+        """
         self._graphs, self._step, self._sampler, self._kv = graphs, step, sampler, kv
-        self._num_wrong = torch.zeros((), dtype=torch.int64, pin_memory=kv.is_cuda)
+        # Where pinned memory was used torch records an event when it goes: on the stream of all captures that
+        # would be in the middle of another thread's, and break whoever takes pinned memory next.
+        self._num_wrong = (
+            torch.empty((), dtype=torch.int64, device=kv.device)
+            if is_rehearsed
+            else torch.zeros((), dtype=torch.int64, pin_memory=kv.is_cuda)
+        )
         self._event: torch.cuda.Event | None = None
         self._refusal: DeviceError | None = None
 

@@ -160,16 +160,18 @@ class StepGraphs:
             # If a step has captured one meanwhile, that may be running.
             self._captured.setdefault(key, graph)
 
-    def stand_in(self, key: GraphKey, work: Work) -> None:
+    def stand_in(self, key: GraphKey, work: Work, capturer: Capturer) -> None:
         """Have a graph that is captured now serve in place of one that is restored, and would be tried first.
 
         Runs nothing. It goes with those of the snapshot, and no snapshot is made of it: what libraries need
-        for it belongs to the thread that calls this.
+        for it belongs to the thread that calls this. `capturer` is used for nothing else: those that are
+        captured later must not want the memory of one that is gone.
         """
+        tried = self._tried  # which is another one once all are dropped: this must go with the others
         if key not in self and self._is_restored(key):
-            graph = self._capturer.capture(work)
+            graph = capturer.capture(work)
             graph.instantiate()
-            self._tried.setdefault(key, graph)
+            tried.setdefault(key, graph)
 
     def begin_trial(self, keys: Collection[GraphKey]) -> Sequence[StepGraph] | None:
         """Return the graphs of all parts of a step, in order; None: there is nothing to try, or not yet.
@@ -188,7 +190,8 @@ class StepGraphs:
 
     def accept(self) -> None:
         """Have the graphs on trial serve from now on."""
-        self._tried.update(self._on_trial)
+        for key, graph in self._on_trial.items():
+            self._tried.setdefault(key, graph)  # one that stands in since the trial began may be running
         self._end_trial()
 
     def reject(self, reason: str) -> None:

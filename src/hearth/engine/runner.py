@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -232,15 +232,18 @@ class Runner:
             )
 
     @torch.inference_mode()
-    def stand_in(self, shape: StepShape) -> None:
+    def stand_in(self, shape: StepShape, new_capturer: Callable[[], Capturer]) -> None:
         """Have graphs captured of all parts of a step that a snapshot has, to serve in place of its own.
 
         Any one thread may call it, beside all steps, once there is memory at all addresses: runs nothing.
         """
-        if self.graphs is not None:
-            for key in shape.keys:
-                work = partial(self._queue, key.part, shape, None, self.decoder, self.kv, None)
-                self.graphs.stand_in(key, work)
+        if self.graphs is None:
+            return
+        # One that tells nobody of layers: they are not those of a step, and this is not the steps' thread.
+        decoder = self.decoder.first_layers(len(self.decoder.layers))
+        for key in shape.keys:
+            work = partial(self._queue, key.part, shape, None, decoder, self.kv, None)
+            self.graphs.stand_in(key, work, new_capturer())
 
     @torch.inference_mode()
     def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
@@ -268,7 +271,7 @@ class Runner:
             return
         size = next((size for size in self.sizes.decode if size >= MAX_TRIED_ROWS), self.sizes.decode[-1])
         shape = StepShape.decode(size)
-        trial = GraphTrial((), lambda: None, self._sampler, self.kv)
+        trial = GraphTrial((), lambda: None, self._sampler, self.kv, is_rehearsed=True)
 
         def work() -> None:
             trial.begin(self._inputs.view(None, shape).rows, size, self.decoder.logits[:size])

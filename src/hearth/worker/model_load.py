@@ -18,6 +18,7 @@ from functools import partial
 
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
+from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.runner import Runner
 from hearth.engine.step_marks import StepMarks
 from hearth.errors import ModelError
@@ -211,7 +212,7 @@ class ModelLoad:
             for shape in runner.sizes.first_shapes(self._first.num_requests, self._first.num_tokens):
                 if self._is_cancelled or self.weights is not None:  # steps do not wait for it
                     return
-                runner.stand_in(shape)
+                runner.stand_in(shape, GraphCapture)
         except Exception:  # whatever it is: the steps run without
             if not self._is_cancelled:  # else the memory is gone
                 log.exception("first_steps_not_captured")
