@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import torch
 
 from hearth.errors import DeviceError
 from hearth.kernels import cublas_lt
-from hearth.kernels.cublas_lt import ChosenProducts, size_of
+from hearth.kernels.cublas_lt import ChosenProducts, CublasLt, Launch, size_of
 from hearth.kernels.linear import add_linear, linear, linear_reference
-from hearth.kernels.product_table import ProductTable
+from hearth.kernels.product_table import ProductSize, ProductTable
 from tests.kernels.cases import assert_close
 from tests.kernels.fake_cublas_lt import STREAM, algorithm, aligned, fake_library, fake_lt, last_algorithm
 
@@ -72,6 +73,28 @@ def test_a_kernel_that_the_library_refuses_is_never_tried_again(caplog: pytest.L
     (record,) = caplog.records
     assert "fallback product=torch" in record.message
     assert "returned 15" in record.message
+
+
+def test_a_kernel_that_was_only_tried_is_not_kept_and_a_chosen_one_is_prepared_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model has hundreds of sizes, and a hundred kernels are tried for each."""
+    x, weight, out = aligned(5, 64, seed=1), aligned(128, 64, seed=2), aligned(5, 128, seed=3)
+    lt, size = fake_lt(), size_of(x, weight, adds=False)
+    tried = weakref.ref(lt.launcher(size, algorithm(1)))
+    assert tried() is None
+
+    prepared, launcher = list[bytes](), CublasLt.launcher
+
+    def note(lt: CublasLt, size: ProductSize, word: bytes) -> Launch:
+        prepared.append(word)
+        return launcher(lt, size, word)
+
+    monkeypatch.setattr(CublasLt, "launcher", note)
+    products = chosen(x, weight, adds=False, kernel=6)
+    for _ in range(2):
+        assert products.multiply(x, weight, out, adds=False)
+    assert prepared == [algorithm(6)]
 
 
 def test_only_kernels_are_proposed_that_can_run_without_memory_of_their_own() -> None:

@@ -78,7 +78,6 @@ class CublasLt:
         self._handle = pointer()
         self._call("cublasLtCreate", ctypes.byref(self._handle))
         self._describe = cache(self._new_description)
-        self.launcher = cache(self._new_launcher)  #: of a size and an algorithm
 
     def proposed(self, size: ProductSize, most: int) -> list[bytes]:
         """Return up to so many kernels for a size, the one that is thought to be the fastest first."""
@@ -113,7 +112,8 @@ class CublasLt:
         )
         return not status and not found.status and not found.workspace_bytes
 
-    def _new_launcher(self, size: ProductSize, algorithm: bytes) -> Launch:
+    def launcher(self, size: ProductSize, algorithm: bytes) -> Launch:
+        """Return what queues products of a size by one kernel."""
         about, matmul, handle = self._describe(size), self._library.cublasLtMatmul, self._handle
         words = _words(algorithm)
         alpha, beta = ctypes.byref(about.alpha), ctypes.byref(about.beta)
@@ -166,6 +166,7 @@ class ChosenProducts:
     def __init__(self, library: CublasLt, table: ProductTable) -> None:
         self.digest = table.digest
         self._library, self._algorithms = library, dict(table.algorithms)
+        self._launches: dict[ProductSize, Launch] = {}  #: of those that were asked for
 
     def __len__(self) -> int:
         return len(self._algorithms)
@@ -175,7 +176,9 @@ class ChosenProducts:
         algorithm = self._algorithms.get(size)
         if algorithm is None or not is_plain(x, weight, out):
             return False
-        status = self._library.launcher(size, algorithm)(x, weight, out)
+        if (launch := self._launches.get(size)) is None:
+            launch = self._launches[size] = self._library.launcher(size, algorithm)
+        status = launch(x, weight, out)
         if status:  # nothing is queued, now and ever
             self._algorithms.pop(size, None)
             log.warning("fallback product=torch size=`%s` reason=`cuBLASLt returned %d`", size, status)
