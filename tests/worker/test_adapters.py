@@ -14,10 +14,12 @@ import pytest
 from msgspec.structs import replace
 
 from hearth.engine.engine import Engine
+from hearth.errors import DeviceError
 from hearth.messages import AdapterLoaded, HostingFailed, Pong, RunFailed
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import AskedLoan, BorrowedAdapter, Borrower
-from hearth.types import Hold, Rung
+from hearth.types import Hold, ModelId, Rung
+from hearth.worker.failure import ModelBroke
 from hearth.worker.reclaimer import Reclaimer
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
 from tests.store.stored import tiers_at
@@ -259,6 +261,32 @@ def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
         assert all(one.line.read() is None for one in asked), "a line stands over which it is lent"
 
         rig.check(rig.ask(adapter))
+
+
+def test_what_the_keeper_was_asked_for_goes_back_if_a_model_breaks_that_was_to_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[AskedLoan] = []
+    ask = Borrower.ask
+
+    def note(borrower: Borrower, model: BorrowedAdapter, chunks: Sequence[int]) -> AskedLoan | None:
+        if (one := ask(borrower, model, chunks)) is not None:
+            asked.append(one)
+        return one
+
+    def breaks(*_: object, may_take: bool) -> bool:
+        if may_take:  # else it comes before its base is there, and nobody gives way for it
+            raise ModelBroke(ModelId(BASE), DeviceError("it does not give way"))
+        return False
+
+    monkeypatch.setattr(Borrower, "ask", note)
+    with serving("mapped", tmp_path) as rig:
+        monkeypatch.setattr(Reclaimer, "place_adapter", breaks)
+        rig.ask(stored_adapter(BASE))
+        rig.gateway.until(HostingFailed)
+
+        assert asked, "there was room for it"
+        assert all(one.line.read() is None for one in asked), "a line stands over which it is lent"
 
 
 def test_what_fits_on_a_page_of_others_takes_nothing_that_models_are_promised(tmp_path: Path) -> None:

@@ -275,10 +275,14 @@ class WorkerAdapters:
         asked = None
         if may_take and not wanted.was_asked_in_vain and self._seems_to_have_room(layout.num_bytes):
             asked = ask_for_adapter(borrowed, self._resources)
-        if not self._reclaimer.place_adapter(adapter, sizes, may_take=may_take):
-            if asked is not None:
+        is_placed = False
+        try:
+            is_placed = self._reclaimer.place_adapter(adapter, sizes, may_take=may_take)
+        finally:
+            if asked is not None and not is_placed:  # also where a model broke that was to give way
                 asked.close()
                 wanted.was_asked_in_vain = True
+        if not is_placed:
             return False
         wanted.was_asked_in_vain = False
         self.residency.placed(adapter, layout.num_bytes)
