@@ -90,13 +90,14 @@ class Watcher:
 
     def seen(self, begin_s: float, end_s: float) -> Answer:
         """Return what was seen from one time to another."""
-        looks = [look for look in self.looks if begin_s <= look.at_s <= end_s]
+        # Copied in one go: other threads go on adding.
+        looks = [look for look in list(self.looks) if begin_s <= look.at_s <= end_s]
         times = [begin_s, *(look.at_s for look in looks), end_s]
         where = Counter(frame for look in looks for frame in look.frames)
         return {
             "collections": [
                 {"generation": generation, "s": ended_s - began_s}
-                for began_s, ended_s, generation in self.collections
+                for began_s, ended_s, generation in list(self.collections)
                 if ended_s >= begin_s and began_s <= end_s
             ],
             "longest_without_interpreter_s": max(after - before for before, after in pairwise(times)),
@@ -121,6 +122,7 @@ def compilations() -> list[int]:
 
 def watched(part: str, client: AdapterClient, asks: Sequence[AdapterAsk]) -> Iterator[Answer]:
     """Yield every long step, and how long all took."""
+    COMPILATIONS.watch()
     with Watcher().watching() as watcher:
         began_s = last_s = time.perf_counter()
         before, num_loads, num_tokens, took_s = compilations(), 0, 0, list[float]()
@@ -131,8 +133,8 @@ def watched(part: str, client: AdapterClient, asks: Sequence[AdapterAsk]) -> Ite
                 continue
             num_tokens += len(fact.runs)
             took_s.append(at_s - last_s)
+            now = compilations()
             if at_s - last_s > LONG_S:
-                now = compilations()
                 yield {
                     "part": part,
                     "step_s": at_s - last_s,
@@ -144,9 +146,11 @@ def watched(part: str, client: AdapterClient, asks: Sequence[AdapterAsk]) -> Ite
                     "compilations": [after - one for after, one in zip(now, before, strict=True)],
                     **watcher.seen(last_s, at_s),
                 }
-                before = now
+            before = now
             last_s = at_s
-        collections = [ended - began for began, ended, generation in watcher.collections if generation == 2]
+        collections = [
+            ended - began for began, ended, generation in list(watcher.collections) if generation == 2
+        ]
     yield {
         "part": f"{part}, all steps",
         "tokens_per_s": num_tokens / (last_s - began_s),
