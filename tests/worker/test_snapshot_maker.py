@@ -19,6 +19,7 @@ from hearth.engine.graphs import StepGraphs
 from hearth.engine.product_tables import Tuning
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
+from hearth.errors import DeviceError
 from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.kernels.product_table import ProductSize, ProductTable
 from hearth.memory.arena import ArenaPool
@@ -173,6 +174,7 @@ class TunedKernels:
 
     chosen: ChosenProducts | None = None
     num_tuned: int = 0
+    error: Exception | None = None  #: with which the choice ends
 
     def compile(self, manifest: Manifest, limits: StepLimits) -> None:
         """Have nothing to compile."""
@@ -187,6 +189,8 @@ class TunedKernels:
         for rows in (8, 4, 2):
             self.num_tuned += 1
             yield ProductSize(rows, 64, 64, "float32", adds=False)
+        if self.error is not None:
+            raise self.error
         self.chosen = ChosenProducts(fake_lt(), ProductTable("a device", "1", {}))
         return self.chosen
 
@@ -206,6 +210,19 @@ def test_kernels_of_products_are_chosen_before_a_snapshot_is_made_which_depends_
     with worker(directory, tmp_path / "three", kernels=TunedKernels()) as three:
         assert three.looked.outcome is SnapshotOutcome.OUTDATED
         assert "`products` is nothing here and " in str(three.looked.reason)
+
+
+def test_a_model_whose_kernels_of_products_cannot_be_chosen_serves_on_and_has_its_snapshot(
+    directory: SnapshotDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = TunedKernels(error=DeviceError("cuBLASLt refused cublasLtMatrixLayoutCreate: status 7"))
+    with worker(directory, tmp_path / "one", kernels=kernels) as one:
+        expected = one.gateway.ask("a", PROMPT, greedy(5)).tokens
+        assert one.make().failure is None
+        assert one.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
+    assert "fallback products=torch model=a reason=`cuBLASLt refused" in caplog.text
+    with worker(directory, tmp_path / "two", kernels=TunedKernels()) as two:
+        assert two.looked.outcome is SnapshotOutcome.USED
 
 
 def test_what_is_restored_and_wrong_is_discarded_for_everybody(

@@ -175,7 +175,10 @@ class SnapshotMaker:
         return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
 
     def _choose_product(self, hosted: HostedModel, engine: Engine, making: _Making, tuning: Tuning) -> None:
-        """Choose the kernel of one more product; behind the last one the engine goes on with all of them."""
+        """Choose the kernel of one more product; behind the last one the engine goes on with all of them.
+
+        If one cannot be chosen torch takes them all, up to the next snapshot.
+        """
         try:
             next(tuning)
         except StopIteration as end:
@@ -186,6 +189,12 @@ class SnapshotMaker:
                 engine.use_products(end.value)
                 fingerprint = replace(hosted.look.fingerprint, products=engine.runner.products_digest)
                 hosted.look = replace(hosted.look, fingerprint=fingerprint)
+        except Exception as error:  # no step of a request: the model serves on, unless the device is lost
+            if (failure := failure_of(error)).is_fatal:
+                raise
+            making.tuning, making.free_bytes = None, self._beside_torch_bytes()
+            told = (hosted.model, failure.reason, failure.trace)
+            log.error("fallback products=torch model=%s reason=`%s`\n%s", *told)
 
     def _run(self, engine: Engine, making: _Making) -> None:
         """Run the next step of padding, and keep its time unless it is the first of its shape."""
