@@ -94,7 +94,7 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("window", "num_programs", "device", "dtype"), crossed(PROGRAMS, halves_on_cpu=[(130, 2)])
+    ("window", "num_programs", "device", "dtype"), crossed(PROGRAMS, halves_on_cpu=[(None, 3), (130, 2)])
 )
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_kernel_equals_reference_in_recycled_memory(
