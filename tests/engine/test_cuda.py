@@ -264,7 +264,7 @@ def test_first_steps_that_another_thread_has_captured_answer_as_eager_ones() -> 
     engine = engine_for("llama-gqa", replace(ROOMY, graphs="lazy"), "cuda")
     runner, graphs = engine.runner, engine.runner.graphs
     assert graphs is not None
-    shapes = runner.sizes.first_shapes(len(asked), sum(map(len, asked)))
+    shapes = runner.sizes.first_shapes(len(asked), sum(map(len, asked)), len(asked))
     graphs.restore_from(Source(coming={key.name for shape in shapes for key in shape.keys}))
     kv = runner.kv.clone()
 

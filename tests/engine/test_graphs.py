@@ -13,9 +13,11 @@ import torch
 
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import CapturedGraph, StepGraph, StepGraphs, Work
+from hearth.engine.runner import PendingStep
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
 from hearth.errors import DeviceError
 from hearth.models.decoder import Decoder
+from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
 from tests.engine.test_adapters import add
@@ -71,6 +73,7 @@ class Source:
     is_stopped: bool = False
     later: set[str] = field(default_factory=set)  #: coming once adapters are wanted
     wanted: list[str] = field(default_factory=list)
+    let_go_of: list[object] = field(default_factory=list)  #: besides its own
 
     def find(self, key: str) -> StepGraph | None:
         return self.restored.get(key)
@@ -94,8 +97,10 @@ class Source:
     def stop(self) -> None:
         self.is_stopped = True
 
-    def let_go(self) -> None:
+    def let_go(self, others: list[object]) -> None:
         self.restored.clear()
+        self.let_go_of += others
+        others.clear()
 
     def discard(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -474,6 +479,68 @@ def test_a_graph_that_stands_in_serves_untried_and_goes_with_those_of_the_snapsh
     assert runner.graphs.begin_trial([GraphKey(StepPart.MIXED, 16)]) is None
     runner.graphs.drop_restored()
     assert len(runner.graphs) == 0
+    assert source.let_go_of == captures.made, "not by whoever drops them, which takes the driver long"
+
+
+def test_a_graph_that_stands_in_is_captured_between_launches_and_made_ready_behind_one() -> None:
+    runner, captures, calls = engine_for("llama-gqa").runner, Captures(), list[str]()
+    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    runner.graphs = StepGraphs(captures)
+    runner.graphs.restore_from(Source(coming={"decode-1"}))
+    capture, num_layers = captures.capture, len(runner.decoder.layers)
+
+    class Noted:
+        def capture(self, work: Work) -> CapturedGraph:
+            with torch.inference_mode():
+                work()
+            calls.append("captured")
+            return capture(work)
+
+        def forget(self) -> None: ...
+
+    runner.stand_in(
+        *(StepShape.decode(1), Noted),
+        give_way=lambda: calls.append("layer"),
+        get_behind=lambda: calls.append("behind"),
+    )
+    assert calls == ["behind", *["layer"] * num_layers, "captured", "behind"]
+    calls.clear()
+    runner.rehearse("decode-1", Noted(), lambda: calls.append("layer"))
+    assert calls == [*["layer"] * min(2, num_layers), "captured"]
+
+
+def test_a_runner_that_is_closed_waits_for_its_own_steps_and_not_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the device has nothing queued behind the step of another model."""
+    engine = engine_for("llama-gqa")
+    (prompt,) = prompts_for(build("llama-gqa").model.config.vocab_size, [5])
+    runner, waits, launch = engine.runner, list[str](), PendingStep.__init__
+
+    def launched(pending: PendingStep, *arguments: Any) -> None:
+        launch(pending, *arguments)
+        pending.end = SimpleNamespace(synchronize=lambda: waits.append("own"))  # type: ignore[assignment]
+
+    monkeypatch.setattr(runner, "synchronize", lambda: waits.append("all"))
+    runner.close()
+    assert waits.pop() == "all", "tables were filled, and no step follows"
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingStep, "__init__", launched)
+        engine.add(engine.request("r", prompt, greedy()))  # type: ignore[arg-type]
+        engine.step()
+    waits.clear()
+    runner.close()
+    assert waits == ["own"]
+    for queue in (
+        runner.fill_tables,
+        lambda: runner.copy_blocks([BlockMove(1, 2)]),
+        lambda: runner.run_padding(StepShape.decode(1)),
+    ):
+        end = runner._end
+        queue()
+        runner.close()
+        assert waits.pop() == "all"
+        runner._end = end
 
 
 def test_a_graph_that_stands_in_is_not_kept_if_all_are_dropped_while_it_is_captured() -> None:

@@ -106,7 +106,10 @@ def test_steps_with_adapters_have_graphs_of_their_own_whichever_rows_have_them()
 
 def test_first_steps_of_requests_are_foreseen_where_all_prompts_go_into_one() -> None:
     sizes = PaddedSizes(decode=(1, 8, 64), mixed=(16, 128), samples=(1, 8, 64))
-    assert sizes.first_shapes(3, 40) == [StepShape(True, 128, 8), StepShape.decode(8)]
-    assert sizes.first_shapes(1, 129) == []
-    assert sizes.first_shapes(65, 100) == []
-    assert PaddedSizes().first_shapes(1, 1) == [], "nothing is captured"
+    assert sizes.first_shapes(3, 40, 3) == [StepShape(True, 128, 8), StepShape.decode(8)]
+    assert sizes.first_shapes(9, 40, 1) == [StepShape(True, 128, 64), StepShape.decode(1)]
+    assert sizes.first_shapes(3, 40, 0) == [StepShape(True, 128, 8)], "all end with their first token"
+    assert sizes.first_shapes(1, 129, 1) == [StepShape.decode(1)], "its prompt takes several steps"
+    assert sizes.first_shapes(65, 100, 65) == []
+    assert sizes.first_shapes(0, 0, 0) == []
+    assert PaddedSizes().first_shapes(1, 1, 1) == [], "nothing is captured"

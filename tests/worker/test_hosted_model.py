@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -26,7 +27,14 @@ from hearth.kernels import prefill_hopper
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
-from hearth.messages import DeviceResidency, HostingFailed, LoadProgress, ModelLoaded, StepDone
+from hearth.messages import (
+    DeviceResidency,
+    HostingFailed,
+    LoadProgress,
+    ModelLoaded,
+    StartRequest,
+    StepDone,
+)
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import Hold, ModelId, Rung
@@ -34,6 +42,7 @@ from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.model_load import EngineReady, FirstRequests, ModelLoad
+from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
@@ -519,52 +528,102 @@ def test_nobody_is_taken_to_wait_for_a_first_token_who_has_one_or_has_gone(
     assert bench.num_tokens(run) == 50
 
 
-def test_first_steps_of_a_model_are_captured_beside_its_load_if_others_step(
-    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_first_steps_of_all_that_wait_for_a_model_are_captured_beside_its_load(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch, is_beside: bool
 ) -> None:
-    """Who has nobody beside it follows its bytes instead, layer by layer."""
-    noted, is_noted = list[tuple[int, int]](), threading.Event()
+    """Also of those who come while it loads; whether others step says which steps."""
+    noted, is_noted, may_look = list[tuple[FirstRequests, bool]](), threading.Event(), threading.Event()
 
-    def note(sizes: PaddedSizes, num_requests: int, num_tokens: int) -> list[StepShape]:
-        noted.append((num_requests, num_tokens))
+    def note(load: ModelLoad, runner: object, captured: object) -> None:
+        assert may_look.wait(PATIENCE_S)
+        noted.append((load.first, load._is_beside))
         is_noted.set()
-        return []
 
-    monkeypatch.setattr(PaddedSizes, "first_shapes", note)
-    bench.gate.open()
-    bench.gateway.host("a", model)
-    long = bench.start("a", 100)
-    bench.gateway.until(StepDone)
+    if is_beside:
+        bench.gate.open()
+        bench.gateway.host("a", model)
+        long = bench.start("a", 100)
+        bench.gateway.until(StepDone)
+    monkeypatch.setattr(ModelLoad, "_next_shape", note)
     bench.gateway.host("b", converted("opt-pre"))
-    short = [bench.start("b", 2) for _ in range(2)]
-    bench.gateway.until_ended(*short)
+    short = [bench.start("b", num_tokens) for num_tokens in (2, 1)]
+    if not is_beside:
+        bench.gate.next()  # its first chunk is asked for, and waited for
+    short.append(bench.start("b", 3))
+    bench.gateway.ping()
+    may_look.set()
+    bench.gate.open()
     assert is_noted.wait(PATIENCE_S)
-    bench.gateway.until_ended(long)
+    bench.gateway.until_ended(*short, *([long] if is_beside else []))
 
-    assert noted == [(2, 2 * len(PROMPT))]
+    assert noted == [(FirstRequests(3, 3 * len(PROMPT), 2), is_beside)]
 
 
+def test_only_requests_whose_steps_can_be_foreseen_are_captured_for() -> None:
+    plain = StartRequest(1, ModelId("m"), (1, 2, 3), (4,), greedy(2), salt=b"")
+    first = FirstRequests().with_one(plain)
+    assert first == FirstRequests(1, 4, 0), "it has one of two tokens, and ends with the next"
+    assert first.with_one(msgspec.structs.replace(plain, pooling="mean")) == first
+    endless = msgspec.structs.replace(plain.sampling, max_tokens=None)
+    more = msgspec.structs.replace(plain, output=(), sampling=endless)
+    assert first.with_one(more) == FirstRequests(2, 7, 1)
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
 @pytest.mark.parametrize("ends", ["loaded", "cancelled", "broken", None])
 def test_no_first_step_is_captured_that_would_come_too_late(
-    ends: str | None, caplog: pytest.LogCaptureFixture
+    ends: str | None, is_beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Capturing one takes the interpreter by pieces, from the step that runs without it then."""
     load, captured = ModelLoad.__new__(ModelLoad), list[StepShape]()
-    load._first, load._is_cancelled, load.weights = FirstRequests(1, 5), False, None
-    load._map_ahead = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # all that is asked of it
-    sizes = PaddedSizes(decode=(1,), mixed=(16,), samples=(1,))
+    load.first, load._is_cancelled, load.weights = FirstRequests(1, 5, 1), False, None
+    load._is_beside, load.is_almost_loaded = is_beside, False
+    load._resources = SimpleNamespace(marks=WorkerMarks())  # type: ignore[assignment] # all that is asked of it
+    load._map_ahead = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # likewise
+    sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
 
-    def stand_in(shape: StepShape, new_capturer: object) -> None:
-        assert new_capturer is GraphCapture
+    def stand_in(shape: StepShape, new_capturer: object, *paces: object) -> None:
+        launches = load._resources.marks.launches
+        assert (new_capturer, *paces) == (GraphCapture, launches.give_way, launches.get_behind)
         captured.append(shape)
-        load.weights = SimpleNamespace() if ends == "loaded" else None  # type: ignore[assignment] # there
+        load.first = FirstRequests(2, 9, 2)  # for another has come
+        if is_beside:
+            load.weights = SimpleNamespace() if ends == "loaded" else None  # type: ignore[assignment] # there
+        else:
+            load.is_almost_loaded = ends == "loaded"
         load._is_cancelled = ends == "cancelled"
         if ends == "broken":
             raise ValueError("nothing is mapped there")
 
     load._capture_first(SimpleNamespace(sizes=sizes, stand_in=stand_in))  # type: ignore[arg-type] # likewise
-    assert len(captured) == (2 if ends is None else 1)
+    first = [StepShape(True, 16, 1), StepShape(True, 16, 8)] if is_beside else [StepShape.decode(1)]
+    assert captured == ([*first, StepShape.decode(8)] if ends is None else first[:1])
     assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
+
+
+def test_torch_is_limited_anew_behind_a_model_that_goes_once_nobody_is_held_up(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = list[tuple[set[str], bool]]()
+
+    def note(models: HostedModels) -> None:
+        noted.append((set(models.hosted), bool(models._busy())))
+
+    monkeypatch.setattr(HostedModels, "limit_torch", note)
+    bench.gate.open()
+    bench.gateway.host("a", model)
+    bench.gateway.host("b", converted("opt-pre"))
+    bench.gateway.until(ModelLoaded)
+    bench.gateway.until(ModelLoaded)
+    long = bench.start("a", 100)
+    bench.gateway.until(StepDone)
+    bench.gateway.drop("b")
+    bench.gateway.until_ended(long)
+    while ({"a"}, False) not in noted:
+        bench.gateway.ping()
+
+    assert ({"a"}, True) not in noted
 
 
 def test_progress_is_told_by_bytes_and_layers(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +32,7 @@ class Rehearsals:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def rehearse(self, name: str, capturer: object) -> SimpleNamespace:
+    def rehearse(self, name: str, capturer: object, give_way: Callable[[], None]) -> SimpleNamespace:
         graph = self._machine.capture(int(name.rpartition("-")[2]))
         return SimpleNamespace(raw_cuda_graph=lambda: graph)
 
@@ -116,9 +118,9 @@ def test_whoever_rehearses_for_later_gives_way_to_graphs_and_first_tokens_but_no
     may_go, tokens = threading.Event(), FirstTokens()
 
     class Held(Rehearsals):
-        def rehearse(self, name: str, capturer: object) -> SimpleNamespace:
+        def rehearse(self, name: str, capturer: object, give_way: Callable[[], None]) -> SimpleNamespace:
             assert may_go.wait(PATIENCE_S)
-            return super().rehearse(name, capturer)
+            return super().rehearse(name, capturer, give_way)
 
     worker = SnapshotGraphs(torch.device("cpu"), tokens, None)
     graphs = start(worker, machine, Held(machine))
@@ -176,9 +178,10 @@ def test_graphs_give_way_to_the_launch_of_a_step_unless_it_lacks_them(
     graphs = worker.restored(sections, TrialMark(Path("nowhere.snapshot")), machine.reasons.append, runner)
     want, rehearse = graphs.want, runner.rehearse
 
-    def note(name: str, capturer: object) -> SimpleNamespace:
+    def note(name: str, capturer: object, give_way: Callable[[], None]) -> SimpleNamespace:
         is_one_there.set()
-        return rehearse(name, capturer)
+        give_way()  # as between layers, which returns at once where the graph is wanted
+        return rehearse(name, capturer, give_way)
 
     monkeypatch.setattr(runner, "rehearse", note)
     launches.begun()
@@ -197,4 +200,34 @@ def test_nobody_gives_way_to_a_launch_that_never_ends(monkeypatch: pytest.Monkey
     launches = StepLaunches()
     launches.begun()
     launches.give_way()
-    assert not launches._is_none.is_set()
+    began_s = time.monotonic()
+    for _ in range(1000):  # it is the launch that has lasted for too long, however often somebody asks
+        launches.give_way()
+        launches.get_behind()
+    assert time.monotonic() - began_s < 5.0
+
+
+@pytest.mark.parametrize("is_launching", [True, False])
+def test_what_keeps_the_driver_busy_waits_for_the_end_of_the_next_launch(
+    monkeypatch: pytest.MonkeyPatch, is_launching: bool
+) -> None:
+    for name in ("MAX_LAUNCH_S", "RECENT_S"):
+        monkeypatch.setattr(step_launches, name, PATIENCE_S)
+    monkeypatch.setattr(step_launches, "BEHIND_S", 0.0)
+    launches = StepLaunches()
+    launches.get_behind()  # no step was ever launched
+    launches.begun()
+    launches.ended()
+    if is_launching:
+        launches.begun()
+    waiting = threading.Thread(target=launches.get_behind)
+    waiting.start()
+    waiting.join(0.02)
+    assert waiting.is_alive()
+    if not is_launching:
+        launches.begun()
+    launches.ended()
+    monkeypatch.setattr(step_launches, "BEHIND_S", PATIENCE_S)
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    launches.get_behind()  # right behind it

@@ -68,8 +68,11 @@ class GraphSource(Protocol):
     def stop(self) -> None:
         """Restore no more graphs: nobody wants them."""
 
-    def let_go(self) -> None:
-        """Have all graphs go that were restored: nobody runs one of them any more, or asks for it."""
+    def let_go(self, others: list[object]) -> None:
+        """Have all graphs go that were restored: nobody runs one of them any more, or asks for it.
+
+        So have `others`, a list that is emptied: who has a graph last waits for the driver.
+        """
 
     def discard(self, reason: str) -> None:
         """Have the snapshot used no more, by anybody: a graph of it does not compute what the step does."""
@@ -160,16 +163,21 @@ class StepGraphs:
             # If a step has captured one meanwhile, that may be running.
             self._captured.setdefault(key, graph)
 
-    def stand_in(self, key: GraphKey, work: Work, capturer: Capturer) -> None:
+    def stand_in(
+        self, key: GraphKey, work: Work, capturer: Capturer, get_behind: Callable[[], None] = lambda: None
+    ) -> None:
         """Have a graph that is captured now serve in place of one that is restored, and would be tried first.
 
         Runs nothing. It goes with those of the snapshot, and no snapshot is made of it: what libraries need
         for it belongs to the thread that calls this. `capturer` is used for nothing else: those that are
-        captured later must not want the memory of one that is gone.
+        captured later must not want the memory of one that is gone. `get_behind` waits for a moment at which
+        the driver may be busy for long.
         """
         tried = self._tried  # which is another one once all are dropped: this must go with the others
         if key not in self and self._is_restored(key):
+            get_behind()
             graph = capturer.capture(work)
+            get_behind()
             graph.instantiate()
             tried.setdefault(key, graph)
 
@@ -212,9 +220,10 @@ class StepGraphs:
         """Drop the graphs of the snapshot: those that were not captured are when they are next needed."""
         self.stop_restoring()
         self._end_trial()
-        source, self._source, self._tried = self._source, None, {}
+        source, self._source = self._source, None
+        others, self._tried = list[object](self._tried.values()), {}
         if source is not None:
-            source.let_go()
+            source.let_go(others)  # with those that stood in
 
     def stop_restoring(self) -> None:
         """Have no more graphs restored. Those that are there stay, be they on trial or not."""

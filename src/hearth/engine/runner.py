@@ -152,6 +152,8 @@ class Runner:
         self.sizes = sizes
         self.graphs = graphs
         self._trial: GraphTrial | None = None  #: of restored graphs, that the device may still be computing
+        #: Behind all that was queued here; None: not known, for the last was no step, or none that was whole.
+        self._end: torch.cuda.Event | None = None
         self._reader = PromptReader(decoder, uploads)
         self._adapters = AdapterTable(decoder.arch.dimensions, kv.dtype, uploads)
         #: Where what steps have chosen arrives. Two, for a step is launched before the last is waited for.
@@ -207,6 +209,7 @@ class Runner:
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
         """Queue a step that is all padding, which touches nobody's KV."""
+        self._end = None
         self.settle()
         self._drop_open_gate()
         self._inputs.park(shape)
@@ -232,31 +235,41 @@ class Runner:
             )
 
     @torch.inference_mode()
-    def stand_in(self, shape: StepShape, new_capturer: Callable[[], Capturer]) -> None:
+    def stand_in(
+        self,
+        shape: StepShape,
+        new_capturer: Callable[[], Capturer],
+        give_way: Callable[[], None] | None = None,
+        get_behind: Callable[[], None] = lambda: None,
+    ) -> None:
         """Have graphs captured of all parts of a step that a snapshot has, to serve in place of its own.
 
         Any one thread may call it, beside all steps, once there is memory at all addresses: runs nothing.
+        `give_way` is called between layers, `get_behind` before what keeps the driver busy.
         """
         if self.graphs is None:
             return
         # One that tells nobody of layers: they are not those of a step, and this is not the steps' thread.
-        decoder = self.decoder.first_layers(len(self.decoder.layers))
+        decoder = self.decoder.first_layers(len(self.decoder.layers), on_layer=give_way)
         for key in shape.keys:
             work = partial(self._queue, key.part, shape, None, decoder, self.kv, None)
-            self.graphs.stand_in(key, work, new_capturer())
+            self.graphs.stand_in(key, work, new_capturer(), get_behind)
 
     @torch.inference_mode()
-    def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
+    def rehearse(
+        self, name: str, capturer: Capturer, give_way: Callable[[], None] | None = None
+    ) -> CapturedGraph | None:
         """Capture the first layers of the part of a step that has this name in snapshots; None: none has.
 
         Nothing is run, and any thread may call it: libraries load the kernels that they have for the size,
-        and the launches of a step without a graph are quicker from then on.
+        and the launches of a step without a graph are quicker from then on. `give_way` is called between
+        layers.
         """
         shapes = [*self.sizes.all_shapes(), *self.sizes.all_shapes(has_adapters=True)]
         found = [(key, shape) for shape in shapes for key in shape.keys if key.name == name]
         if not found:
             return None
-        (key, shape), decoder = found[0], self.decoder.first_layers(_REHEARSED_LAYERS)
+        (key, shape), decoder = found[0], self.decoder.first_layers(_REHEARSED_LAYERS, on_layer=give_way)
         kv = self.kv[:, : len(decoder.layers)]
         return capturer.capture(partial(self._queue, key.part, shape, None, decoder, kv, None))
 
@@ -286,6 +299,7 @@ class Runner:
 
         No part of the step is run, and nothing but tables is touched.
         """
+        self._end = None
         self._tables.fill()
         self._sampler.admit(plan.admissions)
         rows = self._inputs.fill(plan, self.sizes.shape_of(plan))
@@ -295,6 +309,7 @@ class Runner:
     @torch.inference_mode()
     def ask_products(self, shape: StepShape, products: ProductKernels, num_layers: int) -> None:
         """Run the first layers of a step that is all padding, whose products ask `products`."""
+        self._end = None
         self.settle()
         self.synchronize()  # for what is sent is written where that of the step before the last lies
         self._inputs.park(shape)
@@ -313,6 +328,7 @@ class Runner:
     @torch.inference_mode()
     def draw_padding(self, shape: StepShape) -> None:
         """Queue the draws of a step that is all padding, in which no token is drawn."""
+        self._end = None
         self._sampler.draw(self.decoder.logits[: shape.num_logits], self._inputs.park(shape))
 
     def follow(self, gate: WeightGate | None) -> None:
@@ -328,6 +344,7 @@ class Runner:
     @torch.inference_mode()
     def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
         """Have a sampling table lie in `memory`, behind all launched steps; None: where torch finds some."""
+        self._end = None
         self._sampler.place_table(table, memory)
 
     def drop_table(self, table: SamplingTable) -> None:
@@ -341,6 +358,7 @@ class Runner:
     @torch.inference_mode()
     def fill_tables(self) -> None:
         """Fill all tables, before the first step and whenever their memory was somebody else's meanwhile."""
+        self._end = None
         self._tables.fill()
         self._inputs.adapters.forget()
 
@@ -350,10 +368,13 @@ class Runner:
             torch.cuda.current_stream(self.kv.device).synchronize()
 
     def close(self) -> None:
-        """Wait for all that was launched. No other call may follow."""
+        """Wait for all that was launched here. No other call may follow."""
         if self.graphs is not None:
             self.graphs.stop_restoring()
-        self.synchronize()
+        if self._end is None:
+            self.synchronize()
+        else:  # not for steps of other models, which would have nothing queued behind them then
+            self._end.synchronize()
         self._trial = None  # which keeps the runner, and so all of its memory
         if self.graphs is not None:  # not before: the device might be lost by what is on trial
             self.graphs.drop_restored()
@@ -363,6 +384,7 @@ class Runner:
         """Wait for graphs that are tried behind the last step, so that nothing stays of what they did."""
         if self._trial is None:
             return
+        self._end = None
         assert self.graphs is not None, "a trial without graphs"
         trial, self._trial = self._trial, None
         if (reason := trial.end()) is None:
@@ -387,6 +409,7 @@ class Runner:
     @torch.inference_mode()
     def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
         """Have steps from now on find an adapter in its place (`AdapterTable.bind`)."""
+        self._end = None
         self._adapters.bind(adapter, layout, layers)
         self._inputs.adapters.forget()
         if self.graphs is not None:
@@ -402,6 +425,7 @@ class Runner:
         """Queue copies of whole blocks behind all launched steps. No source is a target."""
         if not moves:
             return
+        self._end = None
         self.settle()
         # To be sent as one, and kept on the host until the device has read it, as a step's numbers are.
         sources, targets = self._uploads.ints([m.source for m in moves], [m.target for m in moves])
@@ -413,6 +437,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step on the device and return without waiting for it."""
+        self._end = None
         self.settle()
         self._uploads.next_step()
         self._sampler.admit(plan.admissions)
@@ -435,6 +460,8 @@ class Runner:
         if trial is not None:
             trial.replay()
             self._trial = trial
+        else:
+            self._end = pending.end
         self._drop_open_gate()
         return pending
 

@@ -84,18 +84,21 @@ class PaddedSizes:
             *(StepShape(True, mixed[-1], size, has_adapters) for size in samples[:-1]),
         ]
 
-    def first_shapes(self, num_requests: int, num_tokens: int) -> list[StepShape]:
+    def first_shapes(self, num_requests: int, num_tokens: int, num_decoding: int) -> list[StepShape]:
         """Return the shapes of the first two steps of requests whose prompts have so many tokens in all.
 
-        None where they take more than one step, or steps are not padded.
+        Of the second step are those that go on `decoding`. Not that of the first where prompts take more than
+        one step; none where steps are not padded.
         """
-        if not self.decode or num_tokens > self.mixed[-1] or num_requests > self.samples[-1]:
-            return []
-        num_rows, num_logits = padded_size(self.mixed, num_tokens), padded_size(self.samples, num_requests)
-        return [
-            StepShape(True, num_rows, num_logits),
-            StepShape.decode(padded_size(self.decode, num_requests)),
-        ]
+        shapes = list[StepShape]()
+        if not self.decode:
+            return shapes
+        if 0 < num_tokens <= self.mixed[-1] and num_requests <= self.samples[-1]:
+            num_logits = padded_size(self.samples, num_requests)
+            shapes.append(StepShape(True, padded_size(self.mixed, num_tokens), num_logits))
+        if 0 < num_decoding <= self.decode[-1]:
+            shapes.append(StepShape.decode(padded_size(self.decode, num_decoding)))
+        return shapes
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """Return the smallest shape that holds the rows of a plan."""

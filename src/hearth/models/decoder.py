@@ -75,12 +75,20 @@ class Decoder:
         assert len(weights.layers) == len(self.layers), f"{len(weights.layers)=} {self.layers=}"
         self.weights = weights
 
-    def first_layers(self, count: int, products: ProductKernels | None = None) -> Decoder:
-        """Return a decoder of only so many layers, over the same memory; None: with the same products."""
+    def first_layers(
+        self,
+        count: int,
+        products: ProductKernels | None = None,
+        on_layer: Callable[[], None] | None = None,
+    ) -> Decoder:
+        """Return a decoder of only so many layers, over the same memory, that calls its own `on_layer`.
+
+        `products` None: with the same ones.
+        """
         layers = self.layers[:count]
         weights = replace(self.weights, layers=self.weights.layers[: len(layers)])
         products = self.products if products is None else products
-        return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers, products=products)
+        return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers, on_layer, products)
 
     def embed(self, step: StepInputs) -> torch.Tensor:
         """Return the hidden states before the first layer."""

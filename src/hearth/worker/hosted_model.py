@@ -42,7 +42,6 @@ from hearth.worker.hosting_state import (
 from hearth.worker.load_ahead import LoadAhead
 from hearth.worker.model_load import (
     EngineReady,
-    FirstRequests,
     FrontLoaded,
     HostClimbed,
     HostingNews,
@@ -188,6 +187,8 @@ class HostedModel:
 
     def queue_until_ready(self, request: StartRequest) -> bool:
         """Keep a request until there is an engine with memory; False if there is one."""
+        if (load := self.load_under_way) is not None:
+            load.first = load.first.with_one(request)
         if self.takes_requests:
             return False
         self.waiting.append(request)
@@ -274,8 +275,7 @@ class HostedModel:
         match self.state:
             case Found(spec, open_s):
                 space = place(self.model, spec)
-                first = self._first_requests() if is_beside else None
-                load = self._start_load(spec, space, began_s, open_s, first=first)
+                load = self._start_load(spec, space, began_s, open_s, is_beside=is_beside)
                 self.state = Assembling(spec, load)
                 return None
             case Incomplete(served) | Retired(served):
@@ -303,12 +303,12 @@ class HostedModel:
         open_s: float,
         *,
         engine: Engine | None = None,
-        first: FirstRequests | None = None,
+        is_beside: bool = False,
     ) -> ModelLoad:
         pool, post, name, hosting = self._pool, self._post, self.model, self.order.hosting
         if self._borrowed is None:
             raise self._wrong("was never found")
-        return ModelLoad(
+        load = ModelLoad(
             *(self._borrowed, spec, space, self._resources),
             prepare=lambda part: pool.prepare(name, part),
             prepare_rest=lambda: pool.prepare_rest(name),
@@ -317,15 +317,11 @@ class HostedModel:
             began_s=began_s,
             open_s=open_s,
             engine=engine,
-            first=first,
+            is_beside=is_beside,
         )
-
-    def _first_requests(self) -> FirstRequests | None:
-        """Return what waits for the engine; None: nothing does whose steps are foreseeable."""
-        plain = [one for one in self.waiting if one.adapter is None and one.pooling is None]
-        if not plain:
-            return None
-        return FirstRequests(len(plain), sum(len(one.prompt) + len(one.output) for one in plain))
+        for request in self.waiting:
+            load.first = load.first.with_one(request)
+        return load
 
     # What comes ahead of its turn.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,9 +21,10 @@ from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.runner import Runner
 from hearth.engine.step_marks import StepMarks
+from hearth.engine.step_shape import StepShape
 from hearth.errors import ModelError
 from hearth.memory.pool import Space
-from hearth.messages import HostModel
+from hearth.messages import HostModel, StartRequest
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
 from hearth.store.borrower import BorrowedModel, Borrower
@@ -79,10 +80,22 @@ class FrontLoaded:
 
 @dataclass(frozen=True, slots=True)
 class FirstRequests:
-    """Requests that wait for a model beside which others step: its first steps should not take long."""
+    """Requests that wait for a model while it comes, as far as their first steps can be foreseen."""
 
-    num_requests: int
-    num_tokens: int  #: of their prompts
+    num_requests: int = 0
+    num_tokens: int = 0  #: of their prompts
+    num_decoding: int = 0  #: of them, those that are not over with their first token
+
+    def with_one(self, request: StartRequest) -> FirstRequests:
+        """Return these and one more; one with an adapter, or whose prompt is read, does not count."""
+        if request.adapter is not None or request.pooling is not None:
+            return self
+        max_tokens, num_output = request.sampling.max_tokens, len(request.output)
+        return FirstRequests(
+            self.num_requests + 1,
+            self.num_tokens + len(request.prompt) + num_output,
+            self.num_decoding + (max_tokens is None or max_tokens - num_output > 1),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +125,18 @@ class ModelLoad:
         began_s: float,
         open_s: float,
         engine: Engine | None = None,
-        first: FirstRequests | None = None,
+        is_beside: bool = False,
     ) -> None:
         """Start to load what is missing, and to put the engine together, unless the model has one.
 
         `prepare` makes a part of the space ready to be written, `prepare_rest` all of it but the weights.
         `borrowed`: the model as it was found, which took `open_s`. `marks` is told how the engine's steps
-        advance. `first`: whose steps are captured beside the load, if graphs are restored; None: none are,
-        for nobody else is held up by them.
+        advance. `is_beside`: others step, and should not be held up.
         """
         self._spec, self._space, self._resources, self._marks = spec, space, resources, marks
-        self._prepare_rest, self._first = prepare_rest, first
+        self._prepare_rest, self._is_beside = prepare_rest, is_beside
+        #: Whose first steps are captured beside the load, if graphs are restored; written by the step thread.
+        self.first = FirstRequests()
         self._borrowed, self._post, self.began_s, self.open_s = borrowed, post, began_s, open_s
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         #: Bytes as stored that need no load: the model's own, or those of a model like it.
@@ -200,22 +214,35 @@ class ModelLoad:
             self._capture_first(engine.runner)
 
     def _capture_first(self, runner: Runner) -> None:
-        """Capture the first steps of requests that wait, where others would wait for them to run eagerly.
+        """Capture the first steps of requests that wait, which would be launched kernel by kernel.
 
-        Launched kernel by kernel they take the step thread some 15 ms each, and restored graphs have to be
-        tried beside such a step first.
+        So they take the step thread some 15 ms each, and restored graphs have to be tried beside such a step
+        first. Where nobody else steps the first one follows the bytes, layer by layer, and is never captured.
         """
-        if self._first is None or self._map_ahead is None:
+        if self._map_ahead is None:
             return
+        launches, captured = self._resources.marks.launches, set[StepShape]()
         try:
             self._map_ahead.wait()  # for kernels check that there is memory
-            for shape in runner.sizes.first_shapes(self._first.num_requests, self._first.num_tokens):
-                if self._is_cancelled or self.weights is not None:  # steps do not wait for it
-                    return
-                runner.stand_in(shape, GraphCapture)
+            while (shape := self._next_shape(runner, captured)) is not None:
+                runner.stand_in(shape, GraphCapture, launches.give_way, launches.get_behind)
+                captured.add(shape)
         except Exception:  # whatever it is: the steps run without
             if not self._is_cancelled:  # else the memory is gone
                 log.exception("first_steps_not_captured")
+
+    def _next_shape(self, runner: Runner, captured: Collection[StepShape]) -> StepShape | None:
+        """Return the next step to be captured for all requests that have come so far; None: there is none.
+
+        What would come too late is not captured: it takes the interpreter from the step that runs without.
+        """
+        is_late = self.weights is not None if self._is_beside else self.is_almost_loaded
+        if self._is_cancelled or is_late:
+            return None
+        first = self.first
+        shapes = runner.sizes.first_shapes(first.num_requests, first.num_tokens, first.num_decoding)
+        wanted = (one for one in shapes if self._is_beside or not one.has_prompts)
+        return next((one for one in wanted if one not in captured), None)
 
     def _start_crossing(self) -> None:
         """Have the missing bytes cross from here on, unless the load was called off.

@@ -23,7 +23,7 @@ class WorkerMarks:
     def __init__(self, beacon: Beacon | None = None, launches: StepLaunches | None = None) -> None:
         """`beacon` None: nobody looks. `launches` is told when each step is launched."""
         self.beacon = beacon or Beacon()
-        self._launches = launches or StepLaunches()
+        self.launches = launches or StepLaunches()
         self._num_begun = 0
         #: By number, one for each step that is not known to be done, oldest first.
         self._under_way: dict[int, _BegunStep] = {}
@@ -39,11 +39,11 @@ class WorkerMarks:
         self._num_begun += 1
         self._under_way[number] = _BegunStep(marks, request_ids)
         self._show()
-        self._launches.begun()
+        self.launches.begun()
         return number
 
     def launched(self) -> None:
-        self._launches.ended()
+        self.launches.ended()
 
     def done(self, number: int) -> None:
         """Note that a step is done, and so are those that were launched before it, whoever waits for them."""

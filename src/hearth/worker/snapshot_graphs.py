@@ -29,7 +29,7 @@ from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
-from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild, RestoredGraph
+from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.worker.first_tokens import FirstTokens
@@ -114,13 +114,13 @@ class SnapshotGraphs:
         """Have the thread restore graphs."""
         self._thread.submit(self._restore, graphs, runner)
 
-    def _destroy(self, graphs: list[RestoredGraph]) -> None:
+    def _destroy(self, graphs: list[object]) -> None:
         """Have the thread destroy graphs: 80 of them would hold up the steps of all models for 30 ms."""
         self._thread.submit(self._empty, graphs)
 
-    def _empty(self, graphs: list[RestoredGraph]) -> None:
+    def _empty(self, graphs: list[object]) -> None:
         while graphs:
-            self._launches.give_way()
+            self._launches.get_behind()
             graphs.pop()
 
     def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
@@ -135,18 +135,23 @@ class SnapshotGraphs:
             log.exception("fallback restore=interpreted")
 
     def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
-        def rehearse(name: str) -> None:
-            # Each with memory of its own: torch refuses to fill that of a graph which is gone.
-            graph = runner.rehearse(name, GraphCapture())
-            if graph is not None:
-                self.learn(graph)
-
         tokens = self._first_tokens.give_way(MAX_PAUSE_S)
 
         def give_way() -> None:
             tokens()
             if not graphs.is_any_wanted:  # else steps run without their graph, which costs them more
+                self._launches.get_behind()
+
+        def between_layers() -> None:
+            if not graphs.is_any_wanted:
                 self._launches.give_way()
+
+        def rehearse(name: str) -> None:
+            # Each with memory of its own: torch refuses to fill that of a graph which is gone.
+            graph = runner.rehearse(name, GraphCapture(), between_layers)
+            if graph is not None:
+                between_layers()
+                self.learn(graph)
 
         try:
             graphs.restore(self._rebuild, rehearse, give_way)
