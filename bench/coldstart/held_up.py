@@ -233,14 +233,17 @@ class Rig:
         return found
 
 
-def tell_steps(ring: Ring, name: str, ends_s: Sequence[float]) -> None:
-    """Print how even steps were, and what happened in those that were long."""
+def tell_steps(
+    ring: Ring, name: str, ends_s: Sequence[float], *, long: float = LONG, most: int = _TOLD
+) -> None:
+    """Print how even steps were, and what happened in those that took `long` times the median, at `most`."""
     steps_s = np.diff(np.array(ends_s))
     found = percentiles(steps_s.tolist())
-    long = [at for at in range(len(steps_s)) if steps_s[at] > LONG * found["p50"]]
+    are_long = [at for at in range(len(steps_s)) if steps_s[at] > long * found["p50"]]
+    num_twice = sum(step_s > LONG * found["p50"] for step_s in steps_s)
     figures = " ".join(f"{key}={1e3 * found[key]:.2f}" for key in ("p50", "p90", "p99", "max"))
-    tell(f"{name}: ms {figures} over_twice={len(long)} steps={len(steps_s)}")
-    for at in sorted(long, key=lambda at: -steps_s[at])[:_TOLD]:
+    tell(f"{name}: ms {figures} over_twice={num_twice} steps={len(steps_s)}")
+    for at in sorted(are_long, key=lambda at: -steps_s[at])[:most]:
         begin_s, end_s = ends_s[at], ends_s[at + 1]
         tell(f"    step {at}: {1e3 * steps_s[at]:.1f} ms, in which")
         merged = dict[tuple[str, str], list[Noted]]()
