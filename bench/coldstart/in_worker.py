@@ -70,6 +70,7 @@ from hearth.messages import (
     MakeSnapshot,
     ModelLoaded,
     Sampling,
+    Shutdown,
     SnapshotMade,
     StartRequest,
     StepDone,
@@ -97,6 +98,7 @@ from hearth.worker.step_launches import StepLaunches
 from hearth.worker.torch_limit import TorchLimit
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
+PATIENCE_S = 10.0  #: for the worker to end
 SEVEN, FOUR = ModelId(RUNNING), ModelId(OTHER)
 #: How a worker does without a part.
 PARTS: dict[str, tuple[type, str, Callable[..., object]]] = {
@@ -338,7 +340,10 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[Rig]:
             finally:
                 facts.put(None)
 
-        threading.Thread(target=run, name="hearth-steps", daemon=True).start()
+        thread = threading.Thread(target=run, name="hearth-steps", daemon=True)
+        thread.start()
+        stack.callback(thread.join, PATIENCE_S)
+        stack.callback(inbox.put, Shutdown())
         yield Rig(scale, WorkerClient(inbox, facts, orders, borrower.segment), graphs, ring)
 
 
@@ -378,8 +383,8 @@ def main() -> None:
                     except Exception:  # the others may do better
                         tell(f"{what}, {name}: FAILED")
                         traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(0)  # as a worker: what the device has goes with the process
+    sys.stdout.flush()
+    os._exit(0)  # as a worker: what the device has goes with the process
 
 
 if __name__ == "__main__":
