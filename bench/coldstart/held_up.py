@@ -18,6 +18,7 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 
 import argparse
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -74,6 +75,7 @@ from hearth.worker.start_times import StartTimes
 RUNNING, OTHER = "7B", "4B"
 LONG = 2.0  #: times the median
 _TOLD = 4  #: long gaps of a part
+_LONG_GARBAGE_S = 0.0003
 PARTS = ("cold", "rehearsed", "others")
 PATIENCE_S = 90.0  #: for one of them, with kernels to compile
 
@@ -123,6 +125,20 @@ class Ring:
                 return called(*arguments, **named)
 
         setattr(owner, name, noted)
+
+    def trace_garbage(self) -> None:
+        """Have all collections of garbage noted that take a while, by the thread that they keep."""
+        begun_s = [0.0]
+
+        def noted(phase: str, about: dict[str, int]) -> None:
+            now_s = time.perf_counter()
+            if phase == "start":
+                begun_s[0] = now_s
+            elif now_s - begun_s[0] > _LONG_GARBAGE_S:
+                what = f"garbage {about['generation']}"
+                self._events.append(Noted(threading.current_thread().name, what, begun_s[0], now_s))
+
+        gc.callbacks.append(noted)
 
     def during(self, begin_s: float, end_s: float) -> list[Noted]:
         return [one for one in list(self._events) if one.begin_s < end_s and one.end_s > begin_s]

@@ -25,6 +25,7 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 # isort: split
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -328,6 +329,9 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[Rig]:
         ring = Ring()
         for owner, function, what in _TRACED:
             ring.trace(owner, function, what)
+        ring.trace_garbage()
+        gc.collect()
+        gc.freeze()  # as a worker's process has it
         inbox: Inbox = SimpleQueue()
         facts: Queue[TimedFact | None] = Queue()
         loop = WorkerLoop(resources, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
