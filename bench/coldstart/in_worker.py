@@ -27,12 +27,14 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 import argparse
 import gc
 import os
+import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -40,6 +42,7 @@ from itertools import pairwise
 from pathlib import Path
 from queue import Queue, SimpleQueue
 from random import Random
+from types import FrameType
 from unittest.mock import patch
 
 import msgspec
@@ -99,7 +102,6 @@ from hearth.worker.step_launches import StepLaunches
 from hearth.worker.torch_limit import TorchLimit
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
-PATIENCE_S = 10.0  #: for the worker to end
 SEVEN, FOUR = ModelId(RUNNING), ModelId(OTHER)
 #: How a worker does without a part.
 PARTS: dict[str, tuple[type, str, Callable[..., object]]] = {
@@ -264,8 +266,8 @@ class Rig:
 
 
 @contextmanager
-def working(scale: Scale, *, is_tiny: bool) -> Iterator[Rig]:
-    """Yield a worker that can host both models."""
+def working(scale: Scale, *, is_tiny: bool) -> Iterator[tuple[Rig, WorkerLoop]]:
+    """Yield a worker that can host both models, and its loop, which is to be run on this thread."""
     config, shapes = EngineConfig(), TINY_SHAPES if is_tiny else SHAPES
     device, is_cuda = torch.device(scale.kind), scale.kind == "cuda"
     kernels = Path(StoreConfig().path).expanduser() / "kernels"
@@ -273,6 +275,12 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[Rig]:
         place = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-bench-", dir=scale.place))
         )
+
+        def end(number: int, frame: FrameType | None) -> None:
+            shutil.rmtree(place, ignore_errors=True)
+            os._exit(1)
+
+        signal.signal(signal.SIGTERM, end)  # so that no model outlives this
         orders = {}
         with step("models"):
             for slot, model in enumerate((SEVEN, FOUR)):
@@ -288,21 +296,9 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[Rig]:
                     slot=slot,
                 )
         if is_cuda:
-            COMPILATIONS.watch()
-            warmup = KernelWarmup(KernelCache.open(kernels))
-
-            def compile_one(model: ModelId) -> None:
-                shape = shapes[model]
-                needs = (shape.arch, shape.dtype, shape.quant, orders[model].limits)
-                warmup.compile(KernelNeeds.on(device, *needs))
-
-            with step("kernels"), ThreadPoolExecutor(2) as pool:
-                list(pool.map(compile_one, orders))
-            torch.cuda.empty_cache()
-        limits = asdict(orders[SEVEN].limits)
-        task = GraphTask(
-            True, shapes[SEVEN].config, shapes[SEVEN].dtype, scale.kind, limits, str(kernels), "", 1, 1
-        )
+            torch.cuda.empty_cache()  # a worker takes nearly all that is free
+        first, plain = shapes[SEVEN], asdict(orders[SEVEN].limits)
+        task = GraphTask(True, first.config, first.dtype, scale.kind, plain, str(kernels), "", 1, 1)
         setup = msgspec.structs.replace(
             worker_setup(task, config, scale.budget_bytes or 0),
             budget_bytes=scale.budget_bytes,
@@ -310,6 +306,17 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[Rig]:
             snapshot_bytes=1 << 30,
         )
         runtime = start(setup, config, StartTimes())
+        if is_cuda:
+            COMPILATIONS.watch()
+            warmup = KernelWarmup(KernelCache.open(kernels))
+
+            def compile_one(model: ModelId) -> None:
+                shape = shapes[model]
+                needs = (shape.arch, shape.dtype, shape.quant, orders[model].limits)
+                warmup.compile(KernelNeeds.on(runtime.device, *needs))
+
+            with step("kernels"), ThreadPoolExecutor(2) as pool:
+                list(pool.map(compile_one, orders))
         socket = stack.enter_context(keeping(device, scale.host_bytes, place))
         borrower = Borrower(socket, is_pinned=is_cuda)
         stack.callback(borrower.close)
@@ -336,19 +343,36 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[Rig]:
         facts: Queue[TimedFact | None] = Queue()
         loop = WorkerLoop(resources, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
 
-        def run() -> None:
-            try:
-                loop.run()
-            except BaseException:  # told by whoever waits for facts
-                traceback.print_exc()
-            finally:
-                facts.put(None)
+        yield Rig(scale, WorkerClient(inbox, facts, orders, borrower.segment), graphs, ring), loop
 
-        thread = threading.Thread(target=run, name="hearth-steps", daemon=True)
-        thread.start()
-        stack.callback(thread.join, PATIENCE_S)
-        stack.callback(inbox.put, Shutdown())
-        yield Rig(scale, WorkerClient(inbox, facts, orders, borrower.segment), graphs, ring)
+
+def measure(rig: Rig, without: Sequence[str]) -> None:
+    """Ask all questions of a worker that runs, and have it end."""
+    try:
+        with step("snapshots"):
+            rig.make_snapshot(FOUR)
+            rig.make_snapshot(SEVEN)
+            rig.drop(FOUR)
+            if rig.scale.kind == "cuda":
+                rig.client.segment.wait_pinned()
+        rig.burst("the first one in its process")
+        for name in ("everything", *(f"without {part}" for part in without)):
+            part = name.removeprefix("without ")
+            with ExitStack() as stack:
+                if part in PARTS:
+                    stack.enter_context(patch.object(*PARTS[part]))
+                for ask in (rig.others, rig.burst):
+                    if ask == rig.burst and part in ("device", "own end"):
+                        continue  # nobody else is there
+                    try:
+                        ask(name)
+                    except Exception:  # the others may do better
+                        tell(f"{ask.__name__}, {name}: FAILED")
+                        traceback.print_exc()
+    except Exception:  # the thread's top
+        traceback.print_exc()
+    finally:
+        rig.client.send(Shutdown())
 
 
 def main() -> None:
@@ -365,28 +389,15 @@ def main() -> None:
         patch.object(ModelKernels, "tune", lambda *_: None),
         patch.object(snapshot_maker, "NUM_RUNS", 1),
         patch.object(snapshot_maker, "QUIET_S", 0.05),
-        working(scale, is_tiny=chosen.tiny) as rig,
+        working(scale, is_tiny=chosen.tiny) as (rig, loop),
     ):
-        with step("snapshots"):
-            rig.make_snapshot(FOUR)
-            rig.make_snapshot(SEVEN)
-            rig.drop(FOUR)
-            if not chosen.tiny:
-                rig.client.segment.wait_pinned()
-        rig.burst("the first one in its process")
-        for name in ("everything", *(f"without {part}" for part in chosen.without)):
-            part = name.removeprefix("without ")
-            with ExitStack() as stack:
-                if part in PARTS:
-                    stack.enter_context(patch.object(*PARTS[part]))
-                for what, measure in (("others", rig.others), ("burst", rig.burst)):
-                    if what == "burst" and part in ("device", "own end"):
-                        continue  # which nobody else is there for
-                    try:
-                        measure(name)
-                    except Exception:  # the others may do better
-                        tell(f"{what}, {name}: FAILED")
-                        traceback.print_exc()
+        thread = threading.Thread(target=measure, args=(rig, chosen.without), name="asks")
+        thread.start()
+        try:
+            loop.run()  # on the thread that has brought the device up: captures find library memory by it
+        finally:
+            rig.client.facts.put(None)
+            thread.join()
     sys.stdout.flush()
     os._exit(0)  # as a worker: what the device has goes with the process
 
