@@ -1,6 +1,6 @@
 """What does the step thread of a worker do while a model comes beside one that answers, or for many requests?
 
-    python -m bench.coldstart.in_worker [--restores N] [--without PART ...] [--tiny]
+    python -m bench.coldstart.in_worker [--restores N] [--without PART ...] [--interval S] [--tiny]
 
     others    16 streams of a 7B, while a 4B is dropped, loaded, asked and restored, again and again
     burst     64 requests at once to a 7B that comes
@@ -14,6 +14,8 @@ thread. Each is run with everything, and with each of these left out (`--without
     device    another model steps while only the device is awaited
     own end   a model that goes waits for its own steps alone
 
+At last `others` is run with another interval at which threads leave the interpreter to each other.
+
 Kernels of products are not chosen, and steps are not measured for the snapshots: that takes half a minute.
 On one H200 it takes 45 s, kernels that were never compiled 15 more.
 """
@@ -26,6 +28,7 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 
 import argparse
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -346,7 +349,7 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[tuple[Rig, WorkerLoop]]:
         yield Rig(scale, WorkerClient(inbox, facts, orders, borrower.segment), graphs, ring), loop
 
 
-def measure(rig: Rig, without: Sequence[str]) -> None:
+def measure(rig: Rig, without: Sequence[str], interval_s: float) -> None:
     """Ask all questions of a worker that runs, and have it end."""
     try:
         with step("snapshots"):
@@ -369,6 +372,8 @@ def measure(rig: Rig, without: Sequence[str]) -> None:
                     except Exception:  # the others may do better
                         tell(f"{ask.__name__}, {name}: FAILED")
                         traceback.print_exc()
+        sys.setswitchinterval(interval_s)
+        rig.others(f"everything, threads leave the interpreter after {1e3 * interval_s:g} ms")
     except Exception:  # the thread's top
         traceback.print_exc()
     finally:
@@ -381,9 +386,12 @@ def main() -> None:
     )
     parser.add_argument("--restores", type=int, default=Scale().restores)
     parser.add_argument("--without", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--interval", type=float, default=0.0001, help="seconds of a thread's turn, at last")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU, without graphs")
     chosen = parser.parse_args()
     scale = TINY if chosen.tiny else Scale(restores=chosen.restores)
+    logging.basicConfig(level="WARNING", format="%(message)s")
+    logging.getLogger("hearth.snapshot").setLevel("INFO")  # how long each restore took
     sys.setswitchinterval(worker_main.SWITCH_S)
     with (
         patch.object(ModelKernels, "tune", lambda *_: None),
@@ -391,7 +399,7 @@ def main() -> None:
         patch.object(snapshot_maker, "QUIET_S", 0.05),
         working(scale, is_tiny=chosen.tiny) as (rig, loop),
     ):
-        thread = threading.Thread(target=measure, args=(rig, chosen.without), name="asks")
+        thread = threading.Thread(target=measure, args=(rig, chosen.without, chosen.interval), name="asks")
         thread.start()
         try:
             loop.run()  # on the thread that has brought the device up: captures find library memory by it
