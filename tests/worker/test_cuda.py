@@ -183,3 +183,8 @@ def test_a_snapshot_of_one_process_is_used_by_the_next(tmp_path: Path) -> None:
             assert pong.torch_limit_bytes == memory.torch_bytes + SPARE_BYTES
             (again,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
             assert again.tokens == before.tokens
+            for _ in range(3):  # its first steps may be captured beside the load
+                gateway.drop("a")
+                gateway.send(host_order("a", where))
+                (waited,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
+                assert waited.tokens == before.tokens
