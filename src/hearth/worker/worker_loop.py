@@ -219,9 +219,8 @@ class WorkerLoop:
     def _step(self) -> None:
         """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
         ready, self._ready = self._ready, {}
-        batchers = {model: served.engine.batcher for model, served in ready.items()}
-        urgent = [model for model, one in batchers.items() if one.has_newcomer]
-        launched = [model for model in urgent if batchers[model].awaits_only_device]
+        urgent = [model for model, served in ready.items() if served.engine.batcher.has_newcomer]
+        launched = [model for model in urgent if ready[model].engine.awaits_only_device]
         model = self._sharing.next(ready, urgent, launched)
         began_s = time.perf_counter()
         try:
