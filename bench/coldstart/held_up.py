@@ -1,9 +1,10 @@
 """What holds up a model that runs while another one is restored, and its own first steps? Part by part.
 
-    python -m bench.coldstart.held_up [--only cold rehearsed others] [--tiny]
+    python -m bench.coldstart.held_up [--only cold rehearsed stood_in others] [--tiny]
 
     cold        64 requests at once to a 7B that is restored in a new process: every long step by its parts
     rehearsed   the same, with the kernels of trials loaded ahead
+    stood_in    the same, with a graph of the first decode steps captured before, as beside a load
     others      16 streams of a 7B, beside each part of restoring a 4B alone: by a thread, or between steps
 
 Each is a process of its own, which prints as it goes; what fails costs nothing else. Every part notes when it
@@ -76,7 +77,7 @@ RUNNING, OTHER = "7B", "4B"
 LONG = 2.0  #: times the median
 _TOLD = 4  #: long gaps of a part
 _LONG_GARBAGE_S = 0.0003
-PARTS = ("cold", "rehearsed", "others")
+PARTS = ("cold", "rehearsed", "stood_in", "others")
 PATIENCE_S = 90.0  #: for one of them, with kernels to compile
 
 
@@ -278,12 +279,12 @@ def tell_steps(
 # The first steps of a model's own.
 
 
-def burst(scale: Scale, *, is_rehearsed: bool, is_tiny: bool) -> None:
+def burst(scale: Scale, part: str, *, is_tiny: bool) -> None:
     """Ask for many streams at once of a model that is restored: its first time in the process, and again."""
     tokens = scale.burst * (scale.prompt + scale.burst_tokens + 64)
     rig = Rig(scale, {RUNNING: tokens}, is_tiny=is_tiny)
     hosted, sections = rig.hosted[RUNNING], rig.sections(RUNNING)
-    if is_rehearsed:
+    if part != "cold" and not is_tiny:
         began_s = time.perf_counter()
         hosted.runner.rehearse_trial(GraphCapture())
         tell(f"trial rehearsed in {time.perf_counter() - began_s:.3f} s")
@@ -298,6 +299,9 @@ def burst(scale: Scale, *, is_rehearsed: bool, is_tiny: bool) -> None:
                 parts.restore(
                     sections, TrialMark(Path(place) / "graphs.snapshot"), lambda reason: tell(reason)
                 )
+                if part == "stood_in":
+                    size = next(size for size in hosted.runner.sizes.decode if size >= scale.burst)
+                    hosted.runner.stand_in(StepShape.decode(size), GraphCapture)
             hosted.ask(scale.burst, scale.prompt, scale.burst_tokens, seed=number)
             ends_s = list[float]()
             while hosted.engine.has_work:
@@ -555,7 +559,7 @@ def main() -> None:
     if part == "others":
         others(scale, is_tiny=chosen.tiny)
     else:
-        burst(scale, is_rehearsed=part == "rehearsed" and not chosen.tiny, is_tiny=chosen.tiny)
+        burst(scale, part, is_tiny=chosen.tiny)
     sys.stdout.flush()
     os._exit(0)  # as a worker: what the device has goes with the process
 
