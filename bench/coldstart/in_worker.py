@@ -165,6 +165,7 @@ class Rig:
         self._ends_s: dict[ModelId, list[float]] = {SEVEN: [], FOUR: []}
         self._num_runs = 1_000_000
         self._hosting = 0
+        self.has_failed = False  #: in any of its parts
 
     def ask(self, model: ModelId, num_requests: int, num_prompt: int, num_new: int) -> None:
         vocab_size = 500 if self.scale.kind == "cpu" else 30_000
@@ -372,10 +373,12 @@ def measure(rig: Rig, without: Sequence[str], interval_s: float) -> None:
                     except Exception:  # the others may do better
                         tell(f"{ask.__name__}, {name}: FAILED")
                         traceback.print_exc()
+                        rig.has_failed = True
         sys.setswitchinterval(interval_s)
         rig.others(f"everything, threads leave the interpreter after {1e3 * interval_s:g} ms")
     except Exception:  # the thread's top
         traceback.print_exc()
+        rig.has_failed = True
     finally:
         rig.client.send(Shutdown())
 
@@ -407,7 +410,7 @@ def main() -> None:
             rig.client.facts.put(None)
             thread.join()
     sys.stdout.flush()
-    os._exit(0)  # as a worker: what the device has goes with the process
+    os._exit(rig.has_failed)  # as a worker: what the device has goes with the process
 
 
 if __name__ == "__main__":
