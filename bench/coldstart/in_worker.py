@@ -1,6 +1,6 @@
 """What does the step thread of a worker do while a model comes beside one that answers, or for many requests?
 
-    python -m bench.coldstart.in_worker [--restores N] [--without PART ...] [--interval S] [--tiny]
+    python -m bench.coldstart.in_worker [--restores N] [--without PART ...] [--tiny]
 
     others    16 streams of a 7B, while a 4B is dropped, loaded, asked and restored, again and again
     burst     64 requests at once to a 7B that comes
@@ -14,10 +14,8 @@ thread. Each is run with everything, and with each of these left out (`--without
     device    another model steps while only the device is awaited
     own end   a model that goes waits for its own steps alone
 
-At last `others` is run with another interval at which threads leave the interpreter to each other.
-
 Kernels of products are not chosen, and steps are not measured for the snapshots: that takes half a minute.
-On one H200 it takes 45 s, kernels that were never compiled 15 more.
+On one H200 it takes 50 s, kernels that were never compiled 20 more.
 """
 
 from __future__ import annotations
@@ -350,7 +348,7 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[tuple[Rig, WorkerLoop]]:
         yield Rig(scale, WorkerClient(inbox, facts, orders, borrower.segment), graphs, ring), loop
 
 
-def measure(rig: Rig, without: Sequence[str], interval_s: float) -> None:
+def measure(rig: Rig, without: Sequence[str]) -> None:
     """Ask all questions of a worker that runs, and have it end."""
     try:
         with step("snapshots"):
@@ -374,8 +372,6 @@ def measure(rig: Rig, without: Sequence[str], interval_s: float) -> None:
                         tell(f"{ask.__name__}, {name}: FAILED")
                         traceback.print_exc()
                         rig.has_failed = True
-        sys.setswitchinterval(interval_s)
-        rig.others(f"everything, threads leave the interpreter after {1e3 * interval_s:g} ms")
     except Exception:  # the thread's top
         traceback.print_exc()
         rig.has_failed = True
@@ -389,7 +385,6 @@ def main() -> None:
     )
     parser.add_argument("--restores", type=int, default=Scale().restores)
     parser.add_argument("--without", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--interval", type=float, default=0.0001, help="seconds of a thread's turn, at last")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU, without graphs")
     chosen = parser.parse_args()
     scale = TINY if chosen.tiny else Scale(restores=chosen.restores)
@@ -402,7 +397,7 @@ def main() -> None:
         patch.object(snapshot_maker, "QUIET_S", 0.05),
         working(scale, is_tiny=chosen.tiny) as (rig, loop),
     ):
-        thread = threading.Thread(target=measure, args=(rig, chosen.without, chosen.interval), name="asks")
+        thread = threading.Thread(target=measure, args=(rig, chosen.without), name="asks")
         thread.start()
         try:
             loop.run()  # on the thread that has brought the device up: captures find library memory by it

@@ -602,30 +602,6 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
 
 
-def test_torch_is_limited_anew_behind_a_model_that_goes_once_nobody_is_held_up(
-    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted = list[tuple[set[str], bool]]()
-
-    def note(models: HostedModels) -> None:
-        noted.append((set(models.hosted), bool(models._busy())))
-
-    monkeypatch.setattr(HostedModels, "limit_torch", note)
-    bench.gate.open()
-    bench.gateway.host("a", model)
-    bench.gateway.host("b", converted("opt-pre"))
-    bench.gateway.until(ModelLoaded)
-    bench.gateway.until(ModelLoaded)
-    long = bench.start("a", 100)
-    bench.gateway.until(StepDone)
-    bench.gateway.drop("b")
-    bench.gateway.until_ended(long)
-    while ({"a"}, False) not in noted:
-        bench.gateway.ping()
-
-    assert ({"a"}, True) not in noted
-
-
 def test_progress_is_told_by_bytes_and_layers(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,10 +142,7 @@ class HostedModels:
         return self._announced(loaded)
 
     def limit_torch(self) -> None:
-        """Have torch keep to what the engines that there are were measured to need.
-
-        Not at once when one has gone: torch asks the driver, and what nobody needs is not taken.
-        """
+        """Have torch keep to what the engines that there are were measured to need."""
         if self._resources.torch_limit is not None:
             models = {**self._retired, **self.hosted}
             self._resources.torch_limit.follow(
@@ -171,6 +168,7 @@ class HostedModels:
             hosted.close()
         del self.hosted[model]
         self.turns.forget(model)
+        self.limit_torch()
         log.info("model_retired model=%s", model)
 
     def drop(self, model: ModelId) -> None:
@@ -181,6 +179,7 @@ class HostedModels:
         self.turns.forget(model)
         self.reclaimer.drop(model)
         self.reclaimer.reload_costs.forget(model)
+        self.limit_torch()
         log.info("model_dropped model=%s", model)
 
     # Ahead of turns.

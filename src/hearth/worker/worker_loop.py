@@ -198,7 +198,6 @@ class WorkerLoop:
                 continue
             if self._advance_snapshot():
                 continue
-            self._models.limit_torch()
             self._tell_residency(is_due=True)  # before it sleeps
             try:
                 return self._inbox.get(timeout=self._timeout_s())
