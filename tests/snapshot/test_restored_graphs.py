@@ -88,6 +88,24 @@ def test_all_graphs_are_restored_the_smallest_first() -> None:
     assert graphs.find("decode-16") is None
 
 
+def test_the_pause_that_is_told_of_is_that_before_the_first_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind it graphs come one by one, also while steps are given way to: that is when others may notice."""
+    caplog.set_level("INFO")
+    names, now_s = ["decode-1", "decode-8", "decode-64"], [0.0]
+    machine = Machine([1, 8, 64])
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+
+    def give_way() -> None:
+        now_s[0] += 5.0 if now_s[0] == 0.0 else 0.5
+
+    machine.restored(sections_of(names)).restore(
+        InterpretedRebuild(machine.driver), machine.rehearse, give_way
+    )
+    assert "graphs=3 of=3 seconds=6.000 paused_s=5.000" in caplog.text
+
+
 def test_a_graph_that_a_step_needs_is_restored_before_smaller_ones() -> None:
     names = ["decode-1", "decode-8", "decode-64", "mixed-512"]
     machine = Machine([1, 8, 64, 512])

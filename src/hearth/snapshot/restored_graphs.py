@@ -149,11 +149,12 @@ class RestoredGraphs:
         coming = self._coming  # which is another one once nobody wants the graphs
         shown = partial(self._rehearse, rehearse, give_up_s=began_s + MEMORY_PATIENCE_S)
         kinds, self._num_rehearsed, self._rehearsal_s = set[str](), 0, 0.0
-        paused_s = 0.0
+        paused_s = 0.0  # before the first of them, for which whoever waits for a first token comes first
         while coming and coming is self._coming:
             at_s = time.perf_counter()
             give_way()
-            paused_s += time.perf_counter() - at_s
+            if not tried:
+                paused_s = time.perf_counter() - at_s
             if not coming or coming is not self._coming:  # nobody wants them any more
                 break
             name = self._next(coming)
