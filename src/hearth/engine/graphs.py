@@ -71,7 +71,7 @@ class GraphSource(Protocol):
     def let_go(self, others: list[object]) -> None:
         """Have all graphs go that were restored: nobody runs one of them any more, or asks for it.
 
-        So have `others`, a list that is emptied: who has a graph last waits for the driver.
+        The list of `others` is emptied likewise: who has a graph last waits for the driver.
         """
 
     def discard(self, reason: str) -> None:

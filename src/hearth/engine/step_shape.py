@@ -87,8 +87,8 @@ class PaddedSizes:
     def first_shapes(self, num_requests: int, num_tokens: int, num_decoding: int) -> list[StepShape]:
         """Return the shapes of the first two steps of requests whose prompts have so many tokens in all.
 
-        Of the second step are those that go on `decoding`. Not that of the first where prompts take more than
-        one step; none where steps are not padded.
+        `num_decoding` of them go on behind their first token. Where prompts take more than one step the first
+        shape is left out; there are none where steps are not padded.
         """
         shapes = list[StepShape]()
         if not self.decode:
