@@ -11,7 +11,6 @@ thread. Each is run with everything, and with each of these left out (`--without
 
     behind    what keeps the driver busy waits for the end of a launch
     capture   first steps are captured beside the load
-    device    another model steps while only the device is awaited
     own end   a model that goes waits for its own steps alone
 
 Kernels of products are not chosen, and steps are not measured for the snapshots: that takes half a minute.
@@ -81,7 +80,6 @@ from hearth.messages import (
     StepDone,
 )
 from hearth.models.dtypes import DTYPES
-from hearth.policy.batch.step_sharing import StepSharing
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.store.borrower import Borrower
@@ -108,13 +106,6 @@ SEVEN, FOUR = ModelId(RUNNING), ModelId(OTHER)
 PARTS: dict[str, tuple[type, str, Callable[..., object]]] = {
     "behind": (StepLaunches, "get_behind", StepLaunches.give_way),
     "capture": (ModelLoad, "_next_shape", lambda load, runner, captured: None),
-    "device": (
-        StepSharing,
-        "next",
-        lambda sharing, ready, urgent=(), launched=(), next_of=StepSharing.next: next_of(
-            sharing, ready, urgent
-        ),
-    ),
     "own end": (Runner, "close", lambda runner, close=Runner.close: _close_behind_all(runner, close)),
 }
 _TRACED = (
@@ -364,7 +355,7 @@ def measure(rig: Rig, without: Sequence[str]) -> None:
                 if part in PARTS:
                     stack.enter_context(patch.object(*PARTS[part]))
                 for ask in (rig.others, rig.burst):
-                    if ask == rig.burst and part in ("device", "own end"):
+                    if ask == rig.burst and part == "own end":
                         continue  # nobody else is there
                     try:
                         ask(name)

@@ -13,7 +13,6 @@ import pytest
 from bench.coldstart import held_up, in_worker
 from bench.coldstart.held_up import Ring
 from hearth.engine.runner import Runner
-from hearth.policy.batch.step_sharing import StepSharing
 from hearth.types import ModelId
 
 A, B = ModelId("a"), ModelId("b")
@@ -28,14 +27,6 @@ def test_a_part_that_is_left_out_takes_what_the_part_takes(part: str) -> None:
     owner, name, without = in_worker.PARTS[part]
     usual = inspect.signature(getattr(owner, name))
     inspect.signature(without).bind(*usual.parameters)
-
-
-def test_without_it_a_first_token_is_waited_for_at_once() -> None:
-    with patch.object(*in_worker.PARTS["device"]):
-        sharing = StepSharing()
-        sharing.next([A, B])
-        sharing.stepped(A, 0.001)
-        assert sharing.next([A, B], urgent=[A], launched=[A]) == A
 
 
 def test_without_it_a_model_that_goes_waits_for_all() -> None:

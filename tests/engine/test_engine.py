@@ -387,19 +387,3 @@ def test_nobody_finds_the_prefix_of_a_request_that_broke(budget: int) -> None:
 
     assert ask(engine, [asked], greedy()) == ask(sound, [asked], greedy())
     assert admissions[0].num_cached_tokens == 0
-
-
-@pytest.mark.parametrize("is_ahead", [True, False])
-def test_a_first_token_awaits_only_a_device_that_computes_behind_the_host(
-    monkeypatch: pytest.MonkeyPatch, is_ahead: bool
-) -> None:
-    engine = engine_for("llama-gqa")
-    (prompt,) = prompts("llama-gqa", [5])
-    if is_ahead:
-        monkeypatch.setattr(PendingStep, "is_computed", False)
-    engine.add(engine.request(new_id(), prompt, greedy(3)))
-    assert not engine.awaits_only_device
-    engine.step()
-    assert engine.awaits_only_device is is_ahead
-    engine.step()
-    assert not engine.awaits_only_device

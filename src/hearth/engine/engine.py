@@ -208,15 +208,6 @@ class Engine:
         return self._flight is not None
 
     @property
-    def awaits_only_device(self) -> bool:
-        """True if newcomers wait for their first token, and nothing but the device is to be waited for.
-
-        Where steps are computed while they are launched it has come, and is to be taken in.
-        """
-        flight = self._flight
-        return flight is not None and not flight.pending.is_computed and self.batcher.awaits_only_device
-
-    @property
     def usage(self) -> Usage:
         batcher, blocks = self.batcher, self.batcher.blocks
         return Usage(

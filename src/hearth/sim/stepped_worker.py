@@ -400,10 +400,8 @@ class SteppedWorker:
             if (jump := self._plan_jump(ready)) is not None:
                 self._running = jump
                 return
-            batchers = {model: self.hosted[model].engine.batcher for model in ready}
-            urgent = [model for model, one in batchers.items() if one.has_newcomer]
-            with_device = [model for model in urgent if batchers[model].awaits_only_device]
-            model, now_s = self._sharing.next(ready, urgent, with_device), self._now_s
+            urgent = [model for model in ready if self.hosted[model].engine.batcher.has_newcomer]
+            model, now_s = self._sharing.next(ready, urgent), self._now_s
             self.reclaimer.before_step(model)
             hosted = self.hosted[model]
             # A step that follows a load ends with it at the soonest, and holds up its thread until then.

@@ -219,8 +219,7 @@ class WorkerLoop:
         """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
         ready, self._ready = self._ready, {}
         urgent = [model for model, served in ready.items() if served.engine.batcher.has_newcomer]
-        launched = [model for model in urgent if ready[model].engine.awaits_only_device]
-        model = self._sharing.next(ready, urgent, launched)
+        model = self._sharing.next(ready, urgent)
         began_s = time.perf_counter()
         try:
             outcome = self._models.step(model, ready[model])

@@ -351,28 +351,6 @@ def test_a_newcomer_waits_for_its_first_token_until_that_is_committed() -> None:
     assert not batcher.has_newcomer, "it has no slot, so no step would help it"
 
 
-def test_a_newcomer_awaits_only_the_device_once_all_prompts_are_planned() -> None:
-    batcher = loop(max_batch_tokens=32, max_seqs=3).batcher
-    assert not batcher.awaits_only_device
-    batcher.add(request("a", range(40), max_tokens=3))
-    assert not batcher.awaits_only_device
-    first = batcher.plan()
-    assert not batcher.awaits_only_device, "it is in the midst of its prompt"
-    second = batcher.plan()
-    assert batcher.awaits_only_device
-    batcher.add(request("b", range(4)))
-    assert not batcher.awaits_only_device, "another prompt can be launched"
-    assert first is not None
-    assert second is not None
-    batcher.commit(first, [])
-    third = batcher.plan()
-    assert third is not None
-    assert batcher.awaits_only_device
-    batcher.commit(second, [7])
-    batcher.commit(third, [7] * third.num_samples)
-    assert not batcher.awaits_only_device
-
-
 def test_a_third_step_in_flight_is_our_bug() -> None:
     engine = loop()
     engine.add(request("a", [1], max_tokens=8))

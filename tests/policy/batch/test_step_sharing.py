@@ -76,23 +76,6 @@ def test_a_first_token_goes_first_but_nobody_lives_on_first_tokens() -> None:
     assert num_more * 0.01 <= MAX_EARLY_S + 0.02
 
 
-def test_another_model_steps_while_a_first_token_waits_for_the_device_alone() -> None:
-    """Its last step is done before the prompt, and its next one would else be launched behind that only."""
-    sharing = StepSharing()
-    sharing.next([A, B])
-    sharing.stepped(B, 0.05)
-    assert sharing.next([A, B], urgent=[A]) == A
-    sharing.stepped(A, 0.001)
-
-    assert sharing.next([A, B], urgent=[A], launched=[A]) == B, "though it has had more"
-    sharing.stepped(B, 0.005)
-    assert sharing.next([A, B], urgent=[A], launched=[A]) == A
-    sharing.stepped(A, 0.001)
-    assert sharing.next([A], urgent=[A], launched=[A]) == A, "nobody else is there"
-    sharing.stepped(A, 0.001)
-    assert sharing.next([A, B, C], urgent=[A, C], launched=[A]) == C, "another first token"
-
-
 def test_a_model_that_comes_back_under_its_name_is_new() -> None:
     sharing = StepSharing()
     sharing.next([A, B])

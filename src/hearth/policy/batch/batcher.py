@@ -128,21 +128,10 @@ class Batcher:
     @property
     def has_newcomer(self) -> bool:
         """True if a request with a reader that runs, or could, waits for its first token."""
-        return self._sequences.awaits_first_token or self._can_newcomer_start()
-
-    @property
-    def awaits_only_device(self) -> bool:
-        """True if newcomers wait for their first token, and the prompts of all of them are planned."""
-        sequences = self._sequences
-        return sequences.awaits_first_token and sequences.midway() is None and not self._can_newcomer_start()
-
-    def _can_newcomer_start(self) -> bool:
         first = self._sequences.first_waiting(self._num_committed)
-        return (
-            first is not None
-            and not first.request.is_batch
-            and bool(self._next_in_line() or self._in_the_way())
-        )
+        if first is not None and not first.request.is_batch and (self._next_in_line() or self._in_the_way()):
+            return True
+        return self._sequences.awaits_first_token
 
     def check_fits(self, request: EngineRequest) -> None:
         """Raise if the request can never be served. Reads limits only, so any thread may ask.

@@ -8,9 +8,7 @@ Nobody waits for long because a step of its own was long: that may have been a k
 the others had nothing and which will not come again, while its next token is due.
 
 A first token goes first: somebody waits for it who has nothing to read yet. Whoever steps early for it has
-had its share, so the others catch up, and it goes early only as long as it is not far ahead of them. Once its
-prompt is launched there is nothing to do for it but to wait for the device, so another model steps first, if
-there is one: that waits for a step which the device computes before the prompt, and has its next one queued.
+had its share, so the others catch up, and it goes early only as long as it is not far ahead of them.
 """
 
 from __future__ import annotations
@@ -83,18 +81,11 @@ class StepSharing:
         #: Number of each model's last step: of equals the one that waits for longer goes first.
         self._last_step: dict[ModelId, int] = {}
         self._num_steps = 0
-        self._last: ModelId | None = None  #: that has stepped
 
-    def next(
-        self,
-        ready: Collection[ModelId],
-        urgent: Collection[ModelId] = (),
-        launched: Collection[ModelId] = (),
-    ) -> ModelId:
+    def next(self, ready: Collection[ModelId], urgent: Collection[ModelId] = ()) -> ModelId:
         """Return the one of `ready`, which must not be empty, that steps next.
 
-        `urgent`: those of them with a request that waits for its first token; `launched`: those of these
-        whose prompts are all with the device.
+        `urgent`: those of them with a request that waits for its first token.
         """
         stayed = self._busy.intersection(ready)
         if not stayed:
@@ -106,16 +97,13 @@ class StepSharing:
         self._busy = set(ready)
         least_s = min(self._spent_s[model] for model in ready)
         early = [model for model in urgent if self._spent_s[model] <= least_s + MAX_EARLY_S]
-        if self._last in launched:  # the device computes its prompt, or something before it
-            early = [model for model in early if model != self._last]
-            ready = [model for model in ready if model != self._last] or ready
         return min(early or ready, key=lambda model: (self._spent_s[model], self._last_step.get(model, -1)))
 
     def stepped(self, model: ModelId, seconds: float) -> None:
         """Note that a model has stepped for so long."""
         self._spent_s[model] += seconds
         self._num_steps += 1
-        self._last_step[model], self._last = self._num_steps, model
+        self._last_step[model] = self._num_steps
 
     def forget(self, model: ModelId) -> None:
         """Forget a model that is no longer hosted, if it ever was busy."""
