@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hearth.engine import adapter_inputs, inputs
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.engine import Engine
 from hearth.engine.step_shape import PaddedSizes
@@ -182,6 +183,30 @@ def test_which_rows_have_adapters_is_sent_again_when_tables_were_somebody_elses(
     assert not sent.any()
     runner.launch(plan).wait()
     assert torch.equal(sent, first)
+
+
+def test_which_rows_have_adapters_is_sent_before_the_launch_that_waits_for_all_in_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels read these lists before they wait for the launch in front of them (`kernels/overlap.py`)."""
+    engine, adapter = engine_for("llama-gqa"), random_adapter("llama-gqa", "mlp")
+    add(engine, adapter)
+    queued: list[str] = []
+    for module, name in ((adapter_inputs, "read_host"), (inputs, "gather_tokens")):
+
+        def noted(
+            *args: object, name: str = name, queue: object = getattr(module, name), **kw: object
+        ) -> None:
+            queued.append(name)
+            queue(*args, **kw)  # type: ignore[operator]
+
+        monkeypatch.setattr(module, name, noted)
+    ids = [RequestId("one")]
+    admission = Admission(ids[0], 0, (1,), 1, 0, greedy())
+    decode = DecodeRows(ids, [0], [0], adapters=[adapter.adapter])
+    engine.runner.launch(StepPlan(0, (admission,), (TableWrite(0, 0, (1,)),), decode, ())).wait()
+
+    assert queued == ["read_host", "gather_tokens"]
 
 
 def test_a_request_whose_adapter_is_not_there_and_an_adapter_in_use_are_faults_of_the_caller() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.kernels import lora_expand, lora_shrink
 from hearth.kernels.adapter_blocks import adapter_blocks
 from hearth.kernels.adapter_rows import (
     BEGIN_BIT,
@@ -93,6 +94,7 @@ CASES = {
     "more rows than a tile": Case(130, 64, [[(0, 64, 9)], [(0, 64, 16)]], [0, 1] * 20 + [None] + [0] * 9),
     "many adapters": Case(64, 36, [[(0, 36, 1 + 3 * at)] for at in range(9)], [*range(9), None, 5]),
     "wide rows of slices": Case(128, 300, [[(0, 90, 70), (90, 100, 40), (190, 110, 9)]], [0, None]),
+    "rows that share wide slices": Case(64, 300, [[(0, 140, 30), (140, 160, 20)]], [0, 0, None, 0]),
     "aligned": Case(512, 256, [[(0, 128, 8), (128, 128, 16)], [(0, 256, 32)]], [0, 1, 1, None]),
 }
 
@@ -165,6 +167,33 @@ def test_a_product_is_run_before_its_adapters_are_added(tile_rows: int) -> None:
 
     assert_close(by_torch, expected)
     assert_close(by_kernels, expected)
+    del tables
+
+
+def test_the_second_product_alone_may_start_while_what_is_in_front_of_it_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first is beside the model's own, and would keep multiprocessors from it while it waits."""
+    case, options = CASES["aligned"], {}
+
+    def note(kernel: Callable[..., object], grid: object, *args: object, **given: object) -> None:
+        options[kernel.__name__] = given
+
+    for module in (lora_expand, lora_shrink):
+        monkeypatch.setattr(module, "launch", note)
+    x = random(len(case.choices), case.num_inputs, device="cpu")
+    groups, tables = groups_of(case, "cpu", x.dtype)
+    add_adapters_triton(
+        x,
+        AdapterRows.of(groups, 16, "cpu"),
+        TARGET,
+        scratch=garbage((4 * len(x) * MAX_SHRUNK_RANK,), "cpu", x.dtype),
+        out=garbage((len(x), case.num_outputs), "cpu", x.dtype),
+        product=lambda: None,
+    )
+
+    assert options["_shrink_kernel"]["OVERLAPS"] is False
+    assert options["_expand_kernel"].get("OVERLAPS") is None, "`launch` decides by the device"
     del tables
 
 

@@ -22,7 +22,7 @@ WRITES_MEMORY = ("tl.store", "tl.atomic_")
 #: Arguments that kernels may use before they wait: numbers, and what no kernel of a step writes.
 STEADY = {
     *("positions", "slots", "table", "num_rows", "cos_sin", "weight", "bias"),
-    *("table_stride", "max_rows", "hidden"),
+    *("table_stride", "max_rows", "hidden", "shares", "target"),
 }
 
 

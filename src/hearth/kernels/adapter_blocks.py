@@ -60,11 +60,3 @@ def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
         # So that four programs fit on a multiprocessor.
         max_registers=128 if is_small else None,
     )
-
-
-def beside_options(is_beside: bool) -> dict[str, bool]:
-    """Return how adapters are launched where the first of their products is beside the model's own.
-
-    Programs that have started and wait would keep multiprocessors from that one, which needs whole ones.
-    """
-    return {"OVERLAPS": False} if is_beside else {}

@@ -87,4 +87,4 @@ def add_adapters_triton(
         shrink()
     else:
         run_beside(x.device, product, shrink)
-    expand_triton(scratch, rows, target, blocks, out=out, is_beside=is_beside)
+    expand_triton(scratch, rows, target, blocks, out=out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.adapter_blocks import AdapterBlocks, beside_options
+from hearth.kernels.adapter_blocks import AdapterBlocks
 from hearth.kernels.adapter_rows import (
     FACTOR_ALIGNMENT,
     FIELDS,
@@ -17,7 +17,7 @@ from hearth.kernels.adapter_rows import (
 )
 from hearth.kernels.jit import launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_PROJECTIONS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
 
 
 def expand_triton(
@@ -27,9 +27,8 @@ def expand_triton(
     blocks: AdapterBlocks,
     *,
     out: torch.Tensor,
-    is_beside: bool = False,
 ) -> None:
-    """Add `b` times what `shrink_triton` has left to the rows of `out`. `is_beside`: see `beside_options`."""
+    """Add `b` times what `shrink_triton` has left to the rows of `out`."""
     num_rows, n = out.shape
     assert out.is_contiguous(), f"{out.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
@@ -54,7 +53,7 @@ def expand_triton(
         ROW_R=blocks.expand_ranks,
         ROW_N=blocks.expand_outputs,
         STAGES=blocks.num_stages,
-        **beside_options(is_beside),
+        FEW_ROWS=rows.tile_rows <= ADAPTER_TILE_ROWS,
         num_warps=blocks.num_warps,
         num_stages=1,  # but where a loop says more
         maxnreg=blocks.max_registers,
@@ -81,16 +80,19 @@ def _expand_kernel(
     ROW_R: tl.constexpr,
     ROW_N: tl.constexpr,
     STAGES: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPS)
+    # Before the wait, for lists and tables are the same in all of a step (`overlap.py`).
     table, begin, num, part, parts = load_share(shares)
-    if table != 0:
-        fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
-        total = 0
-        for number in tl.static_range(3):
-            rank = tl.load(fields + FIRST_RANK + number).to(tl.int32)
-            total += rank * tl.load(fields + FIRST_SIZE + number).to(tl.int32)
+    has_table = table != 0
+    fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
+    total = 0
+    for at in tl.static_range(3):
+        slice_rank = tl.load(fields + FIRST_RANK + at, has_table, other=0).to(tl.int32)
+        total += slice_rank * tl.load(fields + FIRST_SIZE + at, has_table, other=0).to(tl.int32)
+    wait_for_inputs(OVERLAPS)
+    if has_table:
         # So many numbers of all factors behind each other are this program's, from `first` on.
         own = tl.cdiv(total, parts)
         first = own * part
@@ -148,21 +150,39 @@ def _expand_kernel(
                     in_rows = member < num
                     rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n + to
                     rows_left = left + member[:, None] * STRIDE
-                    _expand_tile(
-                        rows,
-                        b,
-                        stride,
-                        rows_left,
-                        apart,
-                        rank,
-                        size,
-                        own_first,
-                        own_last,
-                        in_rows,
-                        SPLITS,
-                        BLOCK_R,
-                        BLOCK_N,
-                    )
+                    if FEW_ROWS & (rank <= ROW_R):
+                        _expand_few_rows(
+                            rows,
+                            b,
+                            stride,
+                            rows_left,
+                            apart,
+                            rank,
+                            size,
+                            own_first,
+                            own_last,
+                            in_rows,
+                            SPLITS,
+                            ROW_R,
+                            BLOCK_N,
+                            STAGES,
+                        )
+                    else:
+                        _expand_tile(
+                            rows,
+                            b,
+                            stride,
+                            rows_left,
+                            apart,
+                            rank,
+                            size,
+                            own_first,
+                            own_last,
+                            in_rows,
+                            SPLITS,
+                            BLOCK_R,
+                            BLOCK_N,
+                        )
             first -= rank * size
             left += rank
 
@@ -296,6 +316,41 @@ def _expand_wide_row(
         is_stored = output < tl.where(turn == rounds - 1, tl.minimum(last, size), 0)
         before = tl.load(out + output, is_stored, other=0.0)
         tl.store(out + output, (before.to(tl.float32) + acc).to(before.dtype), is_stored)
+
+
+@triton.jit
+def _expand_few_rows(
+    out,
+    b,
+    stride,
+    left,
+    apart,
+    rank,
+    size,
+    first,
+    last,
+    in_rows,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add outputs from `first` to `last` of a slice of at most RANKS ranks to the rows of a tile of few.
+
+    Factors of the next outputs are on their way meanwhile.
+    """
+    ranks = tl.arange(0, RANKS)
+    in_rank = ranks < rank
+    is_shrunk = in_rows[:, None] & in_rank[None, :]
+    shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS).to(b.dtype.element_ty)
+    at_b = b + ranks[:, None] * stride
+    for at in tl.range(first, last, OUTPUTS, num_stages=STAGES):
+        output = at + tl.arange(0, OUTPUTS)
+        inside = in_rows[:, None] & (output < tl.minimum(last, size))[None, :]
+        before = tl.load(out + output[None, :], inside, other=0.0)
+        factor = tl.load(at_b + output[None, :], in_rank[:, None] & (output < last)[None, :], other=0.0)
+        added = tl.dot(shrunk, factor, input_precision="ieee")
+        tl.store(out + output[None, :], (before.to(tl.float32) + added).to(before.dtype), inside)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.adapter_blocks import AdapterBlocks, beside_options
+from hearth.kernels.adapter_blocks import AdapterBlocks
 from hearth.kernels.adapter_rows import FIELDS, TOTAL_RANK, AdapterRows, load_share
 from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
@@ -22,7 +22,8 @@ def shrink_triton(
 ) -> None:
     """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK].
 
-    `is_beside`: see `beside_options`.
+    `is_beside`: the model's own product runs at the same time. Programs that have started and wait would keep
+    multiprocessors from that one, which needs whole ones.
     """
     num_rows, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
@@ -48,7 +49,7 @@ def shrink_triton(
         ROW_K=blocks.shrink_inputs,
         EVEN_K=k % blocks.inputs == 0,
         STAGES=blocks.num_stages,
-        **beside_options(is_beside),
+        **({"OVERLAPS": False} if is_beside else {}),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         maxnreg=blocks.max_registers,

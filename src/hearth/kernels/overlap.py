@@ -5,10 +5,11 @@ programs may run before the kernel in front of it has ended, so each of them cal
 it reads what other kernels of the step write, and before it writes. As every program waits, a kernel ends
 only when all kernels in front of it have ended, not just the last one.
 
-What is the same in all of a step may be read before that: weights, rotary angles, positions, slots and block
-tables. A step begins with launches that do not overlap, tokens and their embedding, and none of its kernels
-starts before those have begun, and so before all that was queued in front of them has ended. For weights that
-still arrive the stream waits, and so no kernel behind is started before they are there.
+What is the same in all of a step may be read before that: weights, rotary angles, positions, slots, block
+tables, and which rows have which adapter. A step begins with launches that do not overlap, tokens and their
+embedding, and none of its kernels starts before those have begun, and so before all that was queued in front
+of them has ended. For weights that still arrive the stream waits, and so no kernel behind is started before
+they are there.
 """
 
 from __future__ import annotations
