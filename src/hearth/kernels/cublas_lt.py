@@ -203,6 +203,8 @@ def loaded_library() -> CublasLt:
     Raises:
         DeviceError: none is loaded, or it cannot be used.
     """
+    if torch.cuda.is_available():
+        torch.cuda.current_blas_handle()  # else it may come with the first product
     return CublasLt(ctypes.CDLL(str(_library_path())), lambda: torch.cuda.current_stream().cuda_stream)
 
 
