@@ -132,7 +132,7 @@ class _PackedModel:
 
     def build(self) -> Engine:
         spec, layout = self.spec, self._layout
-        kernels = _ModelKernels(spec, "none", self._kernels, self._device)
+        kernels = _OfflineKernels(spec, "none", self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         with open_source(self._path) as source:
             pack(source.checkpoint, spec.arch, layout, base)
@@ -175,7 +175,7 @@ class _ConvertedModel:
     def build(self) -> Engine:
         manifest, spec = self._manifest, self.spec
         layout = served_layout(manifest, self._dtype)
-        kernels = _ModelKernels(spec, manifest.quant, self._kernels, self._device)
+        kernels = _OfflineKernels(spec, manifest.quant, self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
         if self._config.graphs == "start":
@@ -230,7 +230,7 @@ def _kernels_path(store: StoreConfig | Tiers) -> Path:
     return (Path(store.path).expanduser() if isinstance(store, StoreConfig) else store.disk.root) / "kernels"
 
 
-class _ModelKernels:
+class _OfflineKernels:
     """The kernels of one model where they are kept on disk; on a CPU there are none."""
 
     def __init__(self, spec: ModelSpec, quant: str, path: Path, device: torch.device) -> None:

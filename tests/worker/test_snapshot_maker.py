@@ -204,6 +204,7 @@ def test_kernels_of_products_are_chosen_before_a_snapshot_is_made_which_depends_
         assert one.make().failure is None
         assert one.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
         assert one.make().failure is None
+        assert one.gateway.ping().fallbacks["products"] == 0
     assert kernels.num_tuned == 3, "once for each, and never again"
     with worker(directory, tmp_path / "two", kernels=kernels) as two:
         assert two.looked.outcome is SnapshotOutcome.USED
@@ -220,6 +221,7 @@ def test_a_model_whose_kernels_of_products_cannot_be_chosen_serves_on_and_has_it
         expected = one.gateway.ask("a", PROMPT, greedy(5)).tokens
         assert one.make().failure is None
         assert one.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
+        assert one.gateway.ping().fallbacks["products"] == 1
     assert "fallback products=torch model=a reason=`cuBLASLt refused" in caplog.text
     with worker(directory, tmp_path / "two", kernels=TunedKernels()) as two:
         assert two.looked.outcome is SnapshotOutcome.USED

@@ -95,7 +95,7 @@ class TriedProduct:
 
 @dataclass(frozen=True, slots=True)
 class ProductChoice:
-    """What was found for a size."""
+    """The kernel for a size, and the times that it was chosen by."""
 
     size: ProductSize
     algorithm: bytes | None = None  #: the kernel that is clearly faster than torch's; None: there is none
