@@ -123,11 +123,11 @@ def test_an_engine_has_the_kernels_that_were_chosen_for_its_products(
 ) -> None:
     chosen = ChosenProducts(fake_lt(), ProductTable("a device", "1", {}))
     for path in (model, build(NAME).directory):
-        with open_llm(path, StoreConfig(path=str(tmp_path), host_bytes=1 << 20)) as llm:
+        with open_llm(path, StoreConfig(path=str(tmp_path), host_bytes=16 << 20)) as llm:
             assert llm.engine.runner.products_digest == "", "a CPU has none"
         with monkeypatch.context() as patch:
             patch.setattr(offline._OfflineKernels, "products", lambda _: chosen)
-            with open_llm(path, StoreConfig(path=str(tmp_path), host_bytes=1 << 20)) as llm:
+            with open_llm(path, StoreConfig(path=str(tmp_path), host_bytes=16 << 20)) as llm:
                 assert llm.engine.runner.products_digest == chosen.digest
 
 

@@ -44,6 +44,8 @@ MIN_LAYERS, COLD_BYTES, MAX_COLD_ROWS = 4, 128 << 20, 512
 NUM_STEP_LAYERS = 3
 #: For which the device is kept busy at a time: whoever asks meanwhile waits for that.
 PIECE_US = 25_000.0
+#: Kernels that are loaded at a time, for the same reason: the host takes some milliseconds for each.
+NUM_LOADED = 8
 #: By which results may differ, of the largest number: kernels sum up in another order, and round.
 _TOLERANCE = 2.0**-6
 #: Rows in which they are compared: all would take memory.
@@ -154,7 +156,7 @@ class ProductChooser:
         (torch_us,) = self._times_us([by_torch], NUM_ROUNDS)
         num_at_once = max(2, int(PIECE_US / (torch_us * len(by_torch))))
         launches: dict[bytes, Launch] = {}
-        for some in _batches(words, num_at_once):
+        for some in _batches(words, min(num_at_once, NUM_LOADED)):
             launches |= self._loaded(self._ask(shape, size), some)
             yield size
         shares = yield from self._shares(shape, size, launches, NUM_ROUNDS, num_at_once)
