@@ -121,6 +121,8 @@ def chosen_for(
         (times(k1=90.0, k5=95.0, k6=80.0), algorithm(6)),
         (times(k1=70.0, k5=95.0, k6=80.0), algorithm(1)),
         (times(k1=90.0, k6=80.0, k7=60.0), algorithm(7)),  # proposed for twice as many rows
+        (times(k1=90.0, k6=80.0, k9=70.0), algorithm(9)),  # as 6, but for its option
+        (times(k1=60.0, k5=70.0, k6=80.0, k9=50.0), algorithm(1)),  # of 6 no others are tried
         (times(k1=99.5, k5=120.0, k6=130.0), None),  # not clearly faster
         (times(k1=90.0, k5=50.0, k6=80.0), None),  # the fastest computes something else
     ],

@@ -31,6 +31,8 @@ from hearth.kernels.product_table import ProductSize
 
 #: Kernels that are asked for, for each number of rows, and those of all that are timed again.
 NUM_PROPOSALS, NUM_FINALISTS = 24, 4
+#: Of the best, kernels of which others are tried that differ in little, and the most of these.
+NUM_VARIED, MAX_VARIANTS = 2, 64
 NUM_ROUNDS, NUM_FINAL_ROUNDS = 3, 9
 #: Of the time that torch's kernel takes: who takes more than this share of it is not clearly faster.
 MAX_SHARE = 0.99
@@ -117,11 +119,13 @@ class ProductChooser:
         times_us: TimesUs,
         capturer: Capturer | None,
         tell: Callable[[ProductChoice], None] = lambda _: None,
+        num_varied: int = NUM_VARIED,
     ) -> None:
         """`capturer` captures steps, as those that serve are; None: they are launched kernel by kernel.
 
         `tell` is called with each choice.
         """
+        self._num_varied = num_varied
         self._runner, self._library = runner, library
         self._times_us = torch.inference_mode()(times_us)
         self._capturer, self._tell = capturer, tell
@@ -155,14 +159,18 @@ class ProductChooser:
         by_torch = _torch_way(asked)
         (torch_us,) = self._times_us([by_torch], NUM_ROUNDS)
         num_at_once = max(2, int(PIECE_US / (torch_us * len(by_torch))))
-        launches: dict[bytes, Launch] = {}
-        for some in _batches(words, min(num_at_once, NUM_LOADED)):
-            launches |= self._loaded(self._ask(shape, size), some)
-            yield size
+        launches = yield from self._load(shape, size, words, num_at_once)
         shares = yield from self._shares(shape, size, launches, NUM_ROUNDS, num_at_once)
-        best = {
-            word: launches[word] for word in sorted(shares, key=lambda word: shares[word])[:NUM_FINALISTS]
+        varied = {
+            word: None
+            for best in _best(shares, self._num_varied)
+            for word in self._library.variants(size, best)
+            if word not in shares
         }
+        others = yield from self._load(shape, size, list(varied)[:MAX_VARIANTS], num_at_once)
+        shares |= yield from self._shares(shape, size, others, NUM_ROUNDS, num_at_once)
+        launches |= others
+        best = {word: launches[word] for word in _best(shares, NUM_FINALISTS)}
         if not best:
             return ProductChoice(size, None, torch_us)
         if self._capturer is None or size.rows > MAX_COLD_ROWS:
@@ -170,7 +178,7 @@ class ProductChooser:
         else:
             final = self._step_shares(shape, size, best, torch_us, self._capturer)
             yield size
-        winner = min(final, key=lambda word: final[word])
+        (winner,) = _best(final, 1)
         is_better = final[winner] <= MAX_SHARE and _agree(self._ask(shape, size), launches[winner])
         return ProductChoice(size, winner if is_better else None, torch_us, shares, final)
 
@@ -188,15 +196,19 @@ class ProductChooser:
         asked.x.normal_(std=1e-3 if size.adds else 1.0, generator=generator)
         return asked
 
-    def _loaded(self, asked: AskedProduct, words: Sequence[bytes]) -> dict[bytes, Launch]:
+    def _load(
+        self, shape: StepShape, size: ProductSize, words: Sequence[bytes], num_at_once: int
+    ) -> Generator[ProductSize, None, dict[bytes, Launch]]:
         """Launch kernels for the first time, which loads them; return those that the library takes."""
-        launches = {word: self._library.launcher(asked.size, word) for word in words}
-        taken = {
-            word: launch
-            for word, launch in launches.items()
-            if not launch(asked.x, asked.weights[0], asked.out)
-        }
-        self._runner.synchronize()
+        taken: dict[bytes, Launch] = {}
+        for some in _batches(words, min(num_at_once, NUM_LOADED)):
+            asked = self._ask(shape, size)
+            for word in some:
+                launch = self._library.launcher(size, word)
+                if not launch(asked.x, asked.weights[0], asked.out):
+                    taken[word] = launch
+            self._runner.synchronize()
+            yield size
         return taken
 
     def _shares(
@@ -255,6 +267,10 @@ def candidates(library: CublasLt, size: ProductSize) -> list[bytes]:
             if word not in found and library.can_run(size, word):
                 found[word] = None
     return list(found)
+
+
+def _best(shares: Mapping[bytes, float], most: int) -> list[bytes]:
+    return sorted(shares, key=lambda word: shares[word])[:most]
 
 
 def _batches(words: Sequence[bytes], most: int) -> Iterator[Sequence[bytes]]:
