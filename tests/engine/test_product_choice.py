@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def times(**by_kernel: float) -> TimesUs:
     return times_us
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RunAgain:
     """A graph of work that is run again, on a CPU, where nothing can be captured."""
 
@@ -75,16 +76,22 @@ class RunAgain:
 
 @dataclass(slots=True)
 class FakeCapture:
-    """Captures by running. Mutable: it counts."""
+    """Captures by running; its memory is gone with the last graph, as torch's is. Mutable: it counts."""
 
     num_captured: int = 0
+    graphs: weakref.WeakSet[RunAgain] | None = None
 
     def capture(self, work: Work) -> RunAgain:
         self.num_captured += 1
         work()
-        return RunAgain(work)
+        assert self.graphs is None or self.graphs, "all graphs in this memory are gone"
+        self.graphs = weakref.WeakSet() if self.graphs is None else self.graphs
+        graph = RunAgain(work)
+        self.graphs.add(graph)
+        return graph
 
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        self.graphs = None
 
 
 @pytest.fixture
@@ -146,7 +153,9 @@ def test_of_few_rows_the_kernel_is_taken_that_is_the_fastest_inside_of_a_step(en
         return found
 
     assert chosen_for(engine, times_us).algorithm == algorithm(6)
-    inside = chosen_for(engine, times_us, FakeCapture())
+    capturer = FakeCapture()
+    chosen_for(engine, times_us, capturer, adds=True)
+    inside = chosen_for(engine, times_us, capturer)
     assert inside.algorithm == algorithm(1)
     num_layers = min(NUM_STEP_LAYERS, engine.runner.decoder.arch.num_layers)
     # The step is 10 us shorter by the products of all its layers, of which torch's take 100 us each.

@@ -47,7 +47,7 @@ def test_captured_steps_compute_by_chosen_kernels_what_steps_that_are_launched_d
     arch = engine.runner.decoder.arch
     limits = StepLimits(*(ROOMY.max_batch_tokens or 0, ROOMY.max_seqs or 0), ROOMY.block_tokens)
     needs = KernelNeeds.on(DEVICE, arch, "bfloat16", "none", limits)
-    prompts = prompts_for(arch.vocab_size, [5, 60, 130])
+    prompts = prompts_for(arch.vocab_size, [5, 60, 100])
     ask(engine, prompts, greedy(4))
     engine.flush()
 

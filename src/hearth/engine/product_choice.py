@@ -242,6 +242,7 @@ class ProductChooser:
         capturer: Capturer,
     ) -> dict[bytes, float]:
         """Time captured steps that differ by one kernel; return the shares of torch's time they take."""
+        capturer.forget()  # those of the product before are gone, and their memory with them
         queue = self._runner.padded_layers(shape, NUM_STEP_LAYERS)
         each = [TriedProduct(size, None), *(TriedProduct(size, launch) for launch in launches.values())]
         graphs = [capturer.capture(partial(queue, one)) for one in each]
