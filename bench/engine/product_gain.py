@@ -5,8 +5,8 @@
 exact   products by every kernel that may be chosen, beside torch's in single precision; each twice, the first
         of each size also by a graph: the bits must be the same
 steps   captured steps of few rows with torch's kernels, with those that are the fastest by themselves, and
-        with those that are the fastest inside of steps, in turns: milliseconds of each
-gain    traffic with torch's kernels, with proposed ones, with torch's again, and with varied ones
+        with what is left of these where steps have to be faster, in turns: milliseconds of each
+gain    traffic with torch's kernels, with chosen ones, and with torch's again, in one process
 
 Random weights on a CUDA device. Prints a JSON line for each finding; a part that fails costs no other.
 """
@@ -30,7 +30,7 @@ from bench.engine.scale import GPU
 from hearth.engine.capture_ahead import capture_sizes
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import Capturer
-from hearth.engine.product_choice import NUM_VARIED, ProductChoice, ProductChooser, candidates, cuda_times_us
+from hearth.engine.product_choice import ProductChoice, ProductChooser, StepGain, candidates, cuda_times_us
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.kernels.cublas_lt import ChosenProducts, ProductKernels, loaded_library, size_of
@@ -39,7 +39,6 @@ from hearth.kernels.product_table import ProductSize, ProductTable
 SHAPES = {shape.name: shape for shape in (LLAMA_7B, LLAMA_8B)}
 #: Rows of products that are checked: few, odd ones, and those of the largest steps.
 EXACT_ROWS = (2, 8, 64, 77, 208, 256, 2048, 8192)
-VARIED_ROWS = (64, 2048)
 #: Work that should gain, and the rows that nearly all of its steps are padded to (`bench/engine/padding.py`).
 WORKS = ("even", "long_prompts")
 TUNED_ROWS = (8, 16, 24, 32, 48, 64, 80, 128, 144, 192, 256, 640, 2048, 6656, 7168, 8192)
@@ -68,10 +67,7 @@ def exact(name: str) -> None:
             begin = torch.randn(rows, n, **BF16) if adds else torch.zeros(rows, n, **BF16)
             expected = torch.mm(x.float(), weight.float().t()) + begin.float()
             size = size_of(x, weight, adds=adds)
-            words = candidates(library, size)
-            if rows in VARIED_ROWS:
-                words += library.variants(size, words[0])
-            for number, word in enumerate(words):
+            for number, word in enumerate(candidates(library, size)):
                 launch, num_kernels = library.launcher(size, word), num_kernels + 1
                 if launch(x, weight, begin.clone()):
                     num_refused += 1
@@ -107,15 +103,15 @@ def _result(
 
 
 def steps(name: str) -> None:
-    """Time captured steps with kernels of torch, of those that are best alone, and of those best in steps."""
+    """Time captured steps with torch's kernels, those that are best alone, and those that are taken."""
     with opened(GPU.shapes[name], GPU, torch.device("cuda", 0)) as rig:
         runner = rig.engine.runner
-        alone = chosen_of(tuned(runner, FEW_ROWS, None, num_varied=0))
-        inside = chosen_of(tuned(runner, FEW_ROWS, GraphCapture(), num_varied=0))
+        alone = chosen_of(tuned(runner, FEW_ROWS, None))
+        taken = chosen_of(tuned(runner, FEW_ROWS, GraphCapture()))
         shapes = {f"decode {rows}": StepShape.decode(rows) for rows in DECODE_STEPS}
         shapes |= {f"prompt {rows}": StepShape(True, rows, 1) for rows in PROMPT_STEPS}
         for text, shape in shapes.items():
-            say(part="steps", step=text, ms=_step_ms(runner, shape, (chosen_of({}), alone, inside)))
+            say(part="steps", step=text, ms=_step_ms(runner, shape, (chosen_of({}), alone, taken)))
 
 
 def _step_ms(runner: Runner, shape: StepShape, kernels: Sequence[ProductKernels]) -> list[float]:
@@ -128,18 +124,16 @@ def _step_ms(runner: Runner, shape: StepShape, kernels: Sequence[ProductKernels]
 
 
 def gain(name: str) -> None:
-    """Run the same work with torch's kernels, proposed ones, torch's again, and with varied ones."""
+    """Run the same work with torch's kernels, chosen ones, and torch's again."""
     with opened(GPU.shapes[name], GPU, torch.device("cuda", 0)) as rig:
         runner = rig.engine.runner
         rig.run(GPU.traffic["even"])
         _use(rig, chosen_of({}))
         _ask(rig, "torch", WORKS)
-        _use(rig, chosen_of(tuned(runner, TUNED_ROWS, GraphCapture(), num_varied=0)))
+        _use(rig, chosen_of(tuned(runner, TUNED_ROWS, GraphCapture())))
         _ask(rig, "chosen", WORKS)
         _use(rig, chosen_of({}))
         _ask(rig, "torch again", WORKS[:1])
-        _use(rig, chosen_of(tuned(runner, TUNED_ROWS, GraphCapture(), num_varied=NUM_VARIED)))
-        _ask(rig, "varied", WORKS)
 
 
 def _use(rig: Rig, products: ChosenProducts) -> None:
@@ -157,30 +151,29 @@ def _ask(rig: Rig, which: str, works: Sequence[str]) -> None:
         say(part="gain", which=which, work=work, seconds=found.seconds, tokens_per_s=found.tokens_per_s)
 
 
-def tuned(
-    runner: Runner, rows: Sequence[int], capturer: Capturer | None, *, num_varied: int
-) -> dict[ProductSize, bytes]:
+def tuned(runner: Runner, rows: Sequence[int], capturer: Capturer | None) -> dict[ProductSize, bytes]:
     """Choose kernels for the rows that matter, by the code that a worker runs; tell each choice."""
     all_sizes, began_s, num_sizes = runner.sizes, time.monotonic(), 0
     runner.sizes = PaddedSizes(tuple(size for size in rows if size <= MAX_DECODE), tuple(rows), (1,))
 
-    def told(choice: ProductChoice) -> None:
+    def told(found: ProductChoice | StepGain) -> None:
         nonlocal num_sizes
+        if isinstance(found, StepGain):
+            us = [round(found.torch_us, 1), round(found.chosen_us, 1)]
+            say(part="tuned", step=found.shape.num_rows, us=us, is_faster=found.is_faster)
+            return
         num_sizes += 1
-        size, words = choice.size, list(choice.shares)
+        size, words = found.size, list(found.shares)
         say(
             part="tuned",
-            inside=capturer is not None,
             size=[size.rows, size.outputs, size.inputs, size.adds],
-            torch_us=choice.torch_us,
-            rank=None if choice.algorithm is None else words.index(choice.algorithm),
+            torch_us=found.torch_us,
+            rank=None if found.algorithm is None else words.index(found.algorithm),
             of=len(words),
-            proposed=len(candidates(loaded_library(), size)),
-            shares={words.index(word): round(share, 3) for word, share in choice.final_shares.items()},
-            alone=[round(choice.shares[word], 3) for word in choice.final_shares],
+            shares={words.index(word): round(share, 3) for word, share in found.final_shares.items()},
         )
 
-    tuning = ProductChooser(runner, loaded_library(), cuda_times_us, capturer, told, num_varied).choose_all()
+    tuning = ProductChooser(runner, loaded_library(), cuda_times_us, capturer, told).choose_all()
     longest_s, chosen = 0.0, dict[ProductSize, bytes]()
     try:
         while True:

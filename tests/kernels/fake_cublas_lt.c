@@ -65,15 +65,6 @@ int cublasLtMatmulAlgoCheck(void *handle, product_t *product, layout_t *a, layou
     return words[0] == 8 && b->columns != 2 ? 15 : 0;
 }
 
-/* Only 6 can be varied: with option 1 and cluster 5 it is 9. */
-int cublasLtMatmulAlgoConfigSetAttribute(uint64_t *words, int name, const void *value, size_t size) {
-    if (words[7] != 77 || words[0] < 6 || (name == 5 ? size != 4 : name != 8 || size != 2)) return 7;
-    if (name == 8) return *(const uint16_t *)value == 5 ? 0 : 15;
-    if (*(const uint32_t *)value > 1) return 15;
-    words[0] = *(const uint32_t *)value ? 9 : 6;
-    return 0;
-}
-
 static float wide(uint16_t value) {
     uint32_t bits = (uint32_t)value << 16;
     float result;

@@ -108,8 +108,6 @@ def test_only_kernels_are_proposed_that_can_run_without_memory_of_their_own() ->
     assert lt.can_run(size, algorithm(7)), "it is proposed for other rows, and can do with these"
     for number in (2, 3, 8):
         assert not lt.can_run(size, algorithm(number))
-    assert lt.variants(size, algorithm(6)) == [algorithm(9)]
-    assert lt.variants(size, algorithm(1)) == []
     unknown = size_of(aligned(5, 64, seed=1), aligned(13, 64, seed=2), adds=False)
     assert lt.proposed(unknown, 24) == []
     assert lt.proposed(replace(size, dtype="float32"), 24) == []

@@ -5,10 +5,12 @@ beside the code. What is tried works on the model's own weights, in its workspac
 Runs between requests, a piece at a time, each shorter than somebody who asks would notice.
 
 Kernels are timed in turns with the one that torch takes, without a pause: a device under load has less power
-for each, and it is then that they differ most. Products of few rows are over in some microseconds, and there
-it counts what surrounds them: how early a kernel starts behind the one before it, and lets the next one
-start. So the best of them are timed once more inside of steps that are captured as those that serve are. One
-that is not clearly faster is not taken.
+for each, and it is then that they differ most. One that is not clearly faster is not taken.
+
+Products of few rows are over in some microseconds, and there it counts what surrounds them: how early a
+kernel starts behind the one before it, and lets the next one start. So steps of few rows are captured, as
+those that serve are, with torch's kernels and with the others: unless these make the step faster they are not
+taken.
 """
 
 from __future__ import annotations
@@ -25,14 +27,12 @@ import torch
 from hearth.engine.graphs import Capturer
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import StepShape
-from hearth.kernels.cublas_lt import CublasLt, Launch, is_plain, size_of
+from hearth.kernels.cublas_lt import ChosenProducts, CublasLt, Launch, is_plain, size_of
 from hearth.kernels.linear import add_linear, linear
-from hearth.kernels.product_table import ProductSize
+from hearth.kernels.product_table import ProductSize, ProductTable
 
 #: Kernels that are asked for, for each number of rows, and those of all that are timed again.
-NUM_PROPOSALS, NUM_FINALISTS = 24, 4
-#: Of the best, kernels of which others are tried that differ in little, and the most of these.
-NUM_VARIED, MAX_VARIANTS = 2, 64
+NUM_PROPOSALS, NUM_FINALISTS = 24, 3
 NUM_ROUNDS, NUM_FINAL_ROUNDS = 3, 9
 #: Of the time that torch's kernel takes: who takes more than this share of it is not clearly faster.
 MAX_SHARE = 0.99
@@ -42,8 +42,8 @@ NEAR = (2.0, 0.5, 0.25, 0.125, 0.0625)
 #: turns, of as many as have so many bytes even in the smallest product. More rows than that are bound by
 #: arithmetic: one layer is enough, and nothing around them matters.
 MIN_LAYERS, COLD_BYTES, MAX_COLD_ROWS = 4, 128 << 20, 512
-#: Layers of steps inside of which kernels are timed: the last one of a step with prompts has one product.
-NUM_STEP_LAYERS = 3
+#: Layers of steps that are timed, rounds at least, and the share of the time with torch's kernels as above.
+NUM_STEP_LAYERS, MIN_STEP_ROUNDS, MAX_STEP_ROUNDS, MAX_STEP_SHARE = 8, 5, 15, 0.995
 #: For which the device is kept busy at a time: whoever asks meanwhile waits for that.
 PIECE_US = 25_000.0
 #: Kernels that are loaded at a time, for the same reason: the host takes some milliseconds for each.
@@ -82,21 +82,6 @@ class ProductRecorder:
         return True
 
 
-@dataclass(slots=True)
-class TriedProduct:
-    """One kernel for the products of one size, as `ProductKernels`; None: torch's. Mutable: it counts."""
-
-    size: ProductSize
-    launch: Launch | None
-    num_asked: int = 0  #: products of the size
-
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, adds: bool) -> bool:
-        if size_of(x, weight, adds=adds) != self.size:
-            return False
-        self.num_asked += 1
-        return self.launch is not None and not self.launch(x, weight, out)
-
-
 @dataclass(frozen=True, slots=True)
 class ProductChoice:
     """The kernel for a size, and the times that it was chosen by."""
@@ -109,6 +94,19 @@ class ProductChoice:
     final_shares: Mapping[bytes, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StepGain:
+    """The time of a step of few rows with torch's kernels, and with those that were chosen for it."""
+
+    shape: StepShape
+    torch_us: float
+    chosen_us: float
+
+    @property
+    def is_faster(self) -> bool:
+        return self.chosen_us <= MAX_STEP_SHARE * self.torch_us
+
+
 class ProductChooser:
     """Chooses kernels for all products of an engine's steps. Mutable in nothing but the engine's memory."""
 
@@ -118,14 +116,12 @@ class ProductChooser:
         library: CublasLt,
         times_us: TimesUs,
         capturer: Capturer | None,
-        tell: Callable[[ProductChoice], None] = lambda _: None,
-        num_varied: int = NUM_VARIED,
+        tell: Callable[[ProductChoice | StepGain], None] = lambda _: None,
     ) -> None:
         """`capturer` captures steps, as those that serve are; None: they are launched kernel by kernel.
 
-        `tell` is called with each choice.
+        `tell` is called with all that is found.
         """
-        self._num_varied = num_varied
         self._runner, self._library = runner, library
         self._times_us = torch.inference_mode()(times_us)
         self._capturer, self._tell = capturer, tell
@@ -141,14 +137,22 @@ class ProductChooser:
         chosen: dict[ProductSize, bytes] = {}
         known: set[ProductSize] = set()
         for shape in self._runner.sizes.all_shapes():
+            of_step: dict[ProductSize, bytes] = {}
             for size in self._asked(shape):
                 if size not in known:
                     known.add(size)
                     choice = yield from self.choose(shape, size)
                     self._tell(choice)
                     if choice.algorithm is not None:
-                        chosen[size] = choice.algorithm
+                        of_step[size] = choice.algorithm
                     yield size
+            if of_step and self._capturer is not None and max(of_step).rows <= MAX_COLD_ROWS:
+                gain = self._step_gain(shape, of_step, self._capturer)
+                self._tell(gain)
+                yield max(of_step)
+                if not gain.is_faster:
+                    continue
+            chosen |= of_step
         return chosen
 
     def choose(self, shape: StepShape, size: ProductSize) -> Generator[ProductSize, None, ProductChoice]:
@@ -161,23 +165,10 @@ class ProductChooser:
         num_at_once = max(2, int(PIECE_US / (torch_us * len(by_torch))))
         launches = yield from self._load(shape, size, words, num_at_once)
         shares = yield from self._shares(shape, size, launches, NUM_ROUNDS, num_at_once)
-        varied = {
-            word: None
-            for best in _best(shares, self._num_varied)
-            for word in self._library.variants(size, best)
-            if word not in shares
-        }
-        others = yield from self._load(shape, size, list(varied)[:MAX_VARIANTS], num_at_once)
-        shares |= yield from self._shares(shape, size, others, NUM_ROUNDS, num_at_once)
-        launches |= others
         best = {word: launches[word] for word in _best(shares, NUM_FINALISTS)}
         if not best:
             return ProductChoice(size, None, torch_us)
-        if self._capturer is None or size.rows > MAX_COLD_ROWS:
-            final = yield from self._shares(shape, size, best, NUM_FINAL_ROUNDS, num_at_once)
-        else:
-            final = self._step_shares(shape, size, best, torch_us, self._capturer)
-            yield size
+        final = yield from self._shares(shape, size, best, NUM_FINAL_ROUNDS, num_at_once)
         (winner,) = _best(final, 1)
         is_better = final[winner] <= MAX_SHARE and _agree(self._ask(shape, size), launches[winner])
         return ProductChoice(size, winner if is_better else None, torch_us, shares, final)
@@ -233,30 +224,20 @@ class ProductChooser:
                 yield size
         return {word: median(shares) for word, shares in each.items()}
 
-    def _step_shares(
-        self,
-        shape: StepShape,
-        size: ProductSize,
-        launches: Mapping[bytes, Launch],
-        torch_us: float,
-        capturer: Capturer,
-    ) -> dict[bytes, float]:
-        """Time captured steps that differ by one kernel; return the shares of torch's time they take."""
-        capturer.forget()  # those of the product before are gone, and their memory with them
+    def _step_gain(
+        self, shape: StepShape, algorithms: Mapping[ProductSize, bytes], capturer: Capturer
+    ) -> StepGain:
+        """Time captured steps with torch's kernels and with others."""
+        capturer.forget()  # the steps before are gone, and their memory with them
         queue = self._runner.padded_layers(shape, NUM_STEP_LAYERS)
-        each = [TriedProduct(size, None), *(TriedProduct(size, launch) for launch in launches.values())]
-        graphs = [capturer.capture(partial(queue, one)) for one in each]
-        num_products = each[0].num_asked
+        tables = [ProductTable("", self._library.version, one) for one in ({}, algorithms)]
+        graphs = [capturer.capture(partial(queue, ChosenProducts(self._library, one))) for one in tables]
         for graph in graphs:
             graph.instantiate()
         ways = [[graph.replay] for graph in graphs]
-        round_us = sum(self._times_us(ways, 1))  # the first one makes graphs ready
-        num_rounds = min(NUM_FINAL_ROUNDS, max(NUM_ROUNDS, int(PIECE_US / round_us)))
-        before_us, *times = self._times_us(ways, num_rounds)
-        return {
-            word: 1.0 + (us - before_us) / (num_products * torch_us)
-            for word, us in zip(launches, times, strict=True)
-        }
+        num_rounds = int(PIECE_US / sum(self._times_us(ways, 1)))  # the first one makes graphs ready
+        num_rounds = min(MAX_STEP_ROUNDS, max(MIN_STEP_ROUNDS, num_rounds))
+        return StepGain(shape, *self._times_us(ways, num_rounds))
 
 
 def candidates(library: CublasLt, size: ProductSize) -> list[bytes]:

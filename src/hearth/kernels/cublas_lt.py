@@ -23,10 +23,6 @@ from hearth.kernels.product_table import ALGORITHM_BYTES, ProductSize, ProductTa
 _COMPUTE_32F, _REAL_32F = 68, 0
 _TYPES = {"bfloat16": 14, "float16": 2}
 _DESCRIPTION_TRANSPOSES_A, _TRANSPOSED, _PREFERENCE_MAX_WORKSPACE = 3, 1, 1
-#: What kernels with the same tile may differ in: by the library's own numbers, their option, of which it says
-#: no more, and the blocks that share what they read (from 1 x 1 to 1 x 8).
-_CONFIG_OPTION, _CONFIG_CLUSTER = 5, 8
-_OPTIONS, _CLUSTERS = range(8), range(2, 13)
 #: Of all pointers: kernels are proposed for memory that is aligned so.
 _ALIGNMENT_BYTES = 256
 _MAPS = Path("/proc/self/maps")
@@ -115,26 +111,6 @@ class CublasLt:
             *(words, ctypes.byref(found)),
         )
         return not status and not found.status and not found.workspace_bytes
-
-    def variants(self, size: ProductSize, algorithm: bytes) -> list[bytes]:
-        """Return kernels with the same tile as one that compute a size without scratch memory."""
-        found = []
-        for cluster in _CLUSTERS:
-            for option in _OPTIONS:
-                words = _words(algorithm)
-                values = {
-                    _CONFIG_CLUSTER: ctypes.c_uint16(cluster),
-                    _CONFIG_OPTION: ctypes.c_uint32(option),
-                }
-                statuses = [
-                    self._library.cublasLtMatmulAlgoConfigSetAttribute(
-                        words, name, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
-                    )
-                    for name, value in values.items()
-                ]
-                if not any(statuses) and (one := bytes(words)) != algorithm and self.can_run(size, one):
-                    found.append(one)
-        return found
 
     def launcher(self, size: ProductSize, algorithm: bytes) -> Launch:
         """Return what queues products of a size by one kernel."""
