@@ -66,6 +66,7 @@ def choose_products(engine: Engine, shape: Shape, device: torch.device) -> None:
     Engines that are opened from then on have them; this one has what it was opened with.
     """
     if device.type == "cuda" and (tables := product_tables(device)) is not None:
+        engine.flush()  # what was under way when its requests ended
         most = engine.batcher.limits
         limits = StepLimits(most.max_batch_tokens, most.max_seqs, engine.batcher.blocks.block_tokens)
         tables.tune_now(KernelNeeds.on(device, shape.arch, shape.dtype, shape.quant, limits), engine.runner)
