@@ -69,7 +69,9 @@ def choose_products(engine: Engine, shape: Shape, device: torch.device) -> None:
         engine.flush()  # what was under way when its requests ended
         most = engine.batcher.limits
         limits = StepLimits(most.max_batch_tokens, most.max_seqs, engine.batcher.blocks.block_tokens)
-        tables.tune_now(KernelNeeds.on(device, shape.arch, shape.dtype, shape.quant, limits), engine.runner)
+        needs = KernelNeeds.on(device, shape.arch, shape.dtype, shape.quant, limits)
+        for _ in tables.tune(needs, engine.runner):
+            pass  # nobody asks for anything between two pieces
 
 
 def _kernel_cache() -> KernelCache:

@@ -18,6 +18,7 @@ from hearth.engine.product_tables import ProductTables
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.sizes import StepLimits
 from tests.engine.harness import ROOMY, ask, engine_for, greedy, prompts_for
+from tests.engine.test_product_choice import run
 from tests.store.stored import converted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
@@ -51,7 +52,7 @@ def test_captured_steps_compute_by_chosen_kernels_what_steps_that_are_launched_d
     ask(engine, prompts, greedy(4))
     engine.flush()
 
-    chosen = tables(tmp_path).tune_now(needs, engine.runner)
+    _, chosen = run(tables(tmp_path).tune(needs, engine.runner))
 
     assert chosen is not None
     assert len(chosen) > 0
@@ -76,7 +77,7 @@ def test_an_llm_takes_the_table_that_is_kept_with_its_kernels(
             needs = KernelNeeds.on(DEVICE, runner.decoder.arch, "bfloat16", "none", StepLimits(64, 4, 16))
             digest = runner.products_digest
             llm.engine.flush()
-            tables(tmp_path / "kernels").tune_now(needs, runner)
+            run(tables(tmp_path / "kernels").tune(needs, runner))
             return digest
 
     assert answer() == ""

@@ -80,16 +80,6 @@ class ProductTables:
         log.info("products_measured sizes=%d seconds=%.1f", len(table.algorithms), seconds)
         return self.find(needs)  # if another process was quicker, all go by that one's
 
-    def tune_now(self, needs: KernelNeeds, runner: Runner) -> ChosenProducts | None:
-        """Do the same without a pause, where nobody asks for anything."""
-        tuning = self.tune(needs, runner)
-        try:
-            while True:
-                next(tuning)
-        except StopIteration as end:
-            chosen: ChosenProducts | None = end.value
-            return chosen
-
     def _key(self, needs: KernelNeeds) -> str:
         """Return the name of a table, a new one for other sizes of steps, devices and libraries."""
         sizes = PaddedSizes.of(needs.limits)
