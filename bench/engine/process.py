@@ -67,7 +67,7 @@ def _failed(part: str, name: str, error: Exception) -> Finding:
 
 
 def fill(scale: Scale, device: torch.device, names: Sequence[str]) -> None:
-    """Bring the kernels of shapes to the cache on disk."""
+    """Bring the kernels of shapes, and the choice of those of products, to the cache on disk."""
     for name in names:
         with opened(scale.shapes[name], scale, device) as rig:
             fill_cache(rig)

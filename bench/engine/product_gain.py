@@ -1,11 +1,12 @@
 """What does an engine gain by the kernels that are chosen for its products, and are these right?
 
-    python -m bench.engine.product_gain [--only exact,gain,scratch] [--shape 7B]
+    python -m bench.engine.product_gain [--only exact,steps,gain] [--shape 7B]
 
-exact     products by every kernel that may be chosen, beside torch's in single precision; each twice, the
-          first of each size also by a graph: the bits must be the same
-gain      traffic with torch's kernels, with chosen ones, and with torch's again, in one process
-scratch   what kernels with scratch memory would give on top, which are never chosen
+exact   products by every kernel that may be chosen, beside torch's in single precision; each twice, the first
+        of each size also by a graph: the bits must be the same
+steps   captured steps of few rows with torch's kernels, with those that are the fastest by themselves, and
+        with what is left of these where steps have to be faster, in turns: milliseconds of each
+gain    traffic with torch's kernels, with chosen ones, and with torch's again, in one process
 
 Random weights on a CUDA device. Prints a JSON line for each finding; a part that fails costs no other.
 """
@@ -20,37 +21,33 @@ from statistics import median
 
 import torch
 
-from bench.engine import lt_products, product_choices
 from bench.engine.decode_kernels import LLAMA_7B, LLAMA_8B, run, say
 from bench.engine.kernels import BF16
-from bench.engine.lt_products import LtLibrary
-from bench.engine.product_choices import ADDED, LIMITS
-from bench.engine.product_sizes import Product, products_of
+from bench.engine.product_choices import ADDED
+from bench.engine.product_sizes import products_of
 from bench.engine.rig import Rig, opened
 from bench.engine.scale import GPU
 from hearth.engine.capture_ahead import capture_sizes
-from hearth.engine.product_choice import (
-    NUM_FINAL_ROUNDS,
-    AskedProduct,
-    Way,
-    candidates,
-    choose,
-    choose_all,
-    cuda_times_us,
-)
+from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graphs import Capturer
+from hearth.engine.product_choice import ProductChoice, ProductChooser, StepGain, candidates, cuda_times_us
 from hearth.engine.runner import Runner
-from hearth.engine.step_shape import PaddedSizes
-from hearth.kernels.cublas_lt import ChosenProducts, loaded_library, size_of
+from hearth.engine.step_shape import PaddedSizes, StepShape
+from hearth.kernels.cublas_lt import ChosenProducts, ProductKernels, loaded_library, size_of
 from hearth.kernels.product_table import ProductSize, ProductTable
 
 SHAPES = {shape.name: shape for shape in (LLAMA_7B, LLAMA_8B)}
 #: Rows of products that are checked: few, odd ones, and those of the largest steps.
 EXACT_ROWS = (2, 8, 64, 77, 208, 256, 2048, 8192)
-SCRATCH_ROWS = (64, 208, 256, 2048, 8192)
 #: Work that should gain, and the rows that nearly all of its steps are padded to (`bench/engine/padding.py`).
 WORKS = ("even", "long_prompts")
 TUNED_ROWS = (8, 16, 24, 32, 48, 64, 80, 128, 144, 192, 256, 640, 2048, 6656, 7168, 8192)
+#: Of these, the most that a step without prompts has.
+MAX_DECODE = 256
 PROMPTS, NUM_PROMPTS = (128, 2048), 12
+#: Rows of steps that are timed by themselves.
+DECODE_STEPS, PROMPT_STEPS, NUM_STEP_ROUNDS = (16, 64, 192, 256), (128,), 15
+FEW_ROWS = (16, 64, 128, 192, 256)
 
 
 def exact(name: str) -> None:
@@ -105,23 +102,44 @@ def _result(
     return out
 
 
+def steps(name: str) -> None:
+    """Time captured steps with torch's kernels, those that are best alone, and those that are taken."""
+    with opened(GPU.shapes[name], GPU, torch.device("cuda", 0)) as rig:
+        runner = rig.engine.runner
+        alone = chosen_of(tuned(runner, FEW_ROWS, None))
+        taken = chosen_of(tuned(runner, FEW_ROWS, GraphCapture()))
+        shapes = {f"decode {rows}": StepShape.decode(rows) for rows in DECODE_STEPS}
+        shapes |= {f"prompt {rows}": StepShape(True, rows, 1) for rows in PROMPT_STEPS}
+        for text, shape in shapes.items():
+            say(part="steps", step=text, ms=_step_ms(runner, shape, (chosen_of({}), alone, taken)))
+
+
+def _step_ms(runner: Runner, shape: StepShape, kernels: Sequence[ProductKernels]) -> list[float]:
+    """Time steps of padding, which attend to nothing, in turns: the host is ahead of the device."""
+    queue, capturer = runner.padded_layers(shape, len(runner.decoder.layers)), GraphCapture()
+    graphs = [capturer.capture(partial(queue, one)) for one in kernels]
+    ways = [[graph.replay] for graph in graphs]
+    cuda_times_us(ways, 2)
+    return [round(1e-3 * us, 4) for us in cuda_times_us(ways, NUM_STEP_ROUNDS)]
+
+
 def gain(name: str) -> None:
     """Run the same work with torch's kernels, chosen ones, and torch's again."""
     with opened(GPU.shapes[name], GPU, torch.device("cuda", 0)) as rig:
-        rig.run(GPU.traffic["even"])
-        _ask(rig, "torch", WORKS)
         runner = rig.engine.runner
-        chosen = tuned(runner)
-        rig.engine.flush()
-        rig.engine.use_products(chosen)
-        capture_sizes(runner)
+        rig.run(GPU.traffic["even"])
+        _use(rig, chosen_of({}))
+        _ask(rig, "torch", WORKS)
+        _use(rig, chosen_of(tuned(runner, TUNED_ROWS, GraphCapture())))
         _ask(rig, "chosen", WORKS)
-        rig.engine.flush()
-        runner.decoder.products = None
-        if runner.graphs is not None:
-            runner.graphs.forget()
-        capture_sizes(runner)
+        _use(rig, chosen_of({}))
         _ask(rig, "torch again", WORKS[:1])
+
+
+def _use(rig: Rig, products: ChosenProducts) -> None:
+    rig.engine.flush()
+    rig.engine.use_products(products)
+    capture_sizes(rig.engine.runner)
 
 
 def _ask(rig: Rig, which: str, works: Sequence[str]) -> None:
@@ -133,65 +151,49 @@ def _ask(rig: Rig, which: str, works: Sequence[str]) -> None:
         say(part="gain", which=which, work=work, seconds=found.seconds, tokens_per_s=found.tokens_per_s)
 
 
-def tuned(runner: Runner) -> ChosenProducts:
-    """Choose kernels for the rows that matter, by the code that a worker runs; tell each gain."""
-    all_sizes, exact_us = runner.sizes, list[float]()
-    runner.sizes = PaddedSizes(tuple(size for size in TUNED_ROWS if size <= 256), TUNED_ROWS, (1,))
+def tuned(runner: Runner, rows: Sequence[int], capturer: Capturer | None) -> dict[ProductSize, bytes]:
+    """Choose kernels for the rows that matter, by the code that a worker runs; tell each choice."""
+    all_sizes, began_s, num_sizes = runner.sizes, time.monotonic(), 0
+    runner.sizes = PaddedSizes(tuple(size for size in rows if size <= MAX_DECODE), tuple(rows), (1,))
 
-    def times_us(ways: Sequence[Way], num_rounds: int) -> list[float]:
-        found = cuda_times_us(ways, num_rounds)
-        if num_rounds == NUM_FINAL_ROUNDS:
-            exact_us[:] = found
-        return found
+    def told(found: ProductChoice | StepGain) -> None:
+        nonlocal num_sizes
+        if isinstance(found, StepGain):
+            us = [round(found.torch_us, 1), round(found.chosen_us, 1)]
+            say(part="tuned", step=found.shape.num_rows, us=us, is_faster=found.is_faster)
+            return
+        num_sizes += 1
+        size, words = found.size, list(found.shares)
+        say(
+            part="tuned",
+            size=[size.rows, size.outputs, size.inputs, size.adds],
+            torch_us=found.torch_us,
+            rank=None if found.algorithm is None else words.index(found.algorithm),
+            of=len(words),
+            shares={words.index(word): round(share, 3) for word, share in found.final_shares.items()},
+        )
 
-    def told(asked: AskedProduct) -> bytes | None:
-        exact_us.clear()
-        began_s, library = time.monotonic(), loaded_library()
-        proposed = candidates(library, asked.size)
-        found = choose(asked, library, times_us)
-        us = [round(one, 1) for one in exact_us]
-        size, rank = asked.size, None if found is None else proposed.index(found)
-        where = [size.rows, size.outputs, size.inputs, size.adds]
-        seconds = round(time.monotonic() - began_s, 3)
-        say(part="tuned", size=where, us=us, rank=rank, of=len(proposed), seconds=seconds)
-        return found
-
-    began_s, tuning, num_sizes = time.monotonic(), choose_all(runner, told), 0
-    chosen: dict[ProductSize, bytes] = {}
+    tuning = ProductChooser(runner, loaded_library(), cuda_times_us, capturer, told).choose_all()
+    longest_s, chosen = 0.0, dict[ProductSize, bytes]()
     try:
         while True:
+            piece_s = time.monotonic()
             next(tuning)
-            num_sizes += 1
+            longest_s = max(longest_s, time.monotonic() - piece_s)
     except StopIteration as end:
         chosen = end.value
     runner.sizes, seconds = all_sizes, time.monotonic() - began_s
-    say(part="tuned", sizes=num_sizes, chosen=len(chosen), seconds=seconds)
-    table = ProductTable(torch.cuda.get_device_name(), loaded_library().version, chosen)
+    say(part="tuned", sizes=num_sizes, chosen=len(chosen), seconds=seconds, longest_piece_s=longest_s)
+    return chosen
+
+
+def chosen_of(algorithms: dict[ProductSize, bytes]) -> ChosenProducts:
+    """Return products by some kernels, and by torch's where there is none."""
+    table = ProductTable(torch.cuda.get_device_name(), loaded_library().version, algorithms)
     return ChosenProducts(loaded_library(), table)
 
 
-def scratch(name: str) -> None:
-    """Choose among all kernels, and among those without scratch memory, by the same clock."""
-    library, shape = LtLibrary(), SHAPES[name]
-    each = {one: Product.of(n, k, LIMITS.max_batch_tokens) for one, (n, k) in products_of(shape).items()}
-    for one in ADDED:
-        each[one].x.mul_(1e-3)
-    before = lt_products.WORKSPACE_BYTES
-    for rows in SCRATCH_ROWS:
-        us = {}
-        for kind, most_bytes in (("any", before), ("without", 0)):
-            lt_products.WORKSPACE_BYTES = most_bytes
-            found = [
-                product_choices.choose(library, product, rows, [], adds=one in ADDED)
-                for one, product in each.items()
-            ]
-            us[kind] = [round(one.best_us, 1) for one in found]
-            us["torch"] = [round(one.torch_us, 1) for one in found]
-        say(part="scratch", rows=rows, us=us)
-    lt_products.WORKSPACE_BYTES = before
-
-
-PARTS = {part.__name__: part for part in (exact, gain, scratch)}
+PARTS = {part.__name__: part for part in (exact, steps, gain)}
 
 
 def main() -> None:

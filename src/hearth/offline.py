@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -24,8 +24,10 @@ from hearth.engine.capture_ahead import CaptureAhead
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.engine.product_tables import ProductTables
 from hearth.errors import DeviceError, ModelError, StoreError
 from hearth.kernels.compilations import COMPILATIONS
+from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.arch import Arch
@@ -130,13 +132,13 @@ class _PackedModel:
 
     def build(self) -> Engine:
         spec, layout = self.spec, self._layout
-        wait_for_kernels = _start_kernels(spec, "none", self._kernels, self._device)
+        kernels = _OfflineKernels(spec, "none", self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         with open_source(self._path) as source:
             pack(source.checkpoint, spec.arch, layout, base)
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
-        wait_for_kernels()
-        return assemble(spec, weights, self._config, self._device)
+        kernels.wait()
+        return assemble(spec, weights, self._config, self._device, products=kernels.products())
 
     def wait(self) -> None:
         """Return at once: the model was packed while it was built."""
@@ -173,12 +175,12 @@ class _ConvertedModel:
     def build(self) -> Engine:
         manifest, spec = self._manifest, self.spec
         layout = served_layout(manifest, self._dtype)
-        wait_for_kernels = _start_kernels(spec, manifest.quant, self._kernels, self._device)
+        kernels = _OfflineKernels(spec, manifest.quant, self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
         if self._config.graphs == "start":
-            wait_for_kernels()
-        engine = assemble(spec, weights, self._config, self._device)
+            kernels.wait()
+        engine = assemble(spec, weights, self._config, self._device, products=kernels.products())
         # Only now: whatever else goes to the device would have to queue behind the weights.
         load = self._start(stored_part(base, manifest))
         if self._dtype == manifest.dtype:
@@ -186,7 +188,7 @@ class _ConvertedModel:
         else:
             load.wait()
             widen(base, manifest, layout)
-        wait_for_kernels()
+        kernels.wait()
         if engine.runner.graphs is not None and self._config.graphs == "lazy":
             self._captures = CaptureAhead(engine.runner, lambda: not self._has_ended.is_set())
         return engine
@@ -228,21 +230,35 @@ def _kernels_path(store: StoreConfig | Tiers) -> Path:
     return (Path(store.path).expanduser() if isinstance(store, StoreConfig) else store.disk.root) / "kernels"
 
 
-def _start_kernels(spec: ModelSpec, quant: str, path: Path, device: torch.device) -> Callable[[], None]:
-    """Have the model's kernels loaded, or start to compile those that are missing.
+class _OfflineKernels:
+    """The kernels of one model where they are kept on disk; on a CPU there are none."""
 
-    The function that is returned waits for the rest.
-    """
-    if device.type != "cuda" or not HAS_TRITON:
-        return lambda: None
-    COMPILATIONS.watch()
-    warmup = KernelWarmup(KernelCache.open(path))
-    needs = KernelNeeds.on(device, spec.arch, name_of(spec.dtype), quant, spec.limits)
-    if warmup.load(needs):
-        return lambda: None
-    compiling = threading.Thread(target=lambda: warmup.compile(needs), name="hearth-kernels", daemon=True)
-    compiling.start()
-    return compiling.join
+    def __init__(self, spec: ModelSpec, quant: str, path: Path, device: torch.device) -> None:
+        """Have the model's kernels loaded, or start to compile those that are missing."""
+        self._needs: KernelNeeds | None = None
+        self._compiling: threading.Thread | None = None
+        if device.type != "cuda" or not HAS_TRITON:
+            return
+        COMPILATIONS.watch()
+        self._device, self._cache = device, KernelCache.open(path)
+        self._needs = needs = KernelNeeds.on(device, spec.arch, name_of(spec.dtype), quant, spec.limits)
+        warmup = KernelWarmup(self._cache)
+        if not warmup.load(needs):
+            self._compiling = threading.Thread(
+                target=lambda: warmup.compile(needs), name="hearth-kernels", daemon=True
+            )
+            self._compiling.start()
+
+    def wait(self) -> None:
+        """Wait until all of them are there."""
+        if self._compiling is not None:
+            self._compiling.join()
+
+    def products(self) -> ChosenProducts | None:
+        """Return the kernels that were chosen for the model's products; None: torch takes them."""
+        if self._needs is None or (tables := ProductTables.on(self._device, self._cache)) is None:
+            return None
+        return tables.find(self._needs)
 
 
 def _tokenizer_of(source: ModelSource) -> Tokenizer:

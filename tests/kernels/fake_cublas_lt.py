@@ -28,6 +28,11 @@ def last_algorithm() -> int:
     return ctypes.c_int.in_dll(fake_library(), "last_algorithm").value
 
 
+def forget_algorithm() -> None:
+    """Have no kernel be the last one."""
+    ctypes.c_int.in_dll(fake_library(), "last_algorithm").value = 0
+
+
 def algorithm(number: int) -> bytes:
     """Return the bytes of a kernel of the library."""
     return b"".join(word.to_bytes(8, "little") for word in (number, *[0] * 6, 77))

@@ -70,6 +70,7 @@ def test_a_kernel_that_the_library_refuses_is_never_tried_again(caplog: pytest.L
     assert not products.multiply(x, weight, out, adds=False)
     assert not products.multiply(x, weight, out, adds=False)
     assert torch.equal(out, before)
+    assert products.num_refused == 1
     (record,) = caplog.records
     assert "fallback product=torch" in record.message
     assert "returned 15" in record.message
@@ -117,6 +118,8 @@ def test_a_machine_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch, 
     maps.write_text("7f00 r-xp 0 00:00 0 /usr/lib/libc.so.6\n")
     monkeypatch.setattr(cublas_lt, "_MAPS", maps)
     cublas_lt.loaded_library.cache_clear()
+    cublas_lt.lt_obstacle.cache_clear()
     with pytest.raises(DeviceError, match="found: none"):
         cublas_lt.loaded_library()
     assert "found: none" in str(cublas_lt.lt_obstacle())
+    cublas_lt.lt_obstacle.cache_clear()  # others have one

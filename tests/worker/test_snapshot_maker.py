@@ -175,6 +175,7 @@ class TunedKernels:
     chosen: ChosenProducts | None = None
     num_tuned: int = 0
     error: Exception | None = None  #: with which the choice ends
+    is_kept: bool = True
 
     def compile(self, manifest: Manifest, limits: StepLimits) -> None:
         """Have nothing to compile."""
@@ -191,6 +192,8 @@ class TunedKernels:
             yield ProductSize(rows, 64, 64, "float32", adds=False)
         if self.error is not None:
             raise self.error
+        if not self.is_kept:
+            return None
         self.chosen = ChosenProducts(fake_lt(), ProductTable("a device", "1", {}))
         return self.chosen
 
@@ -204,6 +207,7 @@ def test_kernels_of_products_are_chosen_before_a_snapshot_is_made_which_depends_
         assert one.make().failure is None
         assert one.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
         assert one.make().failure is None
+        assert one.gateway.ping().fallbacks["products"] == 0
     assert kernels.num_tuned == 3, "once for each, and never again"
     with worker(directory, tmp_path / "two", kernels=kernels) as two:
         assert two.looked.outcome is SnapshotOutcome.USED
@@ -220,9 +224,19 @@ def test_a_model_whose_kernels_of_products_cannot_be_chosen_serves_on_and_has_it
         expected = one.gateway.ask("a", PROMPT, greedy(5)).tokens
         assert one.make().failure is None
         assert one.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
+        assert one.gateway.ping().fallbacks["products"] == 1
     assert "fallback products=torch model=a reason=`cuBLASLt refused" in caplog.text
     with worker(directory, tmp_path / "two", kernels=TunedKernels()) as two:
         assert two.looked.outcome is SnapshotOutcome.USED
+
+
+def test_a_model_whose_table_of_products_cannot_be_kept_is_counted(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    with worker(directory, tmp_path / "one", kernels=TunedKernels(is_kept=False)) as one:
+        assert one.gateway.ping().fallbacks["products"] == 0
+        assert one.make().failure is None
+        assert one.gateway.ping().fallbacks["products"] == 1
 
 
 def test_what_is_restored_and_wrong_is_discarded_for_everybody(

@@ -38,6 +38,7 @@ FALLBACKS = {
     "kernels_compiled_while_serving": "that all models of the worker waited for",
     "kernels_loaded_while_serving": "from disk when a step asked for them",
     "library_address": "worker whose library memory is at another address than planned",
+    "products": "models so far whose products have the library's first kernels, not its fastest",
     "prompt_attention": "models so far whose prompts are attended to by the slower kernel",
     "staging": "worker that pins host memory while a load waits for it: there is no C compiler",
     "tables": "of penalties or biases outside of the pool",

@@ -2,15 +2,21 @@
 
 The steps that serve are run on padding, and tell which products there are: so no list of them has to be kept
 beside the code. What is tried works on the model's own weights, in its workspace, so that it takes no memory.
-Runs between requests, a product at a time; whoever calls says when.
+Runs between requests, a piece at a time, each shorter than somebody who asks would notice.
 
 Kernels are timed in turns with the one that torch takes, without a pause: a device under load has less power
 for each, and it is then that they differ most. One that is not clearly faster is not taken.
+
+Products of few rows are over in some microseconds, and there it counts what surrounds them: how early a
+kernel starts behind the one before it, and lets the next one start. So steps of few rows are captured, as
+those that serve are, with torch's kernels and with the others: unless these make the step faster they are not
+taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -18,11 +24,12 @@ from statistics import median
 
 import torch
 
+from hearth.engine.graphs import Capturer
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import StepShape
-from hearth.kernels.cublas_lt import CublasLt, Launch, is_plain, size_of
+from hearth.kernels.cublas_lt import ChosenProducts, CublasLt, Launch, is_plain, size_of
 from hearth.kernels.linear import add_linear, linear
-from hearth.kernels.product_table import ProductSize
+from hearth.kernels.product_table import ProductSize, ProductTable
 
 #: Kernels that are asked for, for each number of rows, and those of all that are timed again.
 NUM_PROPOSALS, NUM_FINALISTS = 24, 3
@@ -31,9 +38,16 @@ NUM_ROUNDS, NUM_FINAL_ROUNDS = 3, 9
 MAX_SHARE = 0.99
 #: Times as many rows: what is proposed for them is tried as well. With 7,168 rows that won most.
 NEAR = (2.0, 0.5, 0.25, 0.125, 0.0625)
-#: Layers whose weights are multiplied in turns, so that few rows find none of them in the device's cache.
-#: More rows than that are bound by arithmetic, and one layer is enough.
-NUM_LAYERS, MAX_CACHED_ROWS = 4, 512
+#: Few rows find no weights in the device's cache, in a step: so those of several layers are multiplied in
+#: turns, of as many as have so many bytes even in the smallest product. More rows than that are bound by
+#: arithmetic: one layer is enough, and nothing around them matters.
+MIN_LAYERS, COLD_BYTES, MAX_COLD_ROWS = 4, 128 << 20, 512
+#: Layers of steps that are timed, rounds at least, and the share of the time with torch's kernels as above.
+NUM_STEP_LAYERS, MIN_STEP_ROUNDS, MAX_STEP_ROUNDS, MAX_STEP_SHARE = 8, 5, 15, 0.995
+#: For which the device is kept busy at a time: whoever asks meanwhile waits for that.
+PIECE_US = 25_000.0
+#: Kernels that are loaded at a time, for the same reason: the host takes some milliseconds for each.
+NUM_LOADED = 8
 #: By which results may differ, of the largest number: kernels sum up in another order, and round.
 _TOLERANCE = 2.0**-6
 #: Rows in which they are compared: all would take memory.
@@ -58,65 +72,172 @@ class AskedProduct:
 
 @dataclass(slots=True)
 class ProductRecorder:
-    """Notes the products of steps, as `ProductKernels` that has none. Mutable."""
+    """Notes the products of steps, as `ProductKernels` that leaves out what it notes. Mutable."""
 
     asked: dict[ProductSize, AskedProduct] = field(default_factory=dict)
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, adds: bool) -> bool:
         size = size_of(x, weight, adds=adds)
         self.asked.setdefault(size, AskedProduct(size, x, out, [])).weights.append(weight)
-        return False
+        return True
 
 
-def choose_all(
-    runner: Runner, choose: Callable[[AskedProduct], bytes | None]
-) -> Generator[ProductSize, None, dict[ProductSize, bytes]]:
-    """Choose a kernel for every product of all steps, one each time it is asked for the next; return them.
+@dataclass(frozen=True, slots=True)
+class ProductChoice:
+    """The kernel for a size, and the times that it was chosen by."""
 
-    Between two of them others may use the device and the workspace.
-    """
-    chosen: dict[ProductSize, bytes] = {}
-    known: set[ProductSize] = set()
-    for shape in runner.sizes.all_shapes():
-        # Asked anew for each: a model's memory may have moved meanwhile.
-        while (asked := _next_asked(runner, shape, known)) is not None:
-            known.add(asked.size)
-            if (algorithm := choose(asked)) is not None:
-                chosen[asked.size] = algorithm
-            yield asked.size
-    return chosen
+    size: ProductSize
+    algorithm: bytes | None = None  #: the kernel that is clearly faster than torch's; None: there is none
+    torch_us: float = 0.0  #: that torch's kernel takes by itself
+    #: Shares of torch's time that kernels took, in the order in which they are proposed; then of the best.
+    shares: Mapping[bytes, float] = field(default_factory=dict)
+    final_shares: Mapping[bytes, float] = field(default_factory=dict)
 
 
-def _next_asked(runner: Runner, shape: StepShape, known: set[ProductSize]) -> AskedProduct | None:
-    recorder = ProductRecorder()
-    runner.ask_products(shape, recorder, NUM_LAYERS)
-    return next((one for size, one in recorder.asked.items() if size not in known), None)
+@dataclass(frozen=True, slots=True)
+class StepGain:
+    """The time of a step of few rows with torch's kernels, and with those that were chosen for it."""
+
+    shape: StepShape
+    torch_us: float
+    chosen_us: float
+
+    @property
+    def is_faster(self) -> bool:
+        return self.chosen_us <= MAX_STEP_SHARE * self.torch_us
 
 
-@torch.inference_mode()
-def choose(asked: AskedProduct, library: CublasLt, times_us: TimesUs) -> bytes | None:
-    """Return the kernel for a product that is clearly faster than torch's; None: there is none."""
-    x, out, size = asked.x, asked.out, asked.size
-    if not is_plain(x, out, *asked.weights):
-        return None
-    generator = torch.Generator(x.device).manual_seed(0)
-    x.normal_(std=1e-3 if size.adds else 1.0, generator=generator)  # sums must not grow without bounds
-    launches = {word: library.launcher(size, word) for word in candidates(library, size)}
-    # The first launch loads a kernel; one that the library does not take after all is none.
-    launches = {word: launch for word, launch in launches.items() if not launch(x, asked.weights[0], out)}
-    if not launches:
-        return None
-    weights = asked.weights[: NUM_LAYERS if size.rows <= MAX_CACHED_ROWS else 1]
-    by_torch = [partial(_by_torch, asked, weight) for weight in weights]
-    ways = {word: _way(asked, launch, weights) for word, launch in launches.items()}
-    rough = times_us([by_torch, *ways.values()], NUM_ROUNDS)
-    best = sorted(zip(rough[1:], ways, strict=True))[:NUM_FINALISTS]
-    finalists = [word for _, word in best]
-    torch_us, *exact = times_us([by_torch, *(ways[word] for word in finalists)], NUM_FINAL_ROUNDS)
-    best_us, winner = min(zip(exact, finalists, strict=True))
-    if best_us > MAX_SHARE * torch_us or not _agree(asked, by_torch[0], ways[winner][0]):
-        return None
-    return winner
+class ProductChooser:
+    """Chooses kernels for all products of an engine's steps. Mutable in nothing but the engine's memory."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        library: CublasLt,
+        times_us: TimesUs,
+        capturer: Capturer | None,
+        tell: Callable[[ProductChoice | StepGain], None] = lambda _: None,
+    ) -> None:
+        """`capturer` captures steps, as those that serve are; None: they are launched kernel by kernel.
+
+        `tell` is called with all that is found.
+        """
+        self._runner, self._library = runner, library
+        self._times_us = torch.inference_mode()(times_us)
+        self._capturer, self._tell = capturer, tell
+        arch = runner.decoder.arch
+        smallest_bytes = arch.hidden_size * arch.dimensions.q_size * runner.kv.itemsize
+        self._num_layers = max(MIN_LAYERS, -(-COLD_BYTES // smallest_bytes))
+
+    def choose_all(self) -> Generator[ProductSize, None, dict[ProductSize, bytes]]:
+        """Choose a kernel for every product of all steps, a piece of one each time; return them.
+
+        Between two pieces others may use the device and the workspace, and the model's memory may move.
+        """
+        chosen: dict[ProductSize, bytes] = {}
+        known: set[ProductSize] = set()
+        for shape in self._runner.sizes.all_shapes():
+            of_step: dict[ProductSize, bytes] = {}
+            for size in self._asked(shape):
+                if size not in known:
+                    known.add(size)
+                    choice = yield from self.choose(shape, size)
+                    self._tell(choice)
+                    if choice.algorithm is not None:
+                        of_step[size] = choice.algorithm
+                    yield size
+            if of_step and self._capturer is not None and max(of_step).rows <= MAX_COLD_ROWS:
+                gain = self._step_gain(shape, of_step, self._capturer)
+                self._tell(gain)
+                yield max(of_step)
+                if not gain.is_faster:
+                    continue
+            chosen |= of_step
+        return chosen
+
+    def choose(self, shape: StepShape, size: ProductSize) -> Generator[ProductSize, None, ProductChoice]:
+        """Choose a kernel for one product of a step of this shape, a piece each time."""
+        asked, words = self._ask(shape, size), candidates(self._library, size)
+        if not is_plain(asked.x, asked.out, *asked.weights) or not words:
+            return ProductChoice(size)
+        by_torch = _torch_way(asked)
+        (torch_us,) = self._times_us([by_torch], NUM_ROUNDS)
+        num_at_once = max(2, int(PIECE_US / (torch_us * len(by_torch))))
+        launches = yield from self._load(shape, size, words, num_at_once)
+        shares = yield from self._shares(shape, size, launches, NUM_ROUNDS, num_at_once)
+        best = {word: launches[word] for word in _best(shares, NUM_FINALISTS)}
+        if not best:
+            return ProductChoice(size, None, torch_us)
+        final = yield from self._shares(shape, size, best, NUM_FINAL_ROUNDS, num_at_once)
+        (winner,) = _best(final, 1)
+        is_better = final[winner] <= MAX_SHARE and _agree(self._ask(shape, size), launches[winner])
+        return ProductChoice(size, winner if is_better else None, torch_us, shares, final)
+
+    def _asked(self, shape: StepShape) -> dict[ProductSize, AskedProduct]:
+        recorder = ProductRecorder()
+        self._runner.padded_layers(shape, self._num_layers)(recorder)
+        return recorder.asked
+
+    @torch.inference_mode()
+    def _ask(self, shape: StepShape, size: ProductSize) -> AskedProduct:
+        """Return a product where its memory lies now, with random numbers to be multiplied."""
+        asked = self._asked(shape)[size]
+        generator = torch.Generator(asked.x.device).manual_seed(0)
+        # Sums must not grow without bounds.
+        asked.x.normal_(std=1e-3 if size.adds else 1.0, generator=generator)
+        return asked
+
+    def _load(
+        self, shape: StepShape, size: ProductSize, words: Sequence[bytes], num_at_once: int
+    ) -> Generator[ProductSize, None, dict[bytes, Launch]]:
+        """Launch kernels for the first time, which loads them; return those that the library takes."""
+        taken: dict[bytes, Launch] = {}
+        for some in _batches(words, min(num_at_once, NUM_LOADED)):
+            asked = self._ask(shape, size)
+            for word in some:
+                launch = self._library.launcher(size, word)
+                if not launch(asked.x, asked.weights[0], asked.out):
+                    taken[word] = launch
+            self._runner.synchronize()
+            yield size
+        return taken
+
+    def _shares(
+        self,
+        shape: StepShape,
+        size: ProductSize,
+        launches: Mapping[bytes, Launch],
+        num_rounds: int,
+        num_at_once: int,
+    ) -> Generator[ProductSize, None, dict[bytes, float]]:
+        """Time kernels by themselves beside torch's, so many ways at a time; return the shares they take."""
+        each: defaultdict[bytes, list[float]] = defaultdict(list)
+        num_beside = max(1, min(len(launches), num_at_once - 1))
+        rounds_at_once = max(1, min(num_rounds, num_at_once // (num_beside + 1)))
+        for _ in range(0, num_rounds, rounds_at_once):
+            for words in _batches(list(launches), num_beside):
+                asked = self._ask(shape, size)
+                ways = [_torch_way(asked), *(_way(asked, launches[word]) for word in words)]
+                torch_us, *times = self._times_us(ways, rounds_at_once)
+                for word, us in zip(words, times, strict=True):
+                    each[word].append(us / torch_us)
+                yield size
+        return {word: median(shares) for word, shares in each.items()}
+
+    def _step_gain(
+        self, shape: StepShape, algorithms: Mapping[ProductSize, bytes], capturer: Capturer
+    ) -> StepGain:
+        """Time captured steps with torch's kernels and with others."""
+        capturer.forget()  # the steps before are gone, and their memory with them
+        queue = self._runner.padded_layers(shape, NUM_STEP_LAYERS)
+        tables = [ProductTable("", self._library.version, one) for one in ({}, algorithms)]
+        graphs = [capturer.capture(partial(queue, ChosenProducts(self._library, one))) for one in tables]
+        for graph in graphs:
+            graph.instantiate()
+        ways = [[graph.replay] for graph in graphs]
+        num_rounds = int(PIECE_US / sum(self._times_us(ways, 1)))  # the first one makes graphs ready
+        num_rounds = min(MAX_STEP_ROUNDS, max(MIN_STEP_ROUNDS, num_rounds))
+        return StepGain(shape, *self._times_us(ways, num_rounds))
 
 
 def candidates(library: CublasLt, size: ProductSize) -> list[bytes]:
@@ -130,8 +251,24 @@ def candidates(library: CublasLt, size: ProductSize) -> list[bytes]:
     return list(found)
 
 
-def _way(asked: AskedProduct, launch: Launch, weights: Sequence[torch.Tensor]) -> Way:
-    return [partial(launch, asked.x, weight, asked.out) for weight in weights]
+def _best(shares: Mapping[bytes, float], most: int) -> list[bytes]:
+    return sorted(shares, key=lambda word: shares[word])[:most]
+
+
+def _batches(words: Sequence[bytes], most: int) -> Iterator[Sequence[bytes]]:
+    return (words[begin : begin + most] for begin in range(0, len(words), most))
+
+
+def _timed_weights(asked: AskedProduct) -> list[torch.Tensor]:
+    return asked.weights if asked.size.rows <= MAX_COLD_ROWS else asked.weights[:1]
+
+
+def _way(asked: AskedProduct, launch: Launch) -> Way:
+    return [partial(launch, asked.x, weight, asked.out) for weight in _timed_weights(asked)]
+
+
+def _torch_way(asked: AskedProduct) -> Way:
+    return [partial(_by_torch, asked, weight) for weight in _timed_weights(asked)]
 
 
 def _by_torch(asked: AskedProduct, weight: torch.Tensor) -> None:
@@ -141,13 +278,14 @@ def _by_torch(asked: AskedProduct, weight: torch.Tensor) -> None:
         add_linear(asked.x, weight, out=asked.out)
 
 
-def _agree(asked: AskedProduct, *ways: Callable[[], object]) -> bool:
-    """True if two ways have the same result but for rounding, in some rows from the first to the last."""
+@torch.inference_mode()
+def _agree(asked: AskedProduct, launch: Launch) -> bool:
+    """True if a kernel's result is torch's but for rounding, in some rows from the first to the last."""
     every = max(1, asked.size.rows // _NUM_COMPARED)
     results = []
-    for multiply in ways:
+    for way in (_torch_way(asked), _way(asked, launch)):
         asked.out.zero_()
-        multiply()
+        way[0]()
         results.append(asked.out[::every].float())
     first, second = results
     limit = _TOLERANCE * float(first.abs().max())

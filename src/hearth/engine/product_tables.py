@@ -10,13 +10,13 @@ import hashlib
 import logging
 import time
 from collections.abc import Generator
-from functools import partial
 
 import msgspec
 import torch
 
 from hearth.engine.dry_run import KernelNeeds
-from hearth.engine.product_choice import choose, choose_all, cuda_times_us
+from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.product_choice import ProductChooser, cuda_times_us
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes
 from hearth.errors import DeviceError
@@ -24,9 +24,12 @@ from hearth.kernels.cublas_lt import ChosenProducts, CublasLt, loaded_library
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.kernels.product_table import ProductSize, ProductTable
 
+#: Of choosing: kernels that were chosen in another way are not found.
+_METHOD = 2
+
 log = logging.getLogger(__name__)
 
-#: Measures a product each time it is asked for the next; returns all of them once they are kept.
+#: Measures a piece each time it is asked for the next; returns all products once they are kept.
 Tuning = Generator[ProductSize, None, ChosenProducts | None]
 
 
@@ -65,8 +68,9 @@ class ProductTables:
         if (found := self.find(needs)) is not None:  # another process was quicker
             return found
         began_s = time.perf_counter()
-        by_size = partial(choose, library=self._library, times_us=cuda_times_us)
-        table = ProductTable(self._device, self._library.version, (yield from choose_all(runner, by_size)))
+        capturer = None if runner.graphs is None else GraphCapture()
+        chooser = ProductChooser(runner, self._library, cuda_times_us, capturer)
+        table = ProductTable(self._device, self._library.version, (yield from chooser.choose_all()))
         try:
             table.save(self._cache.products_path(self._key(needs)))
         except OSError as error:
@@ -78,5 +82,6 @@ class ProductTables:
 
     def _key(self, needs: KernelNeeds) -> str:
         """Return the name of a table, a new one for other sizes of steps, devices and libraries."""
-        told = msgspec.json.encode((needs, PaddedSizes.of(needs.limits), self._device, self._library.version))
+        sizes = PaddedSizes.of(needs.limits)
+        told = msgspec.json.encode((_METHOD, needs, sizes, self._device, self._library.version))
         return hashlib.sha256(told).hexdigest()[:32]

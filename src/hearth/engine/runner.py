@@ -306,17 +306,24 @@ class Runner:
         samples = Samples(self._sampler.chosen[: plan.num_rows], None, None, None, ())
         PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows]).wait()
 
-    @torch.inference_mode()
-    def ask_products(self, shape: StepShape, products: ProductKernels, num_layers: int) -> None:
-        """Run the first layers of a step that is all padding, whose products ask `products`."""
+    def padded_layers(self, shape: StepShape, num_layers: int) -> Callable[[ProductKernels], None]:
+        """Send the inputs of a step that is all padding; return what queues its first layers.
+
+        That may be called, or captured, any number of times until the next step is launched or parked.
+        """
         self._end = None
         self.settle()
         self.synchronize()  # for what is sent is written where that of the step before the last lies
         self._inputs.park(shape)
-        decoder = self.decoder.first_layers(num_layers, products)
-        kv = self.kv[:, : len(decoder.layers)]
-        for key in shape.keys:
-            self._queue(key.part, shape, None, decoder, kv, None)
+
+        @torch.inference_mode()
+        def queue(products: ProductKernels) -> None:
+            decoder = self.decoder.first_layers(num_layers, products)
+            kv = self.kv[:, : len(decoder.layers)]
+            for key in shape.keys:
+                self._queue(key.part, shape, None, decoder, kv, None)
+
+        return queue
 
     def use_products(self, products: ChosenProducts) -> None:
         """Compute with other kernels from now on; graphs are captured anew when next needed."""

@@ -167,6 +167,7 @@ class ChosenProducts:
         self.digest = table.digest
         self._library, self._algorithms = library, dict(table.algorithms)
         self._launches: dict[ProductSize, Launch] = {}  #: of those that were asked for
+        self.num_refused = 0  #: sizes whose kernel the library did not take
 
     def __len__(self) -> int:
         return len(self._algorithms)
@@ -181,6 +182,7 @@ class ChosenProducts:
         status = launch(x, weight, out)
         if status:  # nothing is queued, now and ever
             self._algorithms.pop(size, None)
+            self.num_refused += 1
             log.warning("fallback product=torch size=`%s` reason=`cuBLASLt returned %d`", size, status)
         return not status
 
@@ -206,6 +208,7 @@ def loaded_library() -> CublasLt:
     return CublasLt(ctypes.CDLL(str(_library_path())), lambda: torch.cuda.current_stream().cuda_stream)
 
 
+@cache
 def lt_obstacle() -> str | None:
     """Say why products cannot be computed by chosen kernels; None: they can."""
     try:
@@ -216,8 +219,15 @@ def lt_obstacle() -> str | None:
 
 
 def _library_path() -> Path:
-    paths = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "/libcublasLt.so" in line}
+    paths = _mapped_paths()
+    if not paths and torch.cuda.is_available():
+        torch.cuda.current_blas_handle()  # it comes with the first product at the latest
+        paths = _mapped_paths()
     if len(paths) != 1:
         found = ", ".join(sorted(paths)) or "none"
         raise DeviceError(f"torch should have loaded one cuBLASLt, found: {found}")
     return Path(paths.pop())
+
+
+def _mapped_paths() -> set[str]:
+    return {line.split()[-1] for line in _MAPS.read_text().splitlines() if "/libcublasLt.so" in line}

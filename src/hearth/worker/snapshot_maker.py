@@ -184,6 +184,7 @@ class SnapshotMaker:
         except StopIteration as end:
             making.tuning = None
             making.free_bytes = self._beside_torch_bytes()  # no start needs the kernels that were tried
+            hosted.lacks_products = end.value is None
             if end.value is not None and hosted.look is not None:
                 engine.flush()  # there may have been requests since
                 engine.use_products(end.value)
@@ -193,6 +194,7 @@ class SnapshotMaker:
             if (failure := failure_of(error)).is_fatal:
                 raise
             making.tuning, making.free_bytes = None, self._beside_torch_bytes()
+            hosted.lacks_products = True
             told = (hosted.model, failure.reason, failure.trace)
             log.error("fallback products=torch model=%s reason=`%s`\n%s", *told)
 
