@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
 from hearth.types import AdapterId, RequestId, SamplingTable, TokenLogprob, TokenLogprobs
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
 #: All kernels of libraries are in two layers: the last one of a step with prompts ends with its attention.
@@ -118,6 +120,17 @@ def _reads_to_host(reads: StepReads) -> StepReads:
     )
 
 
+def _queues(method: _Method) -> _Method:
+    """Have a method of the runner that queues something forget where all that was queued ended before."""
+
+    @wraps(method)
+    def queue(runner: Runner, *args: object, **kwargs: object) -> object:
+        runner._end = None
+        return method(runner, *args, **kwargs)
+
+    return cast(_Method, queue)
+
+
 class Runner:
     """Runs step plans on one device. Mutable through its buffers; one thread calls it, in step order.
 
@@ -207,9 +220,9 @@ class Runner:
         self.synchronize()  # likewise: nobody waits for the last of them before the next two are launched
 
     @torch.inference_mode()
+    @_queues
     def run_padding(self, shape: StepShape) -> None:
         """Queue a step that is all padding, which touches nobody's KV."""
-        self._end = None
         self.settle()
         self._drop_open_gate()
         self._inputs.park(shape)
@@ -294,24 +307,24 @@ class Runner:
         capturer.capture(work)
 
     @torch.inference_mode()
+    @_queues
     def rehearse_inputs(self, plan: StepPlan) -> None:
         """Do all that a step of a plan does around its parts: fill tables, send inputs, fetch a token.
 
         No part of the step is run, and nothing but tables is touched.
         """
-        self._end = None
         self._tables.fill()
         self._sampler.admit(plan.admissions)
         rows = self._inputs.fill(plan, self.sizes.shape_of(plan))
         samples = Samples(self._sampler.chosen[: plan.num_rows], None, None, None, ())
         PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows]).wait()
 
+    @_queues
     def padded_layers(self, shape: StepShape, num_layers: int) -> Callable[[ProductKernels], None]:
         """Send the inputs of a step that is all padding; return what queues its first layers.
 
         That may be called, or captured, any number of times until the next step is launched or parked.
         """
-        self._end = None
         self.settle()
         self.synchronize()  # for what is sent is written where that of the step before the last lies
         self._inputs.park(shape)
@@ -333,9 +346,9 @@ class Runner:
             self.graphs.forget()
 
     @torch.inference_mode()
+    @_queues
     def draw_padding(self, shape: StepShape) -> None:
         """Queue the draws of a step that is all padding, in which no token is drawn."""
-        self._end = None
         self._sampler.draw(self.decoder.logits[: shape.num_logits], self._inputs.park(shape))
 
     def follow(self, gate: WeightGate | None) -> None:
@@ -349,9 +362,9 @@ class Runner:
         return self._sampler.has_table(table)
 
     @torch.inference_mode()
+    @_queues
     def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
         """Have a sampling table lie in `memory`, behind all launched steps; None: where torch finds some."""
-        self._end = None
         self._sampler.place_table(table, memory)
 
     def drop_table(self, table: SamplingTable) -> None:
@@ -363,9 +376,9 @@ class Runner:
         self._sampler.free_row(table, request_id)
 
     @torch.inference_mode()
+    @_queues
     def fill_tables(self) -> None:
         """Fill all tables, before the first step and whenever their memory was somebody else's meanwhile."""
-        self._end = None
         self._tables.fill()
         self._inputs.adapters.forget()
 
@@ -414,9 +427,9 @@ class Runner:
             self.graphs.forget()
 
     @torch.inference_mode()
+    @_queues
     def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
         """Have steps from now on find an adapter in its place (`AdapterTable.bind`)."""
-        self._end = None
         self._adapters.bind(adapter, layout, layers)
         self._inputs.adapters.forget()
         if self.graphs is not None:
@@ -428,11 +441,11 @@ class Runner:
         self._inputs.adapters.forget()
 
     @torch.inference_mode()
+    @_queues
     def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
         """Queue copies of whole blocks behind all launched steps. No source is a target."""
         if not moves:
             return
-        self._end = None
         self.settle()
         # To be sent as one, and kept on the host until the device has read it, as a step's numbers are.
         sources, targets = self._uploads.ints([m.source for m in moves], [m.target for m in moves])
@@ -442,9 +455,9 @@ class Runner:
             self.kv.index_copy_(0, targets[piece], self.kv.index_select(0, sources[piece]))
 
     @torch.inference_mode()
+    @_queues
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step on the device and return without waiting for it."""
-        self._end = None
         self.settle()
         self._uploads.next_step()
         self._sampler.admit(plan.admissions)
