@@ -101,7 +101,7 @@ def _answer(part: str, setting: SwapSetting, num_swaps: int) -> Answer:
     sys.setswitchinterval(SWITCH_S)
     made = [setting.swap() for _ in range(num_swaps)][2:]
     sys.setswitchinterval(interval_s)
-    host_s = [one["told"] - (one["passed"] - one["queued"]) for one in made]
+    host_s = [one["told"] - (one["passed"] - one["first queued"]) for one in made]
     return {
         "part": part,
         "num_bytes": setting.layout.num_bytes,

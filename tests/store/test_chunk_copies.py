@@ -18,7 +18,7 @@ from hearth.store.fetch import HostChunk
 from hearth.store.loader import Load
 from hearth.store.piece_copies import LoadPiece, PieceCopies
 from hearth.store.record import LoadRecord, Tally
-from hearth.store.short_load import load_here
+from hearth.store.short_load import LastCopies, load_here
 from hearth.store.standing_threads import StandingThreads
 from tests.fake_cuda import FakeCuda, fake_cuda
 from tests.store.stored import CHUNK_BYTES, PATIENCE_S, model_of, parts_of, until
@@ -111,11 +111,16 @@ class Setting:
         threads = StandingThreads("test", idle_s=1.0)
         return Load("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end, threads)
 
-    def load_here(self, shelf: Shelf, on_end: Callable[[LoadRecord], None]) -> None:
-        load_here("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end)
+    def load_here(
+        self,
+        shelf: Shelf,
+        on_end: Callable[[LoadRecord], None],
+        on_last: Callable[[LastCopies], None] = lambda last: None,
+    ) -> None:
+        load_here("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end, on_last)
 
     def _pieces(self) -> list[LoadPiece]:
-        return [LoadPiece(part, target) for part, target in zip(PIECES, self.target, strict=True)]
+        return [LoadPiece.to(part, target) for part, target in zip(PIECES, self.target, strict=True)]
 
     def num_there(self) -> int:
         """Return how many of the pieces have come."""
@@ -300,7 +305,7 @@ def test_pieces_that_lie_side_by_side_there_as_in_their_chunk_are_one_copy() -> 
     quarter = CHUNK_BYTES // 4
 
     def at(begin: int, num_bytes: int, place: int) -> LoadPiece:
-        return LoadPiece(ByteRange(begin, begin + num_bytes), memory[place : place + num_bytes])
+        return LoadPiece.to(ByteRange(begin, begin + num_bytes), memory[place : place + num_bytes])
 
     pieces = [
         *(at(0, quarter, 0), at(quarter, quarter, quarter)),  # one behind the other, in both

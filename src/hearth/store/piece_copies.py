@@ -18,10 +18,18 @@ from hearth.store.record import Tally
 
 @dataclass(frozen=True, slots=True)
 class LoadPiece:
-    """A byte range of a model and the uint8 memory of that length that it is copied to."""
+    """A byte range of a model, and the memory of that length that it is copied to."""
 
     part: ByteRange
-    destination: torch.Tensor
+    address: int
+    memory: object = None  #: whatever keeps it
+
+    @staticmethod
+    def to(part: ByteRange, destination: torch.Tensor) -> LoadPiece:
+        """Return the piece that goes to memory of uint8."""
+        assert destination.dtype == torch.uint8, f"{destination.dtype=}"
+        assert destination.numel() == part.end - part.begin, f"a piece of {part}: {destination.numel()=}"
+        return LoadPiece(part, destination.data_ptr(), destination)
 
 
 class PieceCopies:
@@ -33,9 +41,8 @@ class PieceCopies:
         self._pieces = pieces  #: kept, for their memory is written as long as this lives
         self._spans = _spans_of(pieces)
         self._first = 0  #: the span that may have bytes of the chunks to come
-        parts = [ByteRange(span.begin, span.end) for span in self._spans]
         #: The chunks that hold bytes of the pieces, in forward order.
-        self.chunks = sorted({index for part in parts for index in manifest.chunks_of(part)})
+        self.chunks = sorted({index for span in self._spans for index in manifest.chunks_of(span.part)})
 
     def of(self, chunk: HostChunk) -> list[ByteCopy]:
         """Return what of a chunk goes where."""
@@ -72,6 +79,10 @@ class _Span:
     end: int
     address: int
 
+    @property
+    def part(self) -> ByteRange:
+        return ByteRange(self.begin, self.end)
+
     def touches(self, begin: int, address: int) -> bool:
         """True if bytes from `begin` on that go to an address follow it, here as there."""
         return begin == self.end and address - self.address == self.end - self.begin
@@ -81,9 +92,7 @@ def _spans_of(pieces: Sequence[LoadPiece]) -> list[_Span]:
     """Return where bytes go, in order. Pieces that lie one behind the other there as here are one span."""
     spans: list[_Span] = []
     for piece in sorted(pieces, key=lambda piece: piece.part.begin):
-        part, address = piece.part, piece.destination.data_ptr()
-        assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
-        assert piece.destination.numel() == part.end - part.begin, f"{piece.part=}"
+        part, address = piece.part, piece.address
         if spans and spans[-1].touches(part.begin, address):
             spans[-1].end = part.end
         else:

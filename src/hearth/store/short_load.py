@@ -7,6 +7,7 @@ of these any part can be waited for, and chunks are given back while others are 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -30,10 +31,13 @@ def load_here(
     fetch: Callable[[Sequence[int]], ChunkStream],
     new_copies: Callable[[int], ChunkCopies],
     on_end: Callable[[LoadRecord], None],
+    on_last: Callable[[LastCopies], None],
 ) -> None:
     """Copy pieces to memory that the device is done with. `fetch` is as for `Loader.load`.
 
-    `new_copies` is asked for the copies of so many chunks. `on_end` is called as soon as all bytes are there.
+    `new_copies` is asked for the copies of so many chunks. `on_end` is called as soon as all bytes are there,
+    and `on_last` before that, once only the last chunk is under way, unless that is there at once: whoever is
+    told needs as long until it computes with them.
     Chunks that do not come together are given back before the next one is waited for: the cells that they are
     in may be all there are.
 
@@ -45,13 +49,14 @@ def load_here(
     plan = PieceCopies(manifest, pieces, tally)
     copies = new_copies(len(plan.chunks))
     source = fetch(plan.chunks)
+    last = LastCopies(copies, len(plan.chunks) - 1)
     try:
         asked_s = time.perf_counter()
         with closing(source.batches(copies.max_batch)) as batches:
             for chunks in batches:
                 tally.waited(time.perf_counter() - asked_s)
                 try:
-                    _copy(chunks, copies, plan)
+                    _copy(chunks, copies, plan, lambda: on_last(last))
                     if copies.num_queued == len(plan.chunks):
                         on_end(tally.record(name, time.perf_counter()))
                 finally:
@@ -61,14 +66,45 @@ def load_here(
         source.cancel()
         raise
     finally:
+        last.have_passed()
         copies.close()
 
 
-def _copy(chunks: Sequence[HostChunk], copies: ChunkCopies, plan: PieceCopies) -> None:
+class LastCopies:
+    """The copies of a load's last chunk, which may be under way. Any thread may have its stream wait."""
+
+    def __init__(self, copies: ChunkCopies, position: int) -> None:
+        self._copies, self._position = copies, position
+        self._is_under_way = True
+        self._lock = threading.Lock()  #: guards it: the copies are closed by the thread of the load
+
+    def have_stream_wait(self) -> None:
+        """Have what is queued on the current stream from now on find the bytes there."""
+        with self._lock:
+            if self._is_under_way:
+                self._copies.have_stream_wait(self._position)
+
+    def have_passed(self) -> None:
+        """Have nobody wait any more: the copies are about to be closed."""
+        with self._lock:
+            self._is_under_way = False
+
+
+def _copy(
+    chunks: Sequence[HostChunk], copies: ChunkCopies, plan: PieceCopies, on_last: Callable[[], None]
+) -> None:
     """Copy chunks; however that ends, none of their copies is under way then."""
     num_before = copies.num_queued
     try:
-        copies.queue([plan.of(chunk) for chunk in chunks])
+        # The first by itself: while it crosses the bus the others are made ready.
+        for some in (chunks[:1], chunks[1:]):
+            if some:
+                copies.queue([plan.of(chunk) for chunk in some])
+        if copies.num_queued == len(plan.chunks):
+            if copies.num_queued > 1:
+                copies.wait(copies.num_queued - 2)
+            if not copies.has_passed(copies.num_queued - 1):
+                on_last()
     finally:
         if copies.num_queued > num_before:
             copies.wait(copies.num_queued - 1)
