@@ -263,13 +263,12 @@ class Borrower:
             return None
         opened = model.opened
         question = _Question.of(opened.digest, opened.directory, tuple(chunks), passes_on=self._passes_on())
-        asked = AskedLoan(line, model, question.message)
         try:
             line.send_line(question.line)
         except OSError:  # whoever was at its other end is gone
             line.close()
             return None
-        return asked
+        return AskedLoan(line, model, question.message)
 
     def fetch(
         self, model: Borrowed[StoredManifest], chunks: Sequence[int], asked: AskedLoan | None = None

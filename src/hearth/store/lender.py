@@ -271,6 +271,12 @@ class _Session:
             what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
             self._send(refusal(StoreError(f"{what}; given: {chunks!s:.200}")))
             return
+        if (at_once := self._tiers.lend(model, chunks)) is not None:
+            # By this thread: to wake another takes longer than an adapter takes to be copied.
+            self._fetch = at_once.fetch
+            self._note_lent(at_once.chunks)
+            self._send(LoadBegan(True, tuple(map(_lent, at_once.chunks))))
+            return
         chunk_ids = model.manifest.chunk_ids
         wanted = {chunk_ids[index] for index in chunks}
         is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
@@ -279,18 +285,12 @@ class _Session:
             self._run(self._lend, self._tiers.fetch(model, chunks, passes_on=passes_on))
             return
         fetch = self._tiers.fetch(model, chunks)
-        if lent := fetch.take_all():
-            # At once and by this thread: to wake another takes longer than an adapter takes to be copied.
-            self._fetch = fetch
-            self._note_lent(lent)
-            self._send(LoadBegan(is_in_host, tuple(map(_lent, lent))))
-        else:
-            try:
-                self._send(LoadBegan(is_in_host))
-            except OSError:  # the borrower is gone, and what was taken for it is not this session's yet
-                fetch.cancel()
-                raise
-            self._run(self._lend, fetch)
+        try:
+            self._send(LoadBegan(is_in_host))
+        except OSError:  # the borrower is gone, and what was taken for it is not this session's yet
+            fetch.cancel()
+            raise
+        self._run(self._lend, fetch)
 
     def _start_prefetch(self, model: StoredModel) -> None:
         fetch = self._tiers.prefetch(model)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
@@ -46,29 +45,24 @@ class PieceCopies:
 
     def of(self, chunk: HostChunk) -> list[ByteCopy]:
         """Return what of a chunk goes where."""
-        begin = self._manifest.chunk_range(chunk.index).begin
-        end = begin + len(chunk.data)
-        self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
+        num_bytes = len(chunk.data)
+        begin = chunk.index * self._manifest.chunk_bytes
+        end = begin + num_bytes
+        self._tally.took(chunk.delivery, num_bytes, is_shared=chunk.is_shared)
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.data)) - begin
         copies: list[ByteCopy] = []
-        for span in self._spans_before(begin, end):
+        spans, at = self._spans, self._first
+        while at < len(spans) and spans[at].end <= begin:  # a model may have hundreds, here and there
+            at += 1
+        self._first = at  # nobody asks for earlier ones again
+        while at < len(spans) and spans[at].begin < end:
+            span = spans[at]
             low, high = max(span.begin, begin), min(span.end, end)
             if low < high:
                 copies.append(ByteCopy(span.address + low - span.begin, address + low, high - low))
                 self._tally.num_bytes += high - low
+            at += 1
         return copies
-
-    def _spans_before(self, begin: int, end: int) -> Iterator[_Span]:
-        """Yield the spans that may have bytes from `begin` to `end`; nobody asks for earlier ones again.
-
-        A model of which pages are missing here and there has hundreds of them.
-        """
-        while self._first < len(self._spans) and self._spans[self._first].end <= begin:
-            self._first += 1
-        for span in islice(self._spans, self._first, None):
-            if span.begin >= end:
-                return
-            yield span
 
 
 @dataclass(slots=True)

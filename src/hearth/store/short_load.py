@@ -23,6 +23,9 @@ from hearth.store.record import LoadRecord, Tally
 #: Loads of more chunks take several calls of the driver, and so a thread that gives back meanwhile.
 MAX_SHORT_CHUNKS = BatchedCopies.max_batch
 
+#: Chunks that are queued before the others are looked at.
+NUM_FIRST = 1
+
 
 def load_here(
     name: str,
@@ -97,7 +100,7 @@ def _copy(
     num_before = copies.num_queued
     try:
         # The first by itself: while it crosses the bus the others are made ready.
-        for some in (chunks[:1], chunks[1:]):
+        for some in (chunks[:NUM_FIRST], chunks[NUM_FIRST:]):
             if some:
                 copies.queue([plan.of(chunk) for chunk in some])
         if copies.num_queued == len(plan.chunks):

@@ -81,6 +81,10 @@ class ChunkBook:
     def is_resident(self, chunk_id: str) -> bool:
         return chunk_id in self._cell_by_chunk and chunk_id not in self._filling
 
+    def cell_of(self, chunk_id: str) -> int | None:
+        """Return the cell of a chunk that is resident."""
+        return None if chunk_id in self._filling else self._cell_by_chunk.get(chunk_id)
+
     def leases(self, chunk_id: str) -> int:
         """Return how many hold the chunk; 0 for one that is idle, filling or absent."""
         return self._leases.get(chunk_id, 0)
