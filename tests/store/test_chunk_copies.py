@@ -281,6 +281,35 @@ def test_a_short_load_gives_back_all_that_it_has_before_it_waits_for_more(
     assert shelf.released_at_once == shelf.batches_given
 
 
+def test_who_computes_is_told_while_the_last_chunk_is_under_way_and_waits_for_it_on_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting, told = Setting("batched"), list[LastCopies | LoadRecord]()
+    monkeypatch.setattr(BatchedCopies, "has_passed", lambda *_: False)
+
+    def arrive(last: LastCopies) -> None:
+        waited_for = [event for call, event, _, _ in setting.cuda.calls if call == "cuEventSynchronize"]
+        assert (NUM_CHUNKS - 2 in waited_for, NUM_CHUNKS - 1 in waited_for) == (True, False)
+        last.have_stream_wait()
+        told.append(last)
+
+    setting.load_here(Shelf(), told.append, arrive)
+
+    last, record = told
+    assert isinstance(last, LastCopies)
+    assert isinstance(record, LoadRecord)
+    last.have_stream_wait()  # nothing to wait for any more
+    waits = [call for call in setting.cuda.calls if call[0] == "cuStreamWaitEvent"]
+    assert waits == [("cuStreamWaitEvent", 9, NUM_CHUNKS - 1, 0)]
+    assert setting.cuda.num_events == 0
+
+
+def test_nobody_is_told_ahead_of_bytes_that_are_there(setting: Setting) -> None:
+    records = list[LoadRecord]()
+    setting.load_here(Shelf(), records.append, lambda last: pytest.fail("it is there"))
+    assert len(records) == 1
+
+
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuEventSynchronize"])
 def test_a_short_load_that_is_refused_gives_everything_back_and_says_so(call: str) -> None:
     setting, shelf = Setting("batched"), Shelf()
