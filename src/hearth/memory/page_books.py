@@ -25,7 +25,7 @@ from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 @dataclass(frozen=True, slots=True)
 class UnreadyPieces:
-    """What has to happen before pieces of an adapter are written."""
+    """Waits and mappings that come before pieces of an adapter are written."""
 
     marks: tuple[Mark, ...]  #: to be waited for: others had the memory until then
     places: tuple[int, ...]  #: to be made real
