@@ -56,12 +56,14 @@ class UnmadeCopies:
 
     def __init__(self) -> None:
         self.num_queued = 0
+        self._passed_s = 0.0  #: when all of them will have
 
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
         self.num_queued += len(chunks)
+        self._passed_s = time.perf_counter() + COPY_S
 
     def wait(self, position: int) -> None:
-        time.sleep(COPY_S)
+        time.sleep(max(0.0, self._passed_s - time.perf_counter()))
 
     def has_passed(self, position: int) -> bool:
         return True
