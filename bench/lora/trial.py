@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import select
 import statistics
 import sys
 import tempfile
@@ -23,9 +24,10 @@ from hearth.cuda_batches import ByteCopy
 from hearth.messages import AdapterOrder
 from hearth.store import short_load
 from hearth.store.adapter_manifest import stored_bytes
-from hearth.store.borrower import Borrower
+from hearth.store.borrower import BorrowedAdapter, Borrower
 from hearth.store.loader import Loader
 from hearth.types import AdapterId
+from hearth.worker.adapter_load import ask_for_adapter
 from hearth.worker.runtime import HostingResources
 
 
@@ -77,6 +79,30 @@ def bus(num_bytes: int) -> None:
         )
 
 
+def lent(borrower: Borrower, borrowed: BorrowedAdapter, resources: HostingResources) -> None:
+    """Print how long the keeper takes to answer whoever does nothing else meanwhile, and to be read."""
+    asks, reads, fetches, batches_s = [], [], [], []
+    for _ in range(40):
+        time.sleep(0.005)
+        began_s = time.perf_counter()
+        asked = ask_for_adapter(borrowed, resources)
+        assert asked is not None
+        asked_s = time.perf_counter()
+        select.select([asked.line._connection], [], [])
+        came_s = time.perf_counter()
+        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)), asked)
+        fetched_s = time.perf_counter()
+        for chunks in loan.batches(8):
+            taken_s = time.perf_counter()
+            loan.release(*chunks)
+        asks.append(asked_s - began_s)
+        reads.append(came_s - began_s)
+        fetches.append(fetched_s - came_s)
+        batches_s.append(taken_s - fetched_s)
+    answer = {"asked": asks, "came": reads, "fetched": fetches, "taken": batches_s}
+    print({key: round(statistics.median(value) * 1e3, 3) for key, value in answer.items()}, flush=True)
+
+
 def main() -> None:
     layout = layout_of_rank(SHAPE.arch.dimensions, 16)
     content = torch.randint(0, 255, (stored_bytes(layout),), dtype=torch.uint8).numpy()
@@ -99,7 +125,7 @@ def main() -> None:
                     answer = setting.answer(f"swap first={first} round={round_}", copy_s)
                     until = {key: round(value * 1e3, 3) for key, value in answer["until_s"].items()}  # type: ignore[attr-defined]
                     print(answer["part"], answer["median_s"], answer["worst_s"], until, flush=True)
-            # Where it is really there: all bytes, read back.
+            lent(borrower, borrowed, resources)
             pieces = pool.place_pieces(order.adapter, layout.layer_sizes)
             assert pieces is not None
             print("runs", len(pieces), flush=True)
