@@ -148,7 +148,8 @@ class Fetcher:
     def lend(self, model: StoredModel, chunks: Sequence[int]) -> LentAtOnce | None:
         """Lend chunks of which none has to be waited for; None: one would be, or a load has fewer at a time.
 
-        For an adapter the bus needs hardly longer than `fetch` and its consumer take to meet.
+        For an adapter the bus needs hardly longer than `fetch` and its consumer take to meet. So whoever
+        calls tells the prices that a load began, behind the answer.
         """
         if not 0 < len(chunks) <= WINDOW:
             return None
@@ -170,7 +171,6 @@ class Fetcher:
             fetch.num_open = len(lent)
             self._live.add(fetch)
             segment.load_began()
-        self._prices.load_began(model)
         return LentAtOnce(fetch, lent)
 
     def refill(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:

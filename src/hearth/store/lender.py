@@ -276,6 +276,7 @@ class _Session:
             self._fetch = at_once.fetch
             self._note_lent(at_once.chunks)
             self._send(LoadBegan(True, tuple(map(_lent, at_once.chunks))))
+            self._tiers.prices.load_began(model)
             return
         chunk_ids = model.manifest.chunk_ids
         wanted = {chunk_ids[index] for index in chunks}
