@@ -884,6 +884,20 @@ def test_a_lender_that_was_started_again_lends_from_its_new_segment(
     assert base.numpy().tobytes() == (model / WEIGHTS).read_bytes()
 
 
+def test_a_load_of_what_is_in_host_memory_is_demand_as_any_other(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
+        borrowed = borrower.open(model)
+        began: list[str] = []
+        monkeypatch.setattr(tiers.prices, "load_began", lambda one: began.append(one.manifest.digest))
+        for _ in range(2):  # from disk, and from host memory
+            for chunk in (loan := borrower.fetch(borrowed, [0, 1])):
+                loan.release(chunk)
+        assert loan.is_in_host
+        assert eventually(lambda: began == [borrowed.manifest.digest] * 2)
+
+
 def test_the_weight_of_a_model_reaches_the_prices(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
         borrower.open(model, weight=3.0)
