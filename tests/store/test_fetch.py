@@ -65,9 +65,12 @@ class TestLendingAtOnce:
             assert consume(start(fetcher, model)) == b"".join(A)
             num_hits = fetcher.counters.num_hits
 
-            lent = fetcher.lend(model, [3, 1])
+            cells = fetcher.lease(model, [3, 1])
 
-            assert lent is not None
+            assert cells is not None
+            assert fetcher.book.num_leased == 2
+            lent = fetcher.leased(model, [3, 1], cells)
+            assert [chunk.cell for chunk in lent.chunks] == cells
             assert [bytes(chunk.data) for chunk in lent.chunks] == [A[3], A[1]]
             assert fetcher.counters.num_hits == num_hits + 2
             assert (fetcher.book.num_leased, lent.fetch.is_finished) == (2, False)
@@ -78,16 +81,16 @@ class TestLendingAtOnce:
     def test_what_would_have_to_be_waited_for_is_not_lent_and_nothing_is_held(self) -> None:
         a, long = model_of("a", A), model_of("long", LONG)
         with fetching(Shelf(A, LONG), num_cells=64) as fetcher:
-            assert fetcher.lend(a, all_chunks(a)) is None
+            assert fetcher.lease(a, all_chunks(a)) is None
             fetch = fetcher.fetch(a, [0, 1])
             assert consume(fetch) == b"".join(A[:2])
-            assert fetcher.lend(a, [0, 1, 2]) is None, "one is missing"
+            assert fetcher.lease(a, [0, 1, 2]) is None, "one is missing"
             assert_settled(fetcher)
             assert consume(start(fetcher, long)) == b"".join(LONG)
             assert len(LONG) > WINDOW
-            assert fetcher.lend(long, all_chunks(long)) is None, "a load has fewer at a time"
+            assert fetcher.lease(long, all_chunks(long)) is None, "a load has fewer at a time"
             assert_settled(fetcher)
-        assert fetcher.lend(a, [0]) is None, "it is closed"
+        assert fetcher.lease(a, [0]) is None, "it is closed"
 
 
 class TestPassingOn:

@@ -145,32 +145,34 @@ class Fetcher:
         self._prices.load_began(model)
         return self._begin(Fetch(self, model, chunks, WINDOW, is_ahead=is_ahead, passes_on=passes_on))
 
-    def lend(self, model: StoredModel, chunks: Sequence[int]) -> LentAtOnce | None:
-        """Lend chunks of which none has to be waited for; None: one would be, or a load has fewer at a time.
+    def lease(self, model: StoredModel, chunks: Sequence[int]) -> list[int] | None:
+        """Return the cells of chunks, of which none has to be waited for; None: one would be, or a load has
+        fewer at a time.
 
-        For an adapter the bus needs hardly longer than `fetch` and its consumer take to meet. So whoever
-        calls tells the prices that a load began, behind the answer.
+        For an adapter the bus needs hardly longer than `fetch` and its consumer take to meet. So all else is
+        left to `leased`, which has to follow, behind the answer.
         """
         if not 0 < len(chunks) <= WINDOW:
             return None
-        chunk_ids, stored = model.manifest.chunk_ids, model.manifest.chunks
-        book, segment = self.book, self.segment
-        fetch = Fetch(self, model, (), WINDOW, is_ahead=False, passes_on=False)
-        lent: list[HostChunk] = []
+        chunk_ids = model.manifest.chunk_ids
+        wanted = [chunk_ids[index] for index in chunks]
         with self._lock:
-            cells = [book.cell_of(chunk_ids[index]) for index in chunks]
-            is_there = all(cell is not None and segment.can_copy(cell) for cell in cells)
-            if self._is_closed or not is_there:
-                return None
-            for index in chunks:
-                hit = book.take(chunk_ids[index], self._prices.of_host_chunk)
-                assert isinstance(hit, Hit), f"chunk {index} is resident: {hit}"
-                data = segment.memory(hit.cell, stored[index].num_bytes)
-                lent.append(HostChunk(index, data, hit.cell, None))
+            return None if self._is_closed else self.book.lease(wanted)
+
+    def leased(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> LentAtOnce:
+        """Return the load of chunks whose cells `lease` has returned: they are taken, and to be released."""
+        self._prices.load_began(model)
+        stored, memory = model.manifest.chunks, self.segment.memory
+        fetch = Fetch(self, model, (), WINDOW, is_ahead=False, passes_on=False)
+        lent = [
+            HostChunk(index, memory(cell, stored[index].num_bytes), cell, None)
+            for index, cell in zip(chunks, cells, strict=True)
+        ]
+        with self._lock:
             self.counters.num_hits += len(lent)
             fetch.num_open = len(lent)
             self._live.add(fetch)
-            segment.load_began()
+            self.segment.load_began()
         return LentAtOnce(fetch, lent)
 
     def refill(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
@@ -513,7 +515,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class LentAtOnce:
-    """A load of which all chunks are taken: they are to be released, and no more come."""
+    """A load of which all chunks are taken, and no more come."""
 
     fetch: Fetch
     chunks: Sequence[HostChunk]

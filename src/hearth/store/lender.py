@@ -271,12 +271,8 @@ class _Session:
             what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
             self._send(refusal(StoreError(f"{what}; given: {chunks!s:.200}")))
             return
-        if (at_once := self._tiers.lend(model, chunks)) is not None:
-            # By this thread: to wake another takes longer than an adapter takes to be copied.
-            self._fetch = at_once.fetch
-            self._note_lent(at_once.chunks)
-            self._send(LoadBegan(True, tuple(map(_lent, at_once.chunks))))
-            self._tiers.prices.load_began(model)
+        if (cells := self._tiers.fetcher.lease(model, chunks)) is not None:
+            self._lend_at_once(model, chunks, cells)
             return
         chunk_ids = model.manifest.chunk_ids
         wanted = {chunk_ids[index] for index in chunks}
@@ -292,6 +288,23 @@ class _Session:
             fetch.cancel()
             raise
         self._run(self._lend, fetch)
+
+    def _lend_at_once(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> None:
+        """Lend chunks that are leased, by this thread: to wake another takes as long as to copy an adapter.
+
+        What only their giving back needs, which comes to this thread as well, is made behind the answer.
+        """
+        stored, fetcher = model.manifest.chunks, self._tiers.fetcher
+        lent = [
+            ChunkLent(index, cell, stored[index].num_bytes, delivery=None, is_shared=False)
+            for index, cell in zip(chunks, cells, strict=True)
+        ]
+        try:
+            self._send(LoadBegan(True, tuple(lent)))
+        finally:  # also where the borrower is gone: they are taken back when this session ends
+            at_once = fetcher.leased(model, chunks, cells)
+            self._fetch = at_once.fetch
+            self._note_lent(at_once.chunks)
 
     def _start_prefetch(self, model: StoredModel) -> None:
         fetch = self._tiers.prefetch(model)

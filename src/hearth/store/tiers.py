@@ -19,7 +19,7 @@ from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.description import parse_description, read_description
 from hearth.store.disk import DiskTier
-from hearth.store.fetch import Fetch, Fetcher, LentAtOnce
+from hearth.store.fetch import Fetch, Fetcher
 from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.manifest import (
     CHUNK_BYTES,
@@ -165,10 +165,6 @@ class Tiers:
     def fetch(self, model: StoredModel, chunks: Sequence[int], *, passes_on: bool = False) -> Fetch:
         """Start bringing chunks of a model; `passes_on`: see `Fetcher.fetch`."""
         return self.fetcher.fetch(model, chunks, passes_on=passes_on)
-
-    def lend(self, model: StoredModel, chunks: Sequence[int]) -> LentAtOnce | None:
-        """Lend chunks of a model that are all there; see `Fetcher.lend`."""
-        return self.fetcher.lend(model, chunks)
 
     def prefetch(self, model: StoredModel) -> Fetch | None:
         """Start bringing what host memory lacks of a model, behind all loads; None if nothing is to come.
