@@ -120,8 +120,7 @@ class SwapSetting:
         noted_s = self.loader.noted_s
         noted_s.clear()
         time.sleep(REST_S)  # by then the one before has given its chunks back, and left its line
-        if self.loader.device.type == "cuda":
-            torch.cuda.synchronize()
+        begun = self._mark()
         began_s = time.perf_counter()
         asked = ask_for_adapter(self.borrowed, self.resources)
         noted_s["asked"] = time.perf_counter()
@@ -142,14 +141,26 @@ class SwapSetting:
         if isinstance(told, AdapterArriving):
             told.last.have_stream_wait()
         noted_s["told"] = time.perf_counter()
-        if self.loader.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        noted_s["there"] = time.perf_counter()
+        there = self._mark(is_waited_for=False)
         if isinstance(told, AdapterArriving):
             told = news.get(timeout=60)
         assert isinstance(told, AdapterFilled), f"{told}"
+        noted_s["there"] = noted_s["told"]
+        if begun is not None and there is not None:
+            there.synchronize()
+            noted_s["there"] = began_s + begun.elapsed_time(there) / 1e3  # by the device's clock
         self.pool.drop_pieces(self.order.adapter)
         return {name: at_s - began_s for name, at_s in noted_s.items()}
+
+    def _mark(self, *, is_waited_for: bool = True) -> torch.cuda.Event | None:
+        """Return when the device comes to what is queued next, where there is one."""
+        if self.loader.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if is_waited_for:
+            torch.cuda.synchronize()
+        return event
 
     def answer(self, part: str, copy_s: float) -> Answer:
         interval_s = sys.getswitchinterval()
