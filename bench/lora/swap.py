@@ -13,6 +13,7 @@ Each answer is printed as a line of JSON as soon as it is there, and one that fa
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -255,6 +256,7 @@ def main() -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--layers", type=int, default=ARCH.num_layers)
     given = parser.parse_args()
+    gc.freeze()  # as a worker's process does
     found: list[Answer] = []
     parts: list[Callable[[int], Iterator[Answer]]] = [swap, memory]
     for part in parts:
