@@ -146,11 +146,12 @@ class SwapSetting:
         if isinstance(told, AdapterArriving):
             told = news.get(timeout=60)
         assert isinstance(told, AdapterFilled), f"{told}"
+        last_read = self.pool.mark()  # as of an adapter whose last request ended some steps ago
         noted_s["there"] = noted_s["told"]
         if begun is not None and there is not None:
-            there.synchronize()
+            torch.cuda.synchronize()
             noted_s["there"] = began_s + begun.elapsed_time(there) / 1e3  # by the device's clock
-        self.pool.drop_pieces(self.order.adapter)
+        self.pool.drop_pieces(self.order.adapter, last_read)
         return {name: at_s - began_s for name, at_s in noted_s.items()}
 
     def _mark(self, *, is_waited_for: bool = True) -> torch.cuda.Event | None:
