@@ -3,8 +3,8 @@
 python -m bench.lora.swap [--save] [--layers N]
 
     swap      an adapter of rank 16 of all projections of Llama-2-7B, looked up before, from a keeper's pinned
-              memory: places, mapping and copies, beside one copy of as many bytes; and after how long each
-              of what is done for it is done
+              memory: places, mapping and copies, until what is queued for the device may read it, beside
+              one copy of as many bytes; and after how long each of what is done for it is done
     scattered the same where no two of its pieces lie one behind the other
     memory    128 adapters of mixed ranks in the pool, some of which have given way to others
 
@@ -13,6 +13,7 @@ Each answer is printed as a line of JSON as soon as it is there, and one that fa
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -44,7 +45,13 @@ from hearth.store.borrower import BorrowedAdapter, Borrower
 from hearth.store.chunk_copies import ChunkCopies
 from hearth.store.loader import Loader
 from hearth.types import AdapterId, Hold
-from hearth.worker.adapter_load import AdapterFilled, AdapterNews, ask_for_adapter, load_adapter
+from hearth.worker.adapter_load import (
+    AdapterArriving,
+    AdapterFilled,
+    AdapterNews,
+    ask_for_adapter,
+    load_adapter,
+)
 from hearth.worker.runtime import HostingResources
 
 NUM_SWAPS, NUM_ADAPTERS, POOL_BYTES = 20, 128, 24 << 30
@@ -57,12 +64,12 @@ def new_pool() -> MappedPool:
     return MappedPool(CudaPages(CUDA, POOL_BYTES), lambda model: EvictionTerms(Hold.RETAINED, 1.0, False))
 
 
-def sizes_of(layout: AdapterLayout) -> list[int]:
-    return [part.end - part.begin for _, part in layout.layers]
+def sizes_of(layout: AdapterLayout) -> tuple[int, ...]:
+    return layout.layer_sizes
 
 
 class TimedCopies:
-    """The copies of a load, which note when they were queued and have passed."""
+    """The copies of a load, which note when the first and all were queued, and have passed."""
 
     def __init__(self, copies: ChunkCopies, noted_s: dict[str, float]) -> None:
         self._copies, self._noted_s = copies, noted_s
@@ -76,6 +83,7 @@ class TimedCopies:
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
         self._noted_s.setdefault("lent", time.perf_counter())
         self._copies.queue(chunks)
+        self._noted_s.setdefault("first queued", time.perf_counter())
         self._noted_s["queued"] = time.perf_counter()
 
     def wait(self, position: int) -> None:
@@ -113,8 +121,7 @@ class SwapSetting:
         noted_s = self.loader.noted_s
         noted_s.clear()
         time.sleep(REST_S)  # by then the one before has given its chunks back, and left its line
-        if self.loader.device.type == "cuda":
-            torch.cuda.synchronize()
+        begun = self._mark()
         began_s = time.perf_counter()
         asked = ask_for_adapter(self.borrowed, self.resources)
         noted_s["asked"] = time.perf_counter()
@@ -132,21 +139,41 @@ class SwapSetting:
             *(lambda _, told: news.put(told), asked),
         )
         told = news.get(timeout=60)
+        if isinstance(told, AdapterArriving):
+            told.last.have_stream_wait()
         noted_s["told"] = time.perf_counter()
+        there = self._mark(is_waited_for=False)
+        if isinstance(told, AdapterArriving):
+            told = news.get(timeout=60)
         assert isinstance(told, AdapterFilled), f"{told}"
-        self.pool.drop_pieces(self.order.adapter)
+        last_read = self.pool.mark()  # as of an adapter whose last request ended some steps ago
+        noted_s["there"] = noted_s["told"]
+        if begun is not None and there is not None:
+            torch.cuda.synchronize()
+            noted_s["there"] = began_s + begun.elapsed_time(there) / 1e3  # by the device's clock
+        self.pool.drop_pieces(self.order.adapter, last_read)
         return {name: at_s - began_s for name, at_s in noted_s.items()}
+
+    def _mark(self, *, is_waited_for: bool = True) -> torch.cuda.Event | None:
+        """Return when the device comes to what is queued next, where there is one."""
+        if self.loader.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if is_waited_for:
+            torch.cuda.synchronize()
+        return event
 
     def answer(self, part: str, copy_s: float) -> Answer:
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         swaps = [self.swap() for _ in range(NUM_SWAPS)]
         sys.setswitchinterval(interval_s)
-        warm_s = [one["told"] for one in swaps[2:]]
+        warm_s = [one["there"] for one in swaps[2:]]
         return {
             "part": part,
             "num_bytes": self.layout.num_bytes,
-            "first_s": swaps[0]["told"],
+            "first_s": swaps[0]["there"],
             "median_s": statistics.median(warm_s),
             "worst_s": max(warm_s),
             "until_s": {name: statistics.median(one[name] for one in swaps[2:]) for name in swaps[-1]},
@@ -230,6 +257,7 @@ def main() -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--layers", type=int, default=ARCH.num_layers)
     given = parser.parse_args()
+    gc.freeze()  # as a worker's process does
     found: list[Answer] = []
     parts: list[Callable[[int], Iterator[Answer]]] = [swap, memory]
     for part in parts:

@@ -94,7 +94,7 @@ def _take_turn(
     make_room(pool, model)
     space = pool.place(model.id, model.shape)
     pool.prepare_rest(model.id)
-    pieces = [LoadPiece(gap.part, gap.destination) for gap in space.gaps]
+    pieces = [LoadPiece.to(gap.part, gap.destination) for gap in space.gaps]
     terms.is_loading = True
     for times in (mapping.fresh_s, mapping.again_s):
         begin = partial(_prepare, pool, model.id, space, setting.loader)

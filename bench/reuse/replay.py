@@ -122,7 +122,7 @@ class Replay:
     def load(self, model: LibraryModel, space: Space) -> None:
         """Load what is missing, through the loader that workers have; where nothing is, none is started."""
         if space.gaps:
-            pieces = [LoadPiece(gap.part, gap.destination) for gap in space.gaps]
+            pieces = [LoadPiece.to(gap.part, gap.destination) for gap in space.gaps]
             self.terms.is_loading = True
             map_ahead = map_ahead_of(self.pool, model.id, space, self.loader)
             self.loader.load(

@@ -62,6 +62,20 @@ def test_pieces_of_changing_sizes_each_take_the_lowest_room() -> None:
     assert [part.begin for part in book.plan_of(A).parts] == [2304, 0, 1536, 3328, 1792]
 
 
+def test_pieces_that_follow_each_other_and_touch_are_one_stretch() -> None:
+    book = PieceBook(PAGE_BYTES, 100)
+    place(book, A, 512)
+    place(book, B, 512)
+    place(book, C, 256)
+    book.give(A)
+
+    place(book, A, 256, 256, 512, 256, 100)
+
+    plan = book.plan_of(A)
+    assert [(one.begin, one.first, one.end) for one in plan.stretches] == [(0, 0, 2), (1280, 2, 5)]
+    assert [part.begin for part in plan.parts] == [0, 256, 1280, 1792, 2048]
+
+
 def test_a_page_without_pieces_goes_and_its_addresses_are_the_next_to_be_taken() -> None:
     book = PieceBook(PAGE_BYTES, 100)
     place(book, A, 2 * PAGE_BYTES)

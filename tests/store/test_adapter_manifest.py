@@ -140,7 +140,9 @@ def test_damage_of_an_adapter_is_found(adapter: Path, tmp_path: Path) -> None:
 def _loaded(manifest: AdapterManifest, stream: Callable[..., object]) -> bytes:
     """Load every layer to a place of its own, as a worker does, and return them in order."""
     places = [torch.zeros(part.end - part.begin, dtype=torch.uint8) for _, part in manifest.layout.layers]
-    pieces = [LoadPiece(part, place) for (_, part), place in zip(manifest.layout.layers, places, strict=True)]
+    pieces = [
+        LoadPiece.to(part, place) for (_, part), place in zip(manifest.layout.layers, places, strict=True)
+    ]
     Loader(torch.device("cpu")).load("adapter", manifest, pieces, stream).wait()
     return b"".join(place.numpy().tobytes() for place in places)
 

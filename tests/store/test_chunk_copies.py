@@ -18,7 +18,7 @@ from hearth.store.fetch import HostChunk
 from hearth.store.loader import Load
 from hearth.store.piece_copies import LoadPiece, PieceCopies
 from hearth.store.record import LoadRecord, Tally
-from hearth.store.short_load import load_here
+from hearth.store.short_load import LastCopies, load_here
 from hearth.store.standing_threads import StandingThreads
 from tests.fake_cuda import FakeCuda, fake_cuda
 from tests.store.stored import CHUNK_BYTES, PATIENCE_S, model_of, parts_of, until
@@ -66,23 +66,23 @@ class Stream:
 class Shelf:
     """A `ChunkStream` that has lent so many chunks at a time, as a keeper with a window does."""
 
-    def __init__(self, window: int = 32, release_batch: int = 8) -> None:
+    def __init__(self, window: int = 32, release_batch: int = 8, num_chunks: int = NUM_CHUNKS) -> None:
         self.release_batch = release_batch
         self.released_at_once: list[int] = []
         self.released: list[int] = []
         self.batches_given: list[int] = []
-        self._window, self._is_cancelled = window, False
+        self._window, self._num_chunks, self._is_cancelled = window, num_chunks, False
         self._changed = threading.Condition()
 
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         at = 0
-        while at < NUM_CHUNKS:
+        while at < self._num_chunks:
             with self._changed:
                 while at - len(self.released) >= self._window and not self._is_cancelled:
                     assert self._changed.wait(PATIENCE_S)
                 if self._is_cancelled:
                     raise LoadCancelled("called off")
-                end = min(NUM_CHUNKS, at + most, len(self.released) + self._window)
+                end = min(self._num_chunks, at + most, len(self.released) + self._window)
             self.batches_given.append(end - at)
             yield [HostChunk(i, memoryview(bytearray(PARTS[i])), 0, None) for i in range(at, end)]
             at = end
@@ -111,11 +111,18 @@ class Setting:
         threads = StandingThreads("test", idle_s=1.0)
         return Load("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end, threads)
 
-    def load_here(self, shelf: Shelf, on_end: Callable[[LoadRecord], None]) -> None:
-        load_here("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end)
+    def load_here(
+        self,
+        shelf: Shelf,
+        on_end: Callable[[LoadRecord], None],
+        on_last: Callable[[LastCopies], None] = lambda last: None,
+        num_chunks: int = NUM_CHUNKS,
+    ) -> None:
+        pieces = [one for one in self._pieces() if one.part.end <= num_chunks * CHUNK_BYTES]
+        load_here("m", MANIFEST, pieces, lambda _: shelf, self._copies, on_end, on_last)
 
     def _pieces(self) -> list[LoadPiece]:
-        return [LoadPiece(part, target) for part, target in zip(PIECES, self.target, strict=True)]
+        return [LoadPiece.to(part, target) for part, target in zip(PIECES, self.target, strict=True)]
 
     def num_there(self) -> int:
         """Return how many of the pieces have come."""
@@ -276,6 +283,39 @@ def test_a_short_load_gives_back_all_that_it_has_before_it_waits_for_more(
     assert shelf.released_at_once == shelf.batches_given
 
 
+@pytest.mark.parametrize(("num_chunks", "num_parts"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (8, 3)])
+def test_who_computes_is_told_while_the_last_chunks_are_under_way_and_waits_for_them_on_the_stream(
+    num_chunks: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk is queued by itself, the last two together, and those between."""
+    setting, told = Setting("batched"), list[LastCopies | LoadRecord]()
+    monkeypatch.setattr(BatchedCopies, "has_passed", lambda *_: False)
+
+    def arrive(last: LastCopies) -> None:
+        calls = [call for call, *_ in setting.cuda.calls]
+        waited_for = [event for call, event, _, _ in setting.cuda.calls if call == "cuEventSynchronize"]
+        assert waited_for == ([num_parts - 2] if num_parts > 1 else []), "that before the last"
+        assert calls.count("cuEventRecord") == num_parts
+        last.have_stream_wait()
+        told.append(last)
+
+    setting.load_here(Shelf(num_chunks=num_chunks), told.append, arrive, num_chunks)
+
+    last, record = told
+    assert isinstance(last, LastCopies)
+    assert isinstance(record, LoadRecord)
+    last.have_stream_wait()  # nothing to wait for any more
+    waits = [call for call in setting.cuda.calls if call[0] == "cuStreamWaitEvent"]
+    assert waits == [("cuStreamWaitEvent", 9, num_parts - 1, 0)]
+    assert setting.cuda.num_events == 0
+
+
+def test_nobody_is_told_ahead_of_bytes_that_are_there(setting: Setting) -> None:
+    records = list[LoadRecord]()
+    setting.load_here(Shelf(), records.append, lambda last: pytest.fail("it is there"))
+    assert len(records) == 1
+
+
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuEventSynchronize"])
 def test_a_short_load_that_is_refused_gives_everything_back_and_says_so(call: str) -> None:
     setting, shelf = Setting("batched"), Shelf()
@@ -300,7 +340,7 @@ def test_pieces_that_lie_side_by_side_there_as_in_their_chunk_are_one_copy() -> 
     quarter = CHUNK_BYTES // 4
 
     def at(begin: int, num_bytes: int, place: int) -> LoadPiece:
-        return LoadPiece(ByteRange(begin, begin + num_bytes), memory[place : place + num_bytes])
+        return LoadPiece.to(ByteRange(begin, begin + num_bytes), memory[place : place + num_bytes])
 
     pieces = [
         *(at(0, quarter, 0), at(quarter, quarter, quarter)),  # one behind the other, in both

@@ -58,6 +58,41 @@ class Quick(Shelf):
         return replace(super().deliver(model, index, buffer, is_wanted), read_s=0.001, verify_s=0.001)
 
 
+class TestLendingAtOnce:
+    def test_chunks_that_are_all_there_are_taken_by_one_call(self) -> None:
+        model = model_of("a", A)
+        with fetching(Shelf(A), num_cells=8) as fetcher:
+            assert consume(start(fetcher, model)) == b"".join(A)
+            num_hits = fetcher.counters.num_hits
+
+            cells = fetcher.lease(model, [3, 1])
+
+            assert cells is not None
+            assert fetcher.book.num_leased == 2
+            lent = fetcher.leased(model, [3, 1], cells)
+            assert [chunk.cell for chunk in lent.chunks] == cells
+            assert [bytes(chunk.data) for chunk in lent.chunks] == [A[3], A[1]]
+            assert fetcher.counters.num_hits == num_hits + 2
+            assert (fetcher.book.num_leased, lent.fetch.is_finished) == (2, False)
+            lent.fetch.release(*lent.chunks)
+            assert lent.fetch.is_finished
+            assert_settled(fetcher)
+
+    def test_what_would_have_to_be_waited_for_is_not_lent_and_nothing_is_held(self) -> None:
+        a, long = model_of("a", A), model_of("long", LONG)
+        with fetching(Shelf(A, LONG), num_cells=64) as fetcher:
+            assert fetcher.lease(a, all_chunks(a)) is None
+            fetch = fetcher.fetch(a, [0, 1])
+            assert consume(fetch) == b"".join(A[:2])
+            assert fetcher.lease(a, [0, 1, 2]) is None, "one is missing"
+            assert_settled(fetcher)
+            assert consume(start(fetcher, long)) == b"".join(LONG)
+            assert len(LONG) > WINDOW
+            assert fetcher.lease(long, all_chunks(long)) is None, "a load has fewer at a time"
+            assert_settled(fetcher)
+        assert fetcher.lease(a, [0]) is None, "it is closed"
+
+
 class TestPassingOn:
     def test_a_load_that_passes_on_goes_through_the_first_cells_and_leaves_nothing(self) -> None:
         model, cells = model_of("long", LONG), set[int]()

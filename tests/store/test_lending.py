@@ -785,13 +785,14 @@ def test_a_load_that_was_asked_of_a_lender_that_is_gone_begins_with_the_next(
         loan.release(chunk)
 
 
+@pytest.mark.parametrize("is_at_once", [False, True])
 def test_a_borrower_that_dies_before_its_load_begins_leaves_nothing_lent_of_what_is_in_host_memory(
-    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+    is_at_once: bool, model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
         borrowed = borrower.open(model)
-        chunks = range(len(borrowed.manifest.chunks))
-        assert len(chunks) > WINDOW, "all could be lent at once"
+        chunks = range(2 if is_at_once else len(borrowed.manifest.chunks))
+        assert (len(chunks) <= WINDOW) == is_at_once
         for chunk in (loan := borrower.fetch(borrowed, chunks)):
             loan.release(chunk)
 
@@ -882,6 +883,20 @@ def test_a_lender_that_was_started_again_lends_from_its_new_segment(
         borrower.close()
 
     assert base.numpy().tobytes() == (model / WEIGHTS).read_bytes()
+
+
+def test_a_load_of_what_is_in_host_memory_is_demand_as_any_other(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
+        borrowed = borrower.open(model)
+        began: list[str] = []
+        monkeypatch.setattr(tiers.prices, "load_began", lambda one: began.append(one.manifest.digest))
+        for _ in range(2):  # from disk, and from host memory
+            for chunk in (loan := borrower.fetch(borrowed, [0, 1])):
+                loan.release(chunk)
+        assert loan.is_in_host
+        assert eventually(lambda: began == [borrowed.manifest.digest] * 2)
 
 
 def test_the_weight_of_a_model_reaches_the_prices(model: Path, tmp_path: Path, path: Path) -> None:

@@ -117,11 +117,12 @@ class TestPlaces:
     @given(spans=st.lists(st.tuples(*[st.integers(0, len(DATA))] * 2), max_size=6))
     def test_any_bytes_land_in_scattered_buffers(self, spans: list[tuple[int, int]]) -> None:
         parts = [ByteRange(min(span), max(span)) for span in spans]
-        pieces = [LoadPiece(part, memory(part.end - part.begin)) for part in parts]
+        places = [memory(part.end - part.begin) for part in parts]
+        pieces = list(map(LoadPiece.to, parts, places))
         hand = Hand()
         hand.give(*chunks_of(MANIFEST, [piece.part for piece in pieces]))
         CPU.load("m", MANIFEST, pieces, hand.opened).wait()
-        assert [piece.destination.numpy().tobytes() for piece in pieces] == [
+        assert [place.numpy().tobytes() for place in places] == [
             DATA[part.begin : part.end] for part in parts
         ]
         touched = {at // CHUNK_BYTES for part in parts for at in range(part.begin, part.end)}
@@ -130,7 +131,7 @@ class TestPlaces:
 
     def test_only_chunks_that_hold_wanted_bytes_are_fetched(self) -> None:
         spans = [ByteRange(5 * CHUNK_BYTES - 1, 5 * CHUNK_BYTES + 1), ByteRange(10, 20)]
-        pieces = [LoadPiece(span, memory(span.end - span.begin)) for span in spans]
+        pieces = [LoadPiece.to(span, memory(span.end - span.begin)) for span in spans]
         assert chunks_of(MANIFEST, [piece.part for piece in pieces]) == [0, 4, 5]
 
     def test_a_destination_of_the_wrong_size_is_a_bug(self) -> None:
@@ -160,12 +161,13 @@ class TestWaiting:
             load.cancel()
 
     def test_a_part_between_fetched_pieces_waits_for_what_comes_before_it(self) -> None:
-        pieces = [LoadPiece(chunk_range(index), memory(CHUNK_BYTES)) for index in (1, 5)]
+        places = [memory(CHUNK_BYTES) for _ in range(2)]
+        pieces = list(map(LoadPiece.to, map(chunk_range, (1, 5)), places))
         hand = Hand()
         load = CPU.load("m", MANIFEST, pieces, hand.opened)
         hand.give(1)
         load.wait_for(chunk_range(0, 4))
-        assert pieces[0].destination.numpy().tobytes() == PARTS[1]
+        assert places[0].numpy().tobytes() == PARTS[1]
         load.cancel()
 
     def test_layers_of_a_model_open_one_by_one(self) -> None:
@@ -329,7 +331,7 @@ class TestRecord:
         span = ByteRange(CHUNK_BYTES + 5, 3 * CHUNK_BYTES + 5)
         with fetching(Shelf(PARTS), num_cells=8) as fetcher:
             consume(fetcher.fetch(MODEL, [1]))
-            piece = LoadPiece(span, memory(span.end - span.begin))
+            piece = LoadPiece.to(span, memory(span.end - span.begin))
             record = CPU.load("m", MANIFEST, [piece], lambda chunks: fetcher.fetch(MODEL, chunks)).wait()
         assert record.num_bytes == span.end - span.begin
         uses = {rung: (use.num_chunks, use.num_bytes) for rung, use in record.rungs.items()}

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
+from hearth.memory.pool import PieceRun
 from hearth.messages import AdapterOrder
 from hearth.models.adapter import AdapterLayout
 from hearth.store.convert_adapter import AdapterBase, convert_adapter
@@ -25,6 +27,12 @@ class StoredAdapter:
     order: AdapterOrder
     layout: AdapterLayout
     reference: RandomAdapter
+
+
+def run_in(memory: torch.Tensor, *sizes: int) -> PieceRun:
+    """Return pieces that take all of a memory."""
+    base = memory.data_ptr()
+    return PieceRun(base, sizes, lambda address, size: memory[address - base : address - base + size])
 
 
 def write_random_peft(adapter: RandomAdapter, directory: Path) -> Path:

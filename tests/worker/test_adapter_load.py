@@ -14,7 +14,6 @@ import torch
 from hearth.config import EngineConfig
 from hearth.errors import DeviceError, StoreError
 from hearth.memory.arena import ArenaPool
-from hearth.memory.pool import PieceRun
 from hearth.models.layout import ByteRange
 from hearth.store.borrower import AskedLoan, Borrower
 from hearth.store.chunk_copies import SingleCopies
@@ -32,7 +31,7 @@ from hearth.worker.adapter_load import (
 )
 from hearth.worker.runtime import HostingResources
 from tests.store.stored import PATIENCE_S, tiers_at, until
-from tests.worker.stored_adapters import stored_adapter
+from tests.worker.stored_adapters import run_in, stored_adapter
 
 CPU = torch.device("cpu")
 
@@ -50,9 +49,7 @@ class Road:
         self.borrowed = self.resources.borrower.open_adapter(self.stored.order.where)
         *first, last = (part.end - part.begin for _, part in self.stored.layout.layers)
         #: All layers but the last one behind the other.
-        self.runs = [
-            PieceRun(torch.zeros(sum(sizes), dtype=torch.uint8), tuple(sizes)) for sizes in (first, [last])
-        ]
+        self.runs = [run_in(torch.zeros(sum(sizes), dtype=torch.uint8), *sizes) for sizes in (first, [last])]
         self.pieces = [piece for run in self.runs for piece in run.split()]
 
     def load(self, prepare: Callable[[], None] = lambda: None, asked: AskedLoan | None = None) -> AdapterNews:
@@ -105,15 +102,13 @@ def test_an_adapter_is_there_when_it_is_told(
 
 def test_pieces_side_by_side_are_one_copy_if_they_are_so_in_the_file() -> None:
     memory = torch.zeros(50, dtype=torch.uint8)
-    runs = [PieceRun(memory[:20], (10, 10)), PieceRun(memory[30:50], (10, 10))]
+    runs = [run_in(memory[:20], 10, 10), run_in(memory[30:50], 10, 10)]
     parts = [ByteRange(0, 10), ByteRange(10, 20), ByteRange(20, 30), ByteRange(32, 42)]
 
-    pieces = adapter_load._load_pieces(parts, runs)
+    pieces = adapter_load._load_pieces(list(enumerate(parts)), runs)
 
     assert [piece.part for piece in pieces] == [ByteRange(0, 20), ByteRange(20, 30), ByteRange(32, 42)]
-    begins = [piece.destination.data_ptr() - memory.data_ptr() for piece in pieces]
-    assert begins == [0, 30, 40]
-    assert [len(piece.destination) for piece in pieces] == [20, 10, 10]
+    assert [piece.address - memory.data_ptr() for piece in pieces] == [0, 30, 40]
 
 
 @pytest.mark.parametrize("max_short", [0, 1000])

@@ -14,6 +14,7 @@ from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Pr
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.types import AdapterId, ModelId
 from hearth.worker.adapter_pieces import AdapterPieces
+from tests.worker.stored_adapters import run_in
 
 A, BASE = AdapterId("a"), ModelId("base")
 LAYOUT = AdapterLayout.of([AdapterTarget(0, Projection.O, 8, (AdapterSlice(0, 8, 1),))], "float32")
@@ -29,7 +30,7 @@ class _NotedPool:
         self.last_reads: list[Mark | None] = []
 
     def place_pieces(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> list[PieceRun]:
-        return [PieceRun(torch.zeros(size, dtype=torch.uint8), (size,)) for size in sizes]
+        return [run_in(torch.zeros(size, dtype=torch.uint8), size) for size in sizes]
 
     def mark(self) -> Mark:
         self.marks.append(Done())

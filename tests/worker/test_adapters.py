@@ -5,6 +5,7 @@ Whatever comes free is overwritten with 0xFF.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,16 +14,19 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from hearth.cuda_batches import ByteCopy
 from hearth.engine.engine import Engine
 from hearth.errors import DeviceError
-from hearth.messages import AdapterLoaded, HostingFailed, Pong, RunFailed
+from hearth.messages import AdapterLoaded, HostingFailed, Pong, RunFailed, StepDone
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import AskedLoan, BorrowedAdapter, Borrower
+from hearth.store.chunk_copies import SingleCopies
+from hearth.store.loader import Loader
 from hearth.types import Hold, ModelId, Rung
 from hearth.worker.failure import ModelBroke
 from hearth.worker.reclaimer import Reclaimer
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
-from tests.store.stored import tiers_at
+from tests.store.stored import PATIENCE_S, tiers_at
 from tests.worker.harness import greedy
 from tests.worker.in_process import LoopGateway, working_in_process
 from tests.worker.stored_adapters import StoredAdapter, stored_adapter
@@ -401,6 +405,89 @@ def test_an_adapter_is_told_of_with_its_rung_once(tmp_path: Path) -> None:
         assert (loaded.adapter, loaded.runs) == (adapter.order.adapter, (run,))
         assert loaded.num_bytes == adapter.layout.num_bytes
         assert loaded.total_s > 0
+
+
+class LateCopies:
+    """Copies whose last chunk is under way until `let_go`. A stream that waits for it finds it there."""
+
+    let_go = threading.Event()
+    max_batch = SingleCopies.max_batch
+
+    def __init__(self, num_chunks: int) -> None:
+        self._copies, self._num_chunks = SingleCopies(None), num_chunks
+        self._late: list[Sequence[ByteCopy]] = []
+        self.stop, self.close = self._copies.stop, self._copies.close
+
+    @property
+    def num_queued(self) -> int:
+        return self._copies.num_queued + len(self._late)
+
+    def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
+        for chunk in chunks:
+            if self.num_queued == self._num_chunks - 1:
+                self._late.append(chunk)
+            else:
+                self._copies.queue([chunk])
+
+    def wait(self, position: int) -> None:
+        if position == self._num_chunks - 1:
+            assert self.let_go.wait(PATIENCE_S)
+            self.have_stream_wait(position)
+
+    def has_passed(self, position: int) -> bool:
+        return position < self._num_chunks - 1
+
+    def have_stream_wait(self, position: int) -> None:
+        late, self._late = self._late, []
+        self._copies.queue(late)
+
+
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> type[LateCopies]:
+    LateCopies.let_go.set()  # for models
+    monkeypatch.setattr(Loader, "new_copies", lambda loader, num_chunks: LateCopies(num_chunks))
+    return LateCopies
+
+
+@pytest.mark.parametrize("kind", ["mapped", "arena"])
+def test_requests_start_while_the_last_bytes_of_their_adapter_are_under_way(
+    kind: str, tmp_path: Path, late_copies: type[LateCopies]
+) -> None:
+    adapter = stored_adapter(base_of(SETTINGS[kind]))
+    with serving(kind, tmp_path) as rig:
+        rig.check(rig.ask(None))
+        late_copies.let_go.clear()
+        run = rig.ask(adapter)
+        rig.check(run)
+        assert not rig.gateway.adapter_loads, "how long it took is known when all of it is there"
+
+        late_copies.let_go.set()
+        loaded = rig.gateway.until(AdapterLoaded)
+        assert (loaded.adapter, loaded.num_bytes) == (adapter.order.adapter, adapter.layout.num_bytes)
+        rig.check(rig.ask(adapter))
+        assert len(rig.gateway.adapter_loads) == 1
+
+
+def test_an_adapter_whose_last_bytes_do_not_come_fails_its_requests_and_leaves_nothing(
+    tmp_path: Path, late_copies: type[LateCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(copies: LateCopies, position: int) -> None:
+        assert copies.let_go.wait(PATIENCE_S)
+        raise DeviceError("out of order")
+
+    adapter = stored_adapter(BASE)
+    with serving("mapped", tmp_path) as rig:
+        rig.check(rig.ask(None))
+        late_copies.let_go.clear()
+        with monkeypatch.context() as broken:
+            broken.setattr(LateCopies, "wait", refuse)
+            run = rig.ask(adapter, max_tokens=500)
+            rig.gateway.until(StepDone)
+            late_copies.let_go.set()
+            failed = rig.gateway.until(RunFailed)
+        assert (failed.run, "out of order" in failed.reason) == (run, True)
+        assert rig.there() == {}
+        rig.check(rig.ask(None), rig.ask(adapter))
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])

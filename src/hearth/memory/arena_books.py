@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 
 import torch
 
 from hearth.memory.arena_tenant import ArenaTenant
 from hearth.memory.contiguous import ContiguousMemory
-from hearth.memory.piece_book import piece_bytes
+from hearth.memory.piece_book import PiecePlan, piece_bytes
 from hearth.memory.pool import PieceRun, Shape, piece_runs
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use
 from hearth.models.layout import ByteRange
@@ -92,8 +92,12 @@ class ArenaBooks:
         assert span.owner is not None, f"{span} is for nobody"
         self.regions.take(span)
         self.pieces[adapter] = ArenaPieces(span.owner, tuple(sizes), self.queued_now())
-        begins = list(accumulate(map(piece_bytes, sizes), initial=span.begin))
-        return piece_runs(begins, sizes, lambda begin, num_bytes: self.memory[begin : begin + num_bytes])
+        base = self.memory.data_ptr()
+        plan = PiecePlan.in_a_row(sizes, span.begin)
+        return piece_runs(
+            *(plan, sizes, base),
+            lambda address, num_bytes: self.memory[address - base : address - base + num_bytes],
+        )
 
     def queued_now(self) -> torch.cuda.Event | None:
         """Return a mark behind what the device has queued; None: it does everything at once."""

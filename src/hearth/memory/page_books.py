@@ -10,16 +10,25 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from hearth.memory.mapped_tenant import MappedTenant, num_pages
 from hearth.memory.page_table import PageTable
 from hearth.memory.pages import Mark, Pages
-from hearth.memory.piece_book import PieceBook
+from hearth.memory.piece_book import PieceBook, PiecePlan
 from hearth.memory.pool import EvictionTerms, Holding, PoolUsage, Shape
 from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import Spaces
 from hearth.policy.memory.eviction import TAKEABLE, Tail
 from hearth.types import AdapterId, Hold, ModelId, SamplingTable
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadyPieces:
+    """Waits and mappings that come before pieces of an adapter are written."""
+
+    marks: tuple[Mark, ...]  #: to be waited for: others had the memory until then
+    places: tuple[int, ...]  #: to be made real
 
 
 class PageBooks:
@@ -266,34 +275,34 @@ class PageBooks:
     def leave_table(self, tenant: MappedTenant, table: SamplingTable) -> None:
         self.table.leave(tenant.table_places(table, range(tenant.num_table_pages.pop(table))))
 
-    def claim_pieces(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> bool:
-        """Have pages for the pieces of an adapter; False: memory is short, and nothing has changed."""
+    def claim_pieces(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> PiecePlan | None:
+        """Have pages for the pieces of an adapter; None: memory is short, and nothing has changed."""
         num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
         num_spare = num_pages(spare_bytes, self._pages.page_bytes)
         plan = self.pieces.plan(sizes, max(0, num_available - num_spare))
         if plan is None:
-            return False
+            return None
         if self._pieces_address is None:
             self._pieces_address = self._spaces.give_common()
         self._make_free(len(plan.new_slots))
         self.table.claim(self._piece_places(plan.new_slots))
         self.pieces.take(owner, plan)
-        return True
+        return plan
 
-    def piece_addresses(self, owner: AdapterId) -> list[int]:
-        """Return where the pieces of an adapter begin."""
-        (base,) = self._piece_places([0])
-        return [base + begin for begin in self.pieces.plan_of(owner).begins]
+    @property
+    def pieces_address(self) -> int:
+        """Where the space of pieces begins."""
+        assert self._pieces_address is not None, "there never were any pieces"
+        return self._pieces_address
 
-    def piece_places(self, owner: AdapterId) -> list[int]:
-        """Return the places of the pages that an adapter has pieces on."""
-        return self._piece_places(self.pieces.slots_of(owner))
-
-    def piece_marks(self, owner: AdapterId) -> list[Mark]:
-        """Return what to wait for before the pieces of an adapter are written, whose pages others left."""
+    def unready_pieces(self, owner: AdapterId) -> UnreadyPieces:
+        """Return what has to happen before the pieces of an adapter are written."""
         slots = self.pieces.slots_of(owner)
-        marks = {id(mark): mark for slot in slots if (mark := self._left_pieces.get(slot)) is not None}
-        return list(marks.values())
+        places = self._piece_places(slots)
+        left = [mark for slot in slots if (mark := self._left_pieces.get(slot)) is not None]
+        marks = {id(mark): mark for mark in (*left, *self.table.marks_of(places))}
+        unreal = () if all(map(self.table.is_only_there, places)) else tuple(places)
+        return UnreadyPieces(tuple(marks.values()), unreal)
 
     def leave_pieces(self, owner: AdapterId, last_read: Mark | None) -> None:
         """Give up the pieces of an adapter, and the pages that have no others. `last_read`: see `Pool`."""
@@ -315,8 +324,8 @@ class PageBooks:
         return mark is None or mark.has_passed()
 
     def _piece_places(self, slots: Sequence[int]) -> list[int]:
-        assert self._pieces_address is not None, "there never were any pieces"
-        return [self._pieces_address + slot * self._pages.page_bytes for slot in slots]
+        base, page_bytes = self.pieces_address, self._pages.page_bytes
+        return [base + slot * page_bytes for slot in slots]
 
     def all_piece_places(self) -> list[int]:
         """Return the places of all pages that have pieces."""

@@ -77,6 +77,11 @@ class PageTable:
         """True if what belongs at a place is mapped there."""
         return self._mapped.get(place) == self._page_at[place]
 
+    def is_only_there(self, place: int) -> bool:
+        """True if what belongs at a place is mapped there, and nowhere else: `make_real` does nothing."""
+        page = self._page_at[place]
+        return self._mapped.get(place) == page and len(self._mapped_places[page]) == 1
+
     def claim(self, places: Sequence[int]) -> None:
         """Give each of these places a free page of its own: if it can be, the one still mapped there."""
         assert len(places) <= self.num_free, f"{len(places)=} {self.num_free=}"
@@ -131,7 +136,7 @@ class PageTable:
     def wait_until_idle(self, places: Sequence[int]) -> None:
         """Wait until the device is done with what was at places, also if the same pages are there again."""
         with self.lock:
-            marks = self._marks_of(places)
+            marks = self.marks_of(places)
         for mark in marks:
             mark.synchronize()
 
@@ -139,7 +144,7 @@ class PageTable:
         """Have the books be true for some places; False if they have changed meanwhile."""
         with self.lock:
             remap = self._remap(places)
-            marks = self._marks_of(remap.stale)
+            marks = self.marks_of(remap.stale)
         if not remap.stale and not remap.pages:
             return True
         for mark in marks:
@@ -158,8 +163,8 @@ class PageTable:
             self._carry_out(remap, stale_pages)
         return True
 
-    def _marks_of(self, places: Sequence[int]) -> list[Mark]:
-        """Return what to wait for. Places that were left together have one mark."""
+    def marks_of(self, places: Sequence[int]) -> list[Mark]:
+        """Return what to wait for before places are written. Those that were left together have one mark."""
         marks = {id(mark): mark for place in places if (mark := self._left.get(place)) is not None}
         return list(marks.values())
 

@@ -13,28 +13,67 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby
 
 from hearth.models.adapter import FACTOR_ALIGNMENT_BYTES
 from hearth.models.layout import ByteRange
 from hearth.types import AdapterId
+
+#: Shapes of adapters whose sizes are kept rounded.
+MAX_SHAPES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PieceStretch:
+    """Pieces that follow each other, and lie one behind the other."""
+
+    begin: int  #: the place of the first one
+    first: int  #: of the pieces
+    end: int  #: the piece behind the last one
 
 
 @dataclass(frozen=True, slots=True)
 class PiecePlan:
     """Places for the pieces of one adapter."""
 
-    begins: tuple[int, ...]  #: by piece
+    stretches: tuple[PieceStretch, ...]  #: all pieces, in their order
     sizes: tuple[int, ...]  #: by piece, rounded up
     runs: tuple[ByteRange, ...]  #: the same places, those as one that lie one behind the other, in order
     new_slots: tuple[int, ...]  #: slots that need a page first
 
+    @staticmethod
+    def in_a_row(sizes: Sequence[int], begin: int) -> PiecePlan:
+        """Return places one behind the other for pieces of these sizes, on pages that are there."""
+        rounded = _RoundedSizes.of(tuple(sizes))
+        run = ByteRange(begin, begin + rounded.num_bytes)
+        return PiecePlan((PieceStretch(begin, 0, len(rounded.sizes)),), rounded.sizes, (run,), ())
+
     @property
     def parts(self) -> tuple[ByteRange, ...]:
         """The place of each piece."""
-        return tuple(
-            ByteRange(begin, begin + size) for begin, size in zip(self.begins, self.sizes, strict=True)
-        )
+        parts: list[ByteRange] = []
+        for stretch in self.stretches:
+            ends = list(accumulate(self.sizes[stretch.first : stretch.end], initial=stretch.begin))
+            parts += map(ByteRange, ends, ends[1:])
+        return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundedSizes:
+    """Pieces by their sizes, rounded up. Adapters of one shape have the same."""
+
+    sizes: tuple[int, ...]
+    num_bytes: int
+    groups: tuple[tuple[int, int], ...]  #: sizes, and how many pieces of each follow each other
+
+    @staticmethod
+    @lru_cache(maxsize=MAX_SHAPES)
+    def of(sizes: tuple[int, ...]) -> _RoundedSizes:
+        assert all(size > 0 for size in sizes), f"a piece has no bytes: {sizes}"
+        rounded = tuple(map(piece_bytes, sizes))
+        groups = tuple((size, sum(1 for _ in pieces)) for size, pieces in groupby(rounded))
+        return _RoundedSizes(rounded, sum(rounded), groups)
 
 
 class _Rooms:
@@ -122,19 +161,19 @@ class PieceBook:
 
         None: there are too few addresses, or more slots would need a page than may.
         """
-        rounded = tuple(map(piece_bytes, sizes))
-        if sum(rounded) > self._hole_bytes + max_new_slots * self._page_bytes:
+        rounded = _RoundedSizes.of(tuple(sizes))
+        if rounded.num_bytes > self._hole_bytes + max_new_slots * self._page_bytes:
             return None  # most often, where memory is full: whoever asks has others give way then
         holes = self._holes.copy()
         rooms: _Rooms | None = None  #: made when it is needed, less what was taken
         runs: list[ByteRange] = []
-        begins: list[int] = []
+        stretches: list[PieceStretch] = []
+        num_placed = 0
         new_slots: list[int] = []
         #: Before which hole none has room for so many bytes.
         first: dict[int, int] = {}
-        for num_bytes, pieces in groupby(rounded):  # most are of one size
-            assert num_bytes > 0, f"a piece has no bytes: {sizes}"
-            num_left = sum(1 for _ in pieces)
+        for num_bytes, num_pieces in rounded.groups:  # most are of one size
+            num_left = num_pieces
             while num_left:
                 index = holes.first_fit(num_bytes, first.get(num_bytes, 0))
                 if index is None:
@@ -156,12 +195,17 @@ class PieceBook:
                 run = ByteRange(begin, begin + num_times * num_bytes)
                 holes.begins[index] = run.end  # nothing may be left of it, but those behind keep their place
                 first[num_bytes] = index
-                runs.append(run)
                 if rooms is not None:
                     rooms.take_out(run)
-                begins += range(run.begin, run.end, num_bytes)
+                if stretches and runs[-1].end == begin:
+                    before = stretches.pop()
+                    stretches.append(PieceStretch(before.begin, before.first, num_placed + num_times))
+                else:
+                    stretches.append(PieceStretch(begin, num_placed, num_placed + num_times))
+                runs.append(run)
+                num_placed += num_times
                 num_left -= num_times
-        return PiecePlan(tuple(begins), rounded, tuple(_merged(runs)), tuple(new_slots))
+        return PiecePlan(tuple(stretches), rounded.sizes, tuple(_merged(runs)), tuple(new_slots))
 
     def take(self, owner: AdapterId, plan: PiecePlan) -> None:
         """Give an adapter the places of a plan that was made a moment ago."""

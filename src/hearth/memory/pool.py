@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from hearth.memory.pages import Mark
+from hearth.memory.piece_book import PiecePlan
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace
 from hearth.types import AdapterId, ChunkId, Digest, Hold, ModelId, SamplingTable
@@ -58,31 +59,34 @@ class EvictionTerms:
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """Pieces of an adapter that lie one behind the other, as one memory.
+    """Pieces of an adapter that lie one behind the other.
 
-    Whoever brings their bytes needs no more, and a tensor of each takes longer to make than their places.
+    Whoever brings their bytes needs no tensor, and one of each takes longer to make than their places.
     """
 
-    memory: torch.Tensor  #: uint8
-    sizes: tuple[int, ...]  #: of the pieces, which make up all of it
+    address: int
+    sizes: tuple[int, ...]  #: of the pieces, between which nothing lies
+    #: Returns memory of uint8, of so many bytes from an address on.
+    memory_at: Callable[[int, int], torch.Tensor]
 
     def split(self) -> Sequence[torch.Tensor]:
         """Return the memory of each piece."""
-        return self.memory.split_with_sizes(list(self.sizes))
+        return self.memory_at(self.address, sum(self.sizes)).split_with_sizes(list(self.sizes))
 
 
 def piece_runs(
-    begins: Sequence[int], sizes: Sequence[int], memory_at: Callable[[int, int], torch.Tensor]
+    plan: PiecePlan, sizes: Sequence[int], base: int, memory_at: Callable[[int, int], torch.Tensor]
 ) -> list[PieceRun]:
-    """Return pieces by where they begin. `memory_at` is asked for so many bytes from an address on."""
-    runs: list[PieceRun] = []
-    first = 0
-    for end in range(1, len(sizes) + 1):
-        if end == len(sizes) or begins[end] != begins[end - 1] + sizes[end - 1]:
-            own = tuple(sizes[first:end])
-            runs.append(PieceRun(memory_at(begins[first], sum(own)), own))
-            first = end
-    return runs
+    """Return pieces of these sizes in their places, which are behind `base`. `memory_at`: see `PieceRun`."""
+    if plan.sizes != tuple(sizes):  # between two of them may lie what they were rounded up by
+        return [
+            PieceRun(base + part.begin, (size,), memory_at)
+            for part, size in zip(plan.parts, sizes, strict=True)
+        ]
+    return [
+        PieceRun(base + stretch.begin, plan.sizes[stretch.first : stretch.end], memory_at)
+        for stretch in plan.stretches
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,18 +202,17 @@ class MappedPool:
     ) -> list[PieceRun] | None:
         """Pages that are ready for KV, but not given, count as free; what pieces leave of theirs does not."""
         with self._table.lock:
-            if not self._books.claim_pieces(owner, sizes, spare_bytes):
+            plan = self._books.claim_pieces(owner, sizes, spare_bytes)
+            if plan is None:
                 return None
-            addresses = self._books.piece_addresses(owner)
-        return piece_runs(addresses, sizes, self._pages.bytes_at)
+        return piece_runs(plan, sizes, self._books.pieces_address, self._pages.bytes_at)
 
     def prepare_pieces(self, owner: AdapterId) -> None:
         with self._table.lock:
-            places, marks = self._books.piece_places(owner), self._books.piece_marks(owner)
-        for mark in marks:
+            unready = self._books.unready_pieces(owner)
+        for mark in unready.marks:
             mark.synchronize()
-        self._table.wait_until_idle(places)
-        self._table.make_real(places)
+        self._table.make_real(unready.places)
 
     def mark(self) -> Mark | None:
         return self._pages.mark()
@@ -222,9 +221,9 @@ class MappedPool:
         if self._wipe is not None:
             last_read = None  # the wipe comes behind it
             self.prepare_pieces(owner)
-            sizes = self._books.pieces.plan_of(owner).sizes
-            for address, size in zip(self._books.piece_addresses(owner), sizes, strict=True):
-                self._wipe(self._pages.bytes_at(address, size))
+            for part in self._books.pieces.plan_of(owner).parts:
+                address = self._books.pieces_address + part.begin
+                self._wipe(self._pages.bytes_at(address, part.end - part.begin))
         with self._table.lock:
             self._books.leave_pieces(owner, last_read)
 

@@ -141,6 +141,7 @@ class AdapterLayout:
     #: The bytes of each layer that has targets, in order; they touch.
     layers: tuple[tuple[int, ByteRange], ...]
     num_bytes: int
+    layer_sizes: tuple[int, ...] = field(compare=False, repr=False)  #: which follow from the layers
     table: RelativeTable = field(compare=False, repr=False)  #: which follows from the rest
 
     @staticmethod
@@ -161,7 +162,8 @@ class AdapterLayout:
         layers = tuple(
             (layer, ByteRange(begin, end)) for (layer, begin), end in zip(begins.items(), ends, strict=True)
         )
-        return AdapterLayout(dtype, tuple(places), layers, offset, RelativeTable.of(places, begins))
+        sizes = tuple(part.end - part.begin for _, part in layers)
+        return AdapterLayout(dtype, tuple(places), layers, offset, sizes, RelativeTable.of(places, begins))
 
 
 def _aligned(num_bytes: int) -> int:

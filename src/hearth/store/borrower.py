@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
@@ -27,6 +28,7 @@ from hearth.store.lending import (
     OpenModel,
     PrefetchModel,
     Refused,
+    encode,
     error_of,
     parse,
     received,
@@ -41,6 +43,8 @@ from hearth.types import Digest
 MAX_HELLO_BYTES = 4096
 #: How many models' descriptions are kept, some 100 KB each.
 MAX_MANIFESTS = 256
+#: How many questions that were asked ahead are kept encoded: adapters are asked for again and again.
+MAX_QUESTIONS = 4096
 #: Lines that stand open for the next loads. More of them at once are rare.
 MAX_STANDING = 4
 
@@ -78,11 +82,26 @@ class AskedLoan:
     """A load that the lender was asked for, and whose answer nobody has read: to be fetched, or closed."""
 
     line: LenderLine
+    model: Borrowed[StoredManifest]
     question: FetchChunks
 
     def close(self) -> None:
         """Want none of it: the lender takes back what it has lent."""
         self.line.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question for chunks, and the line that it is sent as."""
+
+    message: FetchChunks
+    line: bytes
+
+    @staticmethod
+    @lru_cache(maxsize=MAX_QUESTIONS)
+    def of(digest: Digest, directory: str, chunks: tuple[int, ...], *, passes_on: bool) -> _Question:
+        message = FetchChunks(digest, directory, chunks, passes_on)
+        return _Question(message, encode(message))
 
 
 class Borrower:
@@ -242,13 +261,14 @@ class Borrower:
         """
         if (line := self._take_standing()) is None:
             return None
-        asked = AskedLoan(line, self._question(model, chunks))
+        opened = model.opened
+        question = _Question.of(opened.digest, opened.directory, tuple(chunks), passes_on=self._passes_on())
         try:
-            line.send(asked.question)
+            line.send_line(question.line)
         except OSError:  # whoever was at its other end is gone
             line.close()
             return None
-        return asked
+        return AskedLoan(line, model, question.message)
 
     def fetch(
         self, model: Borrowed[StoredManifest], chunks: Sequence[int], asked: AskedLoan | None = None
@@ -259,10 +279,13 @@ class Borrower:
             LenderGone: nobody lends.
             StoreError: the lender does not have the model any more, or has another one in its place.
         """
-        question = self._question(model, chunks)
-        if asked is not None and asked.question != question:
-            asked.close()
-            asked = None
+        if asked is not None and asked.model is model and asked.question.chunks == tuple(chunks):
+            question = asked.question
+        else:
+            if asked is not None:
+                asked.close()
+                asked = None
+            question = self._question(model, chunks)
         try:
             return self._fetch(model, question, asked)
         except ModelNotOpen:  # a lender that was started anew, or has forgotten the model

@@ -145,6 +145,36 @@ class Fetcher:
         self._prices.load_began(model)
         return self._begin(Fetch(self, model, chunks, WINDOW, is_ahead=is_ahead, passes_on=passes_on))
 
+    def lease(self, model: StoredModel, chunks: Sequence[int]) -> list[int] | None:
+        """Return the cells of chunks, of which none has to be waited for; None: one would be, or a load has
+        fewer at a time.
+
+        For an adapter the bus needs hardly longer than `fetch` and its consumer take to meet. So all else is
+        left to `leased`, which has to follow, behind the answer.
+        """
+        if not 0 < len(chunks) <= WINDOW:
+            return None
+        chunk_ids = model.manifest.chunk_ids
+        wanted = [chunk_ids[index] for index in chunks]
+        with self._lock:
+            return None if self._is_closed else self.book.lease(wanted)
+
+    def leased(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> LentAtOnce:
+        """Return the load of chunks whose cells `lease` has returned: they are taken, and to be released."""
+        self._prices.load_began(model)
+        stored, memory = model.manifest.chunks, self.segment.memory
+        fetch = Fetch(self, model, (), WINDOW, is_ahead=False, passes_on=False)
+        lent = [
+            HostChunk(index, memory(cell, stored[index].num_bytes), cell, None)
+            for index, cell in zip(chunks, cells, strict=True)
+        ]
+        with self._lock:
+            self.counters.num_hits += len(lent)
+            fetch.num_open = len(lent)
+            self._live.add(fetch)
+            self.segment.load_began()
+        return LentAtOnce(fetch, lent)
+
     def refill(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
         """Start bringing chunks to stay that a load has passed on: ahead, and few at a time.
 
@@ -437,16 +467,6 @@ class Fetch:
             at += len(batch)
             yield batch
 
-    def take_all(self) -> list[HostChunk]:
-        """Return all chunks, if they are ready to be copied before any was taken; else nothing."""
-        can_copy = self._fetcher.segment.can_copy
-        with self.arrived:
-            chunks = [self.ready[index] for index in self._order if index in self.ready]
-            if len(chunks) < len(self._order) or not all(can_copy(chunk.cell) for chunk in chunks):
-                return []
-            self.ready.clear()
-        return chunks
-
     def _wait_for(self, at: int, end: int) -> list[HostChunk]:
         """Return the chunk in this place, and what is ready before `end`; nothing if the load is over."""
         can_copy = self._fetcher.segment.can_copy
@@ -491,6 +511,14 @@ class Fetch:
         with self.arrived:
             self._fetcher._end(self, None)
             self._fetcher._pump()
+
+
+@dataclass(frozen=True, slots=True)
+class LentAtOnce:
+    """A load of which all chunks are taken, and no more come."""
+
+    fetch: Fetch
+    chunks: Sequence[HostChunk]
 
 
 def _is_quick(chunk: HostChunk) -> bool:

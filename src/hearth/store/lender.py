@@ -271,6 +271,9 @@ class _Session:
             what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
             self._send(refusal(StoreError(f"{what}; given: {chunks!s:.200}")))
             return
+        if (cells := self._tiers.fetcher.lease(model, chunks)) is not None:
+            self._lend_at_once(model, chunks, cells)
+            return
         chunk_ids = model.manifest.chunk_ids
         wanted = {chunk_ids[index] for index in chunks}
         is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
@@ -279,18 +282,29 @@ class _Session:
             self._run(self._lend, self._tiers.fetch(model, chunks, passes_on=passes_on))
             return
         fetch = self._tiers.fetch(model, chunks)
-        if lent := fetch.take_all():
-            # At once and by this thread: to wake another takes longer than an adapter takes to be copied.
-            self._fetch = fetch
-            self._note_lent(lent)
-            self._send(LoadBegan(is_in_host, tuple(map(_lent, lent))))
-        else:
-            try:
-                self._send(LoadBegan(is_in_host))
-            except OSError:  # the borrower is gone, and what was taken for it is not this session's yet
-                fetch.cancel()
-                raise
-            self._run(self._lend, fetch)
+        try:
+            self._send(LoadBegan(is_in_host))
+        except OSError:  # the borrower is gone, and what was taken for it is not this session's yet
+            fetch.cancel()
+            raise
+        self._run(self._lend, fetch)
+
+    def _lend_at_once(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> None:
+        """Lend chunks that are leased, by this thread: to wake another takes as long as to copy an adapter.
+
+        What only their giving back needs, which comes to this thread as well, is made behind the answer.
+        """
+        stored, fetcher = model.manifest.chunks, self._tiers.fetcher
+        lent = [
+            ChunkLent(index, cell, stored[index].num_bytes, delivery=None, is_shared=False)
+            for index, cell in zip(chunks, cells, strict=True)
+        ]
+        try:
+            self._send(LoadBegan(True, tuple(lent)))
+        finally:  # also where the borrower is gone: they are taken back when this session ends
+            at_once = fetcher.leased(model, chunks, cells)
+            self._fetch = at_once.fetch
+            self._note_lent(at_once.chunks)
 
     def _start_prefetch(self, model: StoredModel) -> None:
         fetch = self._tiers.prefetch(model)

@@ -30,6 +30,10 @@ class LenderLine:
         """Send messages. Raises OSError if the lender is gone."""
         send(self._connection, *messages)
 
+    def send_line(self, line: bytes) -> None:
+        """Send a message that was encoded before, as `send`."""
+        self._connection.sendall(line)
+
     def read(self) -> Message | None:
         """Return the next message; None: the lender is gone, or the line closed. Raises as `parse`."""
         while (end := self._unread.find(b"\n") + 1) == 0:

@@ -58,7 +58,7 @@ class ChunkStream(Protocol):
 
 def whole(manifest: StoredManifest, base: torch.Tensor) -> list[LoadPiece]:
     """Return the one piece of a model that goes to a buffer as it lies in its file."""
-    return [LoadPiece(ByteRange(0, manifest.num_bytes), base)]
+    return [LoadPiece.to(ByteRange(0, manifest.num_bytes), base)]
 
 
 def chunks_of(manifest: StoredManifest, parts: Iterable[ByteRange]) -> list[int]:

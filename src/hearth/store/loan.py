@@ -111,8 +111,9 @@ class Loan:
     def _accept(self, most: int) -> list[HostChunk]:
         """Return the next chunk, pinned, and those behind it that have come and are."""
         lent: list[ChunkLent] = []
+        can_copy = self.segment.can_copy
         message = self._next_message()
-        while isinstance(message, ChunkLent) and (not lent or self.segment.can_copy(message.cell)):
+        while isinstance(message, ChunkLent) and (not lent or can_copy(message.cell)):
             lent.append(message)
             message = None
             if len(lent) == most or not (self._unread or self._line.has_received):
@@ -133,14 +134,14 @@ class Loan:
                 raise self._failure(message)
             self._num_yielded += len(lent)
             self._is_over = self._num_yielded == self.num_chunks
-        return list(map(self._chunk, lent))
+        memory = self.segment.memory
+        return [
+            HostChunk(one.index, memory(one.cell, one.num_bytes), one.cell, one.delivery, one.is_shared)
+            for one in lent
+        ]
 
     def _next_message(self) -> Message | None:
         return self._unread.popleft() if self._unread else self._line.read()
-
-    def _chunk(self, lent: ChunkLent) -> HostChunk:
-        data = self.segment.memory(lent.cell, lent.num_bytes)
-        return HostChunk(lent.index, data, lent.cell, lent.delivery, lent.is_shared)
 
     def _failure(self, message: Message | None) -> HearthError:
         if self._is_cancelled:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
@@ -18,10 +17,18 @@ from hearth.store.record import Tally
 
 @dataclass(frozen=True, slots=True)
 class LoadPiece:
-    """A byte range of a model and the uint8 memory of that length that it is copied to."""
+    """A byte range of a model, and the memory of that length that it is copied to."""
 
     part: ByteRange
-    destination: torch.Tensor
+    address: int
+    memory: object = None  #: whatever keeps it
+
+    @staticmethod
+    def to(part: ByteRange, destination: torch.Tensor) -> LoadPiece:
+        """Return the piece that goes to memory of uint8."""
+        assert destination.dtype == torch.uint8, f"{destination.dtype=}"
+        assert destination.numel() == part.end - part.begin, f"a piece of {part}: {destination.numel()=}"
+        return LoadPiece(part, destination.data_ptr(), destination)
 
 
 class PieceCopies:
@@ -33,35 +40,29 @@ class PieceCopies:
         self._pieces = pieces  #: kept, for their memory is written as long as this lives
         self._spans = _spans_of(pieces)
         self._first = 0  #: the span that may have bytes of the chunks to come
-        parts = [ByteRange(span.begin, span.end) for span in self._spans]
         #: The chunks that hold bytes of the pieces, in forward order.
-        self.chunks = sorted({index for part in parts for index in manifest.chunks_of(part)})
+        self.chunks = sorted({index for span in self._spans for index in manifest.chunks_of(span.part)})
 
     def of(self, chunk: HostChunk) -> list[ByteCopy]:
         """Return what of a chunk goes where."""
-        begin = self._manifest.chunk_range(chunk.index).begin
-        end = begin + len(chunk.data)
-        self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
+        num_bytes = len(chunk.data)
+        begin = chunk.index * self._manifest.chunk_bytes
+        end = begin + num_bytes
+        self._tally.took(chunk.delivery, num_bytes, is_shared=chunk.is_shared)
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.data)) - begin
         copies: list[ByteCopy] = []
-        for span in self._spans_before(begin, end):
+        spans, at = self._spans, self._first
+        while at < len(spans) and spans[at].end <= begin:  # a model may have hundreds, here and there
+            at += 1
+        self._first = at  # nobody asks for earlier ones again
+        while at < len(spans) and spans[at].begin < end:
+            span = spans[at]
             low, high = max(span.begin, begin), min(span.end, end)
             if low < high:
                 copies.append(ByteCopy(span.address + low - span.begin, address + low, high - low))
                 self._tally.num_bytes += high - low
+            at += 1
         return copies
-
-    def _spans_before(self, begin: int, end: int) -> Iterator[_Span]:
-        """Yield the spans that may have bytes from `begin` to `end`; nobody asks for earlier ones again.
-
-        A model of which pages are missing here and there has hundreds of them.
-        """
-        while self._first < len(self._spans) and self._spans[self._first].end <= begin:
-            self._first += 1
-        for span in islice(self._spans, self._first, None):
-            if span.begin >= end:
-                return
-            yield span
 
 
 @dataclass(slots=True)
@@ -72,6 +73,10 @@ class _Span:
     end: int
     address: int
 
+    @property
+    def part(self) -> ByteRange:
+        return ByteRange(self.begin, self.end)
+
     def touches(self, begin: int, address: int) -> bool:
         """True if bytes from `begin` on that go to an address follow it, here as there."""
         return begin == self.end and address - self.address == self.end - self.begin
@@ -81,9 +86,7 @@ def _spans_of(pieces: Sequence[LoadPiece]) -> list[_Span]:
     """Return where bytes go, in order. Pieces that lie one behind the other there as here are one span."""
     spans: list[_Span] = []
     for piece in sorted(pieces, key=lambda piece: piece.part.begin):
-        part, address = piece.part, piece.destination.data_ptr()
-        assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
-        assert piece.destination.numel() == part.end - part.begin, f"{piece.part=}"
+        part, address = piece.part, piece.address
         if spans and spans[-1].touches(part.begin, address):
             spans[-1].end = part.end
         else:

@@ -74,7 +74,7 @@ class Segment:
         """View the first bytes of a cell."""
         assert 0 <= cell < self.num_cells, f"{cell=} {self.num_cells=}"
         assert 0 <= num_bytes <= self.cell_bytes, f"{num_bytes=} {self.cell_bytes=}"
-        begin = self.offset(cell)
+        begin = cell * self.cell_bytes
         return self._bytes[begin : begin + num_bytes]
 
     def offset(self, cell: int) -> int:

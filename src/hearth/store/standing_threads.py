@@ -24,7 +24,8 @@ class Errand:
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act: Callable[[], None] | None = act
-        self._ended = threading.Event()
+        self._under_way = threading.Lock()  #: held until it has ended; an event takes longer to be made
+        self._under_way.acquire()
 
     def run(self) -> None:
         act, self._act = self._act, None  # nothing of it is held once it has ended
@@ -32,11 +33,12 @@ class Errand:
             if act is not None:
                 act()
         finally:
-            self._ended.set()
+            self._under_way.release()
 
     def join(self) -> None:
         """Return when it has ended."""
-        self._ended.wait()
+        with self._under_way:
+            pass
 
 
 class StandingThreads:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hearth.errors import HearthError, ModelError, StoreError
 from hearth.memory.pool import PieceRun
@@ -17,7 +18,7 @@ from hearth.store.borrower import AskedLoan, BorrowedAdapter, Prefetch
 from hearth.store.patient_loan import PatientLoan, patiently
 from hearth.store.piece_copies import LoadPiece
 from hearth.store.record import LoadRecord
-from hearth.store.short_load import MAX_SHORT_CHUNKS, load_here
+from hearth.store.short_load import MAX_SHORT_CHUNKS, LastCopies, load_here
 from hearth.types import AdapterId
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.runtime import HostingResources
@@ -38,10 +39,18 @@ class AdapterMissing:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterArriving:
+    """All bytes of the adapter are on the device but the last: who computes with it waits there for those."""
+
+    last: LastCopies
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFilled:
     """All bytes of the adapter are on the device."""
 
     record: LoadRecord
+    was_arriving: bool  #: `AdapterArriving` was told before
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class AdapterBroken:
     failure: Failure
 
 
-AdapterNews = AdapterFound | AdapterMissing | AdapterFilled | AdapterBroken
+AdapterNews = AdapterFound | AdapterMissing | AdapterArriving | AdapterFilled | AdapterBroken
 PostAdapterNews = Callable[[AdapterId, AdapterNews], None]
 
 
@@ -123,14 +132,20 @@ def load_adapter(
 
     `asked`: what `ask_for_adapter` has returned.
     """
-    manifest = borrowed.manifest
-    pieces = _load_pieces([part for _, part in manifest.layout.layers], runs)
+    manifest, adapter = borrowed.manifest, order.adapter
+    pieces = _load_pieces(manifest.layout.layers, runs)
+    is_arriving = False  #: that was told
+
+    def arrive(last: LastCopies) -> None:
+        nonlocal is_arriving
+        is_arriving = True
+        post(adapter, AdapterArriving(last))
 
     def end(outcome: LoadRecord | StoreError) -> None:
         if isinstance(outcome, StoreError):
-            post(order.adapter, AdapterBroken(failure_of(outcome)))
+            post(adapter, AdapterBroken(failure_of(outcome)))
         else:
-            post(order.adapter, AdapterFilled(outcome))
+            post(adapter, AdapterFilled(outcome, was_arriving=is_arriving))
 
     unread = asked  #: until it is fetched: then its line is the loan's, and may be another's soon
 
@@ -142,33 +157,34 @@ def load_adapter(
     def fail(failure: Failure) -> None:
         if unread is not None:
             unread.close()
-        post(order.adapter, AdapterBroken(failure))
+        post(adapter, AdapterBroken(failure))
 
     def load() -> None:
         prepare()
         loader = resources.loader
         # Who prepared the pieces waited until the device is done with them.
         if len(manifest.chunks) <= MAX_SHORT_CHUNKS:
-            load_here(order.name, manifest, pieces, fetch, loader.new_copies, end)
+            load_here(order.name, manifest, pieces, fetch, loader.new_copies, end, arrive)
         else:
             loader.load(order.name, manifest, pieces, fetch, on_end=end, is_idle=True)
 
     _start(load, resources, fail)
 
 
-def _load_pieces(parts: Sequence[ByteRange], runs: Sequence[PieceRun]) -> list[LoadPiece]:
-    """Return what goes where: runs of pieces as one, if their parts follow each other in the file as well."""
+def _load_pieces(layers: Sequence[tuple[int, ByteRange]], runs: Sequence[PieceRun]) -> list[LoadPiece]:
+    """Return what goes where: runs of pieces as one, if their layers follow each other in the file too."""
     pieces: list[LoadPiece] = []
     first = 0
     for run in runs:
-        last = first + len(run.sizes) - 1
-        whole = parts[first] if first == last else ByteRange(parts[first].begin, parts[last].end)
-        if whole.end - whole.begin == run.memory.numel():
-            pieces.append(LoadPiece(whole, run.memory))
+        end = first + len(run.sizes)
+        whole = ByteRange(layers[first][1].begin, layers[end - 1][1].end)
+        if whole.end - whole.begin == sum(run.sizes):
+            pieces.append(LoadPiece(whole, run.address, run))
         else:
-            pieces += map(LoadPiece, parts[first : last + 1], run.split())
-        first = last + 1
-    assert first == len(parts), f"{first} pieces for {len(parts)} parts"
+            addresses = accumulate(run.sizes, initial=run.address)
+            pieces += [LoadPiece(part, next(addresses), run) for _, part in layers[first:end]]
+        first = end
+    assert first == len(layers), f"{first} pieces for {len(layers)} layers"
     return pieces
 
 

@@ -21,6 +21,7 @@ from hearth.policy.memory.adapter_residency import Residence
 from hearth.store.borrower import BorrowedAdapter
 from hearth.types import AdapterId, ModelId
 from hearth.worker.adapter_load import (
+    AdapterArriving,
     AdapterBroken,
     AdapterClimb,
     AdapterFilled,
@@ -144,6 +145,10 @@ class WorkerAdapters:
             case AdapterMissing(failure):
                 self._looked_up()
                 return self._note_missing(adapter, failure)
+            case AdapterArriving(last):
+                last.have_stream_wait()  # before anybody computes with it, or takes its memory
+                self._note_there(adapter)
+                return None
             case AdapterFilled():
                 return self._filled(adapter, news)
             case AdapterBroken(failure):
@@ -271,13 +276,12 @@ class WorkerAdapters:
         """Give an adapter its memory, and have it filled; False: there is no room."""
         wanted, borrowed = self._wanted[adapter], self._found[adapter]
         layout = borrowed.manifest.layout
-        sizes = [part.end - part.begin for _, part in layout.layers]
         asked = None
         if may_take and not wanted.was_asked_in_vain and self._seems_to_have_room(layout.num_bytes):
             asked = ask_for_adapter(borrowed, self._resources)
         is_placed = False
         try:
-            is_placed = self._reclaimer.place_adapter(adapter, sizes, may_take=may_take)
+            is_placed = self._reclaimer.place_adapter(adapter, layout.layer_sizes, may_take=may_take)
         finally:
             if asked is not None and not is_placed:  # also where a model broke that was to give way
                 asked.close()
@@ -316,10 +320,19 @@ class WorkerAdapters:
             or any(one.is_loading for one in self._hosted.values())
         )
 
-    def _filled(self, adapter: AdapterId, news: AdapterFilled) -> AdapterLoaded:
-        wanted, record = self._wanted[adapter], news.record
+    def _note_there(self, adapter: AdapterId) -> None:
+        """Have requests start that wait for an adapter."""
         self.residency.loaded(adapter)
         self._pieces.filled(adapter, self._found[adapter].manifest.layout)
+        self._reclaimer.policy.room_may_have_come()  # what is there may be taken again
+
+    def _filled(self, adapter: AdapterId, news: AdapterFilled) -> AdapterLoaded | None:
+        """Learn from a load; None: nobody knows the adapter any more."""
+        if not news.was_arriving:
+            self._note_there(adapter)
+        wanted, record = self._wanted.get(adapter), news.record
+        if wanted is None:
+            return None
         rungs = tuple(RungBytes(rung, use.num_bytes, use.seconds) for rung, use in record.rungs.items())
         self._reclaimer.reload_costs.learn_load(
             adapter,
@@ -327,7 +340,6 @@ class WorkerAdapters:
             {use.rung: use.seconds for use in rungs},
             None if record.shared_bytes else record.total_s,
         )
-        self._reclaimer.policy.room_may_have_come()  # what is there may be taken again
         runs = tuple(self.residency.runs_of(adapter))
         log.debug("adapter_loaded adapter=%s load_s=%.3f", wanted.order.name, record.total_s)
         return AdapterLoaded(adapter, runs, record.num_bytes, rungs, wanted.wait_s, record.total_s)

@@ -92,7 +92,7 @@ class WatchedLoad:
         self._manifest, self._to = manifest, to
         self._is_widened = is_widened = to.layout != manifest.layout
         self._is_cancelled = is_cancelled = threading.Event()
-        pieces = [LoadPiece(gap.part, gap.destination) for gap in to.gaps]
+        pieces = [LoadPiece.to(gap.part, gap.destination) for gap in to.gaps]
         watch = _Watch(manifest, missing_chunks(manifest, to.gaps))
 
         def tell(news: Progressed | AlmostLoaded) -> None:

@@ -55,6 +55,21 @@ def test_a_filled_chunk_is_leased_by_its_filler_and_by_each_who_hits_it() -> Non
     assert book.leases("a") == 2
 
 
+def test_several_chunks_are_leased_together_or_not_at_all() -> None:
+    book = ChunkBook(4)
+    idle(book, "a", "b")
+    leased(book, "c")
+    assert isinstance(book.take("d", free_of_charge), Fill)
+    assert book.lease(["a", "x"]) is None
+    assert book.lease(["a", "d"]) is None, "one is being filled"
+    assert book.num_leased == 1
+
+    assert book.lease(["b", "c", "b"]) == [1, 2, 1]
+
+    assert [book.leases(chunk) for chunk in "abc"] == [0, 2, 2]
+    book.check()
+
+
 def test_who_asks_for_a_chunk_that_is_being_filled_has_to_wait() -> None:
     book = ChunkBook(2)
     book.take("a", free_of_charge)

@@ -6,7 +6,7 @@ Touches no memory: a cell is a number here, a chunk is its identity, and the byt
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hearth.policy.memory.eviction import EvictionOrder, Price
@@ -96,9 +96,7 @@ class ChunkBook:
         if chunk_id in self._filling:
             return Pending()
         if chunk_id in self._cell_by_chunk:
-            self._leave_idle(chunk_id)
-            self._leases[chunk_id] = self.leases(chunk_id) + 1
-            return Hit(self._cell_by_chunk[chunk_id])
+            return Hit(self._lease(chunk_id))
         evicted = None if self._free else self._evict(price)
         if not self._free:
             return Full()
@@ -106,6 +104,10 @@ class ChunkBook:
         self._cell_by_chunk[chunk_id] = cell
         self._filling.add(chunk_id)
         return Fill(cell, evicted)
+
+    def lease(self, chunk_ids: Sequence[str]) -> list[int] | None:
+        """Lease chunks, and return their cells; None: not all are resident, and nothing has changed."""
+        return list(map(self._lease, chunk_ids)) if all(map(self.is_resident, chunk_ids)) else None
 
     def filled(self, chunk_id: str) -> None:
         """Note that the cell holds the chunk now. Whoever filled it has the first lease."""
@@ -150,6 +152,12 @@ class ChunkBook:
         assert not wrong, f"leased chunks without a lease: {wrong}"
         lost = [chunk_id for chunk_id in self._order if chunk_id not in self._idle]
         assert not lost, f"to be evicted, but not idle: {lost}"
+
+    def _lease(self, chunk_id: str) -> int:
+        """Lease a chunk that is resident; return its cell."""
+        self._leave_idle(chunk_id)
+        self._leases[chunk_id] = self.leases(chunk_id) + 1
+        return self._cell_by_chunk[chunk_id]
 
     def _lowest_free(self, num_spared: int) -> int:
         """Take a free cell, of which there is one."""
