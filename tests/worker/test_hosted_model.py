@@ -602,6 +602,15 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
 
 
+@pytest.mark.parametrize("is_any_coming", [False, True])
+def test_models_short_of_kv_are_not_stuck_while_an_adapter_is_coming(is_any_coming: bool) -> None:
+    """Its requests may compute next, and end: nobody else's need to end for that."""
+    models = HostedModels.__new__(HostedModels)
+    models.hosted, models._num_vain = {}, 1
+    models.reclaimer = SimpleNamespace(adapters=SimpleNamespace(is_any_coming=is_any_coming))  # type: ignore[assignment] # all that is asked of it
+    assert models.is_stuck is not is_any_coming
+
+
 def test_progress_is_told_by_bytes_and_layers(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -294,8 +294,12 @@ class HostedModels:
 
     @property
     def is_stuck(self) -> bool:
-        """True if models that are short of KV take the same blocks from each other, and none computes."""
-        return self._num_vain > MAX_VAIN_ROUNDS * len(self.hosted)
+        """True if models that are short of KV take the same blocks from each other, and none computes.
+
+        Not while an adapter is coming: its requests may be those that compute next.
+        """
+        has_tried = self._num_vain > MAX_VAIN_ROUNDS * len(self.hosted)
+        return has_tried and not self.reclaimer.adapters.is_any_coming
 
     def _busy(self) -> dict[ModelId, ServedModel]:
         servings = ((model, one.served) for model, one in self.hosted.items() if one.has_turn)
