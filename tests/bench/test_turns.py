@@ -439,9 +439,14 @@ def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed(
         map_pages(pages, address, *numbers)
 
     monkeypatch.setattr(HostPages, "map", noted)
-    times = beside.measured(replace(beside.SMALL, seconds=0.1), torch.device("cpu"))
+    part = replace(beside.SMALL, seconds=0.1, num_prompts=5, long_prompt_tokens=40)
+    times = beside.measured(part, torch.device("cpu"))
 
     assert times.crossings
+    assert 0 < len(times.beside_told) <= len(times.beside)
+    pieces = [gap.told.num_prompt_tokens for gap in times.prompts if gap.told is not None]
+    assert len(pieces) == len(times.prompts) > 0, "steps whose timers are silent do not count"
+    assert all(0 < piece <= 40 for piece in pieces)
     assert len(spaces) == min(2 + len(times.crossings), 1 + len(beside.WAITING)), "mapped anew each time"
     assert len(times.alone) == len(times.beside)
 
