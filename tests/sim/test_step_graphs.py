@@ -8,7 +8,8 @@ import pytest
 
 from hearth.policy.batch.batcher import BatchLimits
 from hearth.policy.memory.kv_range import KvRange
-from hearth.sim.stepped_engine import SteppedEngine
+from hearth.sim.profile import LeastSeconds
+from hearth.sim.stepped_engine import SteppedEngine, StepSeconds
 from hearth.sizes import StepLimits, mixed_sizes
 from hearth.types import Pace, RequestId
 from tests.sim.small_machine import MACHINE
@@ -95,6 +96,18 @@ def test_an_engine_times_the_launch_of_its_first_step_while_the_device_rests() -
     assert timed_s(engine, 100) == pytest.approx(0.06 + device_s)
     assert timed_s(engine, 100, device_free_s=0.04) == pytest.approx(0.02 + device_s)
     assert timed_s(engine, 100, device_free_s=1.0) == pytest.approx(device_s)
+
+
+def test_a_timer_tells_less_of_a_step_beside_a_load_than_the_clock() -> None:
+    engine = new_engine()
+    timed_s(engine, 100)  # captured
+    least = LeastSeconds(0.7, 0.4)
+    engine.add(RequestId("asked"), 100, 1, 0, Pace(), 0.0, 0.0)
+    launched = engine.launch(0.0, 0.0, least=least).launched
+    assert launched is not None
+
+    assert launched.seconds == StepSeconds(0.7, 0.4)
+    assert launched.end_s == pytest.approx(START_S + 0.7)
 
 
 def first_piece_tokens(rows_share: float) -> int:
