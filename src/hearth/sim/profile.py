@@ -43,6 +43,9 @@ class LeastSeconds:
         return LeastSeconds(step_s, step_s if told_s is None else told_s)
 
 
+NO_LEAST = LeastSeconds()
+
+
 @dataclass(frozen=True, slots=True)
 class ShapeProfile:
     """One model on the machine of a profile."""

@@ -11,14 +11,13 @@ from hearth.policy.batch.elastic import Elastic
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.memory.kv_range import KvRange
-from hearth.sim.profile import LeastSeconds, ShapeProfile
+from hearth.sim.profile import NO_LEAST, LeastSeconds, ShapeProfile
 from hearth.sim.step_graphs import SteppedGraphs
 from hearth.sizes import StepLimits
 from hearth.types import Pace, RequestId, SamplingParams
 
 #: What every step samples: nothing depends on it.
 _TOKEN = 0
-_NO_LEAST = LeastSeconds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class SteppedEngine:
         now_s: float,
         device_free_s: float,
         load_end_s: float | None = None,
-        least: LeastSeconds = _NO_LEAST,
+        least: LeastSeconds = NO_LEAST,
     ) -> StepCall:
         """Do what a call of a real engine does: launch the next step, and wait for the one before.
 

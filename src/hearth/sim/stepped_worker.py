@@ -34,7 +34,7 @@ from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.memory.kv_range import KvRange
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnPolicy, TurnRules, WeightsView
 from hearth.sim.jump import Jump, JumpedCall, plan_jump
-from hearth.sim.profile import LeastSeconds, Profile
+from hearth.sim.profile import NO_LEAST, LeastSeconds, Profile
 from hearth.sim.reclaimer import SimulatedReclaimer
 from hearth.sim.stepped_engine import Flight, SteppedEngine
 from hearth.sim.stepped_model import HostOrder, LoadUnderWay, StartOrder, SteppedModel
@@ -425,7 +425,7 @@ class SteppedWorker:
 
     def _least(self) -> LeastSeconds:
         """Return what steps take at least now."""
-        return self._profile.beside_load if self._is_any_loading() else LeastSeconds()
+        return self._profile.beside_load if self._is_any_loading() else NO_LEAST
 
     def _is_any_loading(self) -> bool:
         return any(one.load is not None for one in self.hosted.values())
