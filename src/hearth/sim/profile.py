@@ -32,14 +32,14 @@ _PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class LeastSeconds:
-    """What a step takes at least, because the host takes so long for it."""
+    """The least seconds of a step, because the host takes so long for it."""
 
     step_s: float = 0.0
-    told_s: float = 0.0  #: as an engine's timer tells it, which does not see all that the host does
+    told_s: float = 0.0  #: that an engine's timer tells of one that waits for the host, at most
 
     @staticmethod
     def of(step_s: float, told_s: float | None) -> LeastSeconds:
-        """`told_s`: None if the timer was not asked: then it agrees with the clock."""
+        """`told_s`: None if the timer was not asked: then it tells no more than the clock."""
         return LeastSeconds(step_s, step_s if told_s is None else told_s)
 
 
@@ -68,13 +68,11 @@ class ShapeProfile:
             num_rows: Sequences in it. As many as tokens: all of them decode.
             context_tokens: Tokens that the rows look back on, their own included, summed over rows.
         """
-        step_s = self.host_step_s + self.times.step_s(num_tokens, num_rows, context_tokens)
-        return step_s if num_tokens == num_rows else max(step_s, self.with_prompts.step_s)
+        return self.host_step_s + self.times.step_s(num_tokens, num_rows, context_tokens)
 
     def device_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
         """Return what an engine's timer tells of such a step."""
-        device_s = self.device_times.step_s(num_tokens, num_rows, context_tokens)
-        return device_s if num_tokens == num_rows else max(device_s, self.with_prompts.told_s)
+        return self.device_times.step_s(num_tokens, num_rows, context_tokens)
 
 
 class Profile:

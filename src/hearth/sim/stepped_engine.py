@@ -196,13 +196,15 @@ class SteppedEngine:
     ) -> StepSeconds:
         """Return how long a step takes that has a graph: `least` or longer.
 
-        `timed_start_s` of its launch also count for the timer: the device rested meanwhile.
+        `timed_start_s` of its launch also count for the timer: the device rested meanwhile. So it does where
+        a step waits for the host, of which a timer sees no more than the launch.
         """
-        sizes = (num_tokens, num_rows, context_tokens)
-        return StepSeconds(
-            max(least.step_s, self.shape.step_s(*sizes)),
-            timed_start_s + max(least.told_s, self.shape.device_s(*sizes)),
-        )
+        shape, sizes = self.shape, (num_tokens, num_rows, context_tokens)
+        if num_tokens > num_rows and shape.with_prompts.step_s > least.step_s:
+            least = shape.with_prompts
+        device_s = shape.device_s(*sizes)
+        waited_s = min(least.told_s, device_s + shape.device_times.start_s)
+        return StepSeconds(max(least.step_s, shape.step_s(*sizes)), max(timed_start_s + device_s, waited_s))
 
     def _launched(self, plan: StepPlan, *, is_loading: bool) -> _Launch:
         """Return what launching a step takes; it is captured, unless it is the first one behind a load."""
