@@ -210,9 +210,8 @@ class _Rig:
                 times.crossings.append(time.perf_counter() - began_s)
                 times.beside += [gap.seconds for gap in beside]
                 times.beside_told += [gap.told.seconds for gap in beside if gap.told is not None]
-                times.alone += [
-                    self._gap().seconds for _ in beside
-                ]  # in turn, for they grow with the context
+                # In turn, for gaps grow with the context.
+                times.alone += [self._gap().seconds for _ in beside]
         if part.num_prompts:
             with step("beside prompts"):
                 worker.send(*(CancelRequest(run) for run in self._answering[1:]))
