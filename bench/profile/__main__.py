@@ -29,7 +29,7 @@ import torch
 from msgspec.structs import replace as replace_struct
 
 from bench.profile.behind import measure_behind_loads
-from bench.profile.beside import measure_beside_loads
+from bench.profile.beside import measure_host_times
 from bench.profile.moves import LoadLine, measure_disk, measure_mapping, measure_return, measure_worker
 from bench.profile.requests import measure_request
 from bench.profile.scale import CPU, GIB, GPU, TINY_CPU, TINY_GPU, Scale
@@ -110,8 +110,8 @@ def measure(scale: Scale, device: torch.device, draft: Draft) -> None:
     )
 
 
-def add_steps_beside_loads(scale: Scale, device: torch.device, draft: Draft) -> None:
-    draft.add(beside_load_s=measure_beside_loads(scale, device))
+def add_host_times(scale: Scale, device: torch.device, draft: Draft) -> None:
+    draft.add(**asdict(measure_host_times(scale, device)))
 
 
 def add_requests(scale: Scale, device: torch.device, draft: Draft) -> None:
@@ -168,7 +168,7 @@ def measure_small_steps(scale: Scale, device: torch.device, draft: Draft) -> Non
 
 #: Measured last, and each by itself.
 LAST_PARTS = {
-    "beside": add_steps_beside_loads,
+    "beside": add_host_times,
     "behind": add_steps_behind_loads,
     "returns": add_returns,
     "requests": add_requests,

@@ -20,9 +20,13 @@ import itertools
 import tempfile
 import time
 from argparse import RawDescriptionHelpFormatter
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from random import Random
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -37,8 +41,19 @@ from bench.reuse.worker import TimedFact, WorkerClient, working
 from bench.shape import Shape
 from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, workspace_bytes
-from hearth.messages import DropModel, HostModel, ModelUse, Ping, Pong, Sampling, StartRequest, StepDone
+from hearth.messages import (
+    CancelRequest,
+    DropModel,
+    HostModel,
+    ModelUse,
+    Ping,
+    Pong,
+    Sampling,
+    StartRequest,
+    StepDone,
+)
 from hearth.models.dtypes import DTYPES
+from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.loader import Loader
 from hearth.store.manifest import read_manifest
@@ -64,11 +79,30 @@ class Part:
     num_prompt_tokens: int
     num_new_tokens: int
     seconds: float
+    num_prompts: int = 0  #: that come one by one beside one request that is left, in pieces
+    long_prompt_tokens: int = 0  #: of each of them
 
 
 #: Two of 3B: both have to be written and pinned, and all of it is to take half a minute.
 LARGE = Part(replace(GPU, host_bytes=15 << 30), GPU.shapes[1], GPU.shapes[1], 64, 128, 4000, 8.0)
 SMALL = Part(TINY_CPU, TINY_CPU.shapes[0], TINY_CPU.shapes[0], 4, 8, 900, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldStep:
+    """A step as the timer of its engine tells it."""
+
+    at_s: float  #: when it told
+    num_prompt_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The time between the tokens of two steps, and the second of them."""
+
+    seconds: float
+    told: ToldStep | None  #: None: its timer was silent
 
 
 @dataclass(slots=True)
@@ -77,7 +111,9 @@ class Times:
 
     alone: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
+    beside_told: list[float] = field(default_factory=list)  #: of the same steps by their timers
     crossings: list[float] = field(default_factory=list)  #: in which all bytes of the other model came
+    prompts: list[Gap] = field(default_factory=list)  #: of steps with pieces of prompts, none without a timer
 
 
 def main() -> None:
@@ -118,19 +154,41 @@ def measured(part: Part, device: torch.device) -> Times:
             device_pages if device.type == "cuda" else host_pages,
         )
         budget_bytes = orders[WAITING[0]].own_bytes
-        with working(setting, Path(place), orders, budget_bytes, turns=RULES, is_mapped=True) as worker:
+        with (
+            timers_heard() as told,
+            working(setting, Path(place), orders, budget_bytes, turns=RULES, is_mapped=True) as worker,
+        ):
             worker.segment.wait_pinned()
-            return _Rig(worker, part).measure()
+            return _Rig(worker, part, told).measure()
+
+
+@contextmanager
+def timers_heard() -> Iterator[deque[ToldStep]]:
+    """Have all that timers of engines in this process tell, in its order, by which prompts are cut."""
+    told: deque[ToldStep] = deque()
+    measured = PromptAllowance.measured
+
+    def heard(
+        allowance: PromptAllowance, num_decode_rows: int, num_prompt_tokens: int, seconds: float
+    ) -> None:
+        told.append(ToldStep(time.perf_counter(), num_prompt_tokens, seconds))
+        measured(allowance, num_decode_rows, num_prompt_tokens, seconds)
+
+    with patch.object(PromptAllowance, "measured", heard):
+        yield told
 
 
 class _Rig:
     """A worker whose one model answers. Mutable in its worker alone."""
 
-    def __init__(self, worker: WorkerClient, part: Part) -> None:
-        self._worker, self._part = worker, part
+    def __init__(self, worker: WorkerClient, part: Part, told: deque[ToldStep]) -> None:
+        """`told` gets what timers tell, before the worker tells of the step."""
+        self._worker, self._part, self._told = worker, part, told
         self._runs = iter(range(1, 1 << 30))
+        self._answering: list[int] = []  #: runs of the requests whose gaps count
         self._last_s: float | None = None  #: when all requests had their last token
         self._num_tokens = 0  #: that each of them has had
+        self._draw = Random(6)
 
     def measure(self) -> Times:
         worker, part = self._worker, self._part
@@ -140,8 +198,7 @@ class _Rig:
             worker.until(StepDone)
             if model is not RUNNING:
                 worker.send(DropModel(model))
-        for _ in range(part.num_requests):
-            self._ask(RUNNING, part.num_new_tokens)
+        self._answering = [self._ask(RUNNING, part.num_new_tokens) for _ in range(part.num_requests)]
         times, waiting = Times(), itertools.cycle(WAITING)
         for _ in range(WARM_GAPS):
             self._gap()
@@ -151,11 +208,29 @@ class _Rig:
                 began_s = time.perf_counter()
                 beside = list(self._crossing(next(waiting)))
                 times.crossings.append(time.perf_counter() - began_s)
-                times.beside += beside
-                times.alone += [self._gap() for _ in beside]  # in turn, for gaps grow with the context
+                times.beside += [gap.seconds for gap in beside]
+                times.beside_told += [gap.told.seconds for gap in beside if gap.told is not None]
+                # In turn, for gaps grow with the context.
+                times.alone += [self._gap().seconds for _ in beside]
+        if part.num_prompts:
+            with step("beside prompts"):
+                worker.send(*(CancelRequest(run) for run in self._answering[1:]))
+                del self._answering[1:]
+                times.prompts = [gap for _ in range(part.num_prompts) for gap in self._beside_prompt()]
         return times
 
-    def _crossing(self, model: ModelId) -> Iterator[float]:
+    def _beside_prompt(self) -> Iterator[Gap]:
+        """Ask for a prompt that comes in pieces, and yield the gaps that had one of them."""
+        run = self._ask(RUNNING, 1, self._part.long_prompt_tokens)
+        is_over = False
+        while not is_over:
+            heard = self._worker.until(StepDone)
+            is_over = heard.has_token_of(run)
+            gap = self._since_last(heard)
+            if gap is not None and gap.told is not None and gap.told.num_prompt_tokens:
+                yield gap
+
+    def _crossing(self, model: ModelId) -> Iterator[Gap]:
         """Have all bytes of a model come, and yield the gaps between tokens meanwhile."""
         worker = self._worker
         worker.host(model)
@@ -168,28 +243,36 @@ class _Rig:
                     break
                 time.sleep(LOOK_S)
                 worker.send(Ping(0))
-            elif (gap_s := self._since_last(heard)) is not None:
-                yield gap_s
+            elif (gap := self._since_last(heard)) is not None:
+                yield gap
         worker.send(DropModel(model))
 
-    def _gap(self) -> float:
+    def _gap(self) -> Gap:
         """Return the time to the next tokens of all requests."""
-        while (gap_s := self._since_last(self._worker.until(StepDone))) is None:
+        while (gap := self._since_last(self._worker.until(StepDone))) is None:
             pass
-        return gap_s
+        return gap
 
-    def _since_last(self, heard: TimedFact) -> float | None:
+    def _since_last(self, heard: TimedFact) -> Gap | None:
         """Return the time since the last tokens of all requests; None: these are not of all, or the first."""
-        if not isinstance(heard.fact, StepDone) or len(heard.fact.runs) < self._part.num_requests:
+        told: ToldStep | None = None
+        while self._told and self._told[0].at_s <= heard.at_s:
+            told = self._told.popleft()
+        if not isinstance(heard.fact, StepDone) or not set(self._answering) <= set(heard.fact.runs):
             return None
         last_s, self._last_s = self._last_s, heard.at_s
         self._num_tokens += 1
-        return None if last_s is None else heard.at_s - last_s
+        return None if last_s is None else Gap(heard.at_s - last_s, told)
 
-    def _ask(self, model: ModelId, num_new_tokens: int) -> None:
+    def _ask(self, model: ModelId, num_new_tokens: int, num_prompt_tokens: int | None = None) -> int:
+        """Ask a model, with a prompt that never came before if it is to be of another length than all."""
         prompt = tuple(1 + at % 100 for at in range(self._part.num_prompt_tokens))
+        if num_prompt_tokens is not None:
+            prompt = tuple(1 + self._draw.randrange(100) for _ in range(num_prompt_tokens))
         sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
-        self._worker.send(StartRequest(next(self._runs), model, prompt, (), sampling, salt=b""))
+        run = next(self._runs)
+        self._worker.send(StartRequest(run, model, prompt, (), sampling, salt=b""))
+        return run
 
 
 def _is_there(use: ModelUse) -> bool:

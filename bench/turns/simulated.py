@@ -14,7 +14,7 @@ from bench.report import tell
 from bench.turns.first_tokens import FirstTokenParts, SimulatedMoments, summed_up
 from bench.turns.outcome import Measures, Outcome, measures, outcome
 from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, WARM_SPEED, Arm, Curve
-from bench.turns.table import PERCENTILES, Aim, Judged, Line
+from bench.turns.table import PERCENTILES, Aim, Judged, Line, by_arm
 from bench.turns.workload import Question
 from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.arrivals import Lengths, draw_trace, steady
@@ -198,18 +198,30 @@ def figures(seen: Measures, num_turns: int, moved_bytes: int) -> dict[str, float
 def simulated_runs(
     judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace, warm_window_s: float
 ) -> list[SimulatedRun]:
-    """Simulate what was measured, with what was there before: every arm had one service for all its runs.
+    """Simulate what was measured, each run behind those that its service had before.
 
     The traffic of `warm_window_s` behind the longest run warmed it up. A busy device makes a different turn
     of a millisecond more or less, and everybody behind it has another wait. So there are several draws.
     """
     simulated = []
-    for arm in Arm:
-        if not (runs := [each for each in judged if each.run.arm is arm]):
-            continue
+    for runs in services(judged):
+        arm = runs[0].run.arm
         drawn = [_draw(runs, simulator.start(arm), trace, warm_window_s, seed) for seed in range(_NUM_DRAWS)]
         simulated += [SimulatedRun(each, draws) for each, *draws in zip(runs, *drawn, strict=True)]
     return simulated
+
+
+def services(judged: Sequence[Judged]) -> list[list[Judged]]:
+    """Return the runs of each service, in their order; one is told from others by how it was calibrated."""
+    found: list[list[Judged]] = []
+    for each in judged:
+        for runs in found:
+            if (runs[0].run.arm, runs[0].run.calibration) == (each.run.arm, each.run.calibration):
+                runs.append(each)
+                break
+        else:
+            found.append([each])
+    return found
 
 
 def _draw(
@@ -238,15 +250,18 @@ def _delayed(trace: Trace, chooser: Random) -> list[TracedRequest]:
 
 def compared(simulated: Sequence[SimulatedRun]) -> Iterator[Line]:
     """Yield how far the simulator is from each measured run that took turns, and the others beside it."""
-    for speed in sorted({each.measured.run.traffic.speed for each in simulated}, reverse=True):
-        by_arm = {
-            each.measured.run.arm: each.differences()
-            for each in simulated
-            if each.measured.run.traffic.speed == speed
-        }
-        for what, difference in by_arm.get(Arm.TURNS, {}).items():
-            others = {arm.title: found[what] for arm, found in by_arm.items() if arm is not Arm.TURNS}
-            title = f"{what} at {speed:g}x, simulated, difference from measured"
+    differences = {id(each.measured): each.differences() for each in simulated}
+    told = set[float]()
+    for arms in by_arm([each.measured for each in simulated]):
+        if (turns := arms.get(Arm.TURNS)) is None:
+            continue
+        speed = turns.run.traffic.speed
+        again = ", asked again" if speed in told else ""
+        told.add(speed)
+        found = {arm: differences[id(each)] for arm, each in arms.items()}
+        for what, difference in found[Arm.TURNS].items():
+            others = {arm.title: each[what] for arm, each in found.items() if arm is not Arm.TURNS}
+            title = f"{what} at {speed:g}x{again}, simulated, difference from measured"
             yield Line(title, "share", difference, {} if what == "turns" else others, Aim(MAX_DIFFERENCE))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -81,24 +82,64 @@ def judge(runs: Sequence[Run]) -> list[Judged]:
 
 
 def document(judged: Sequence[Judged], lines: Sequence[Line]) -> dict[str, object]:
-    """Return the result of all runs. Its environment is that of the last one, wherever it was measured."""
+    """Return the result of all runs. Its environment is that of the last one, wherever it was measured.
+
+    But where they are of several commits, it names those of each arm.
+    """
     return {
-        **({"environment": judged[-1].run.environment} if judged else {}),
+        **({"environment": environment_of(judged)} if judged else {}),
         "rows": [asdict(line.row) for line in lines],
         "missed": [line.measure for line in lines if line.is_missed],
         "runs": [each.as_json() for each in judged],
     }
 
 
+def environment_of(judged: Sequence[Judged]) -> Mapping[str, object]:
+    """Return where the last run was made, and the commits of all of them."""
+    last = judged[-1].run.environment
+    commits: dict[Arm, dict[object, None]] = {}
+    for run in (each.run for each in judged):
+        commits.setdefault(run.arm, {})[run.environment.get("commit")] = None
+    if len({commit for found in commits.values() for commit in found}) == 1:
+        return last
+    named = [f"{arm.title} {' and '.join(map(str, found))}" for arm, found in commits.items()]
+    return {**last, "commit": ", ".join(named)}
+
+
+def by_arm(judged: Sequence[Judged]) -> list[dict[Arm, Judged]]:
+    """Return the runs of each traffic by arm, the fastest traffic first; repeated runs come apart, behind."""
+    found: dict[tuple[float, int], dict[Arm, Judged]] = {}
+    counts = Counter[tuple[Arm, float]]()
+    for each in judged:
+        arm, speed = each.run.arm, each.run.traffic.speed
+        found.setdefault((-speed, counts[arm, speed]), {})[arm] = each
+        counts[arm, speed] += 1
+    return [found[key] for key in sorted(found)]
+
+
 def measured_lines(judged: Sequence[Judged]) -> Iterator[Line]:
     """Yield the lines of all speeds at which turns were taken, the highest first, and those over all."""
-    by_speed: dict[float, dict[Arm, Judged]] = {}
-    for each in judged:
-        by_speed.setdefault(each.run.traffic.speed, {})[each.run.arm] = each
-    for speed in sorted(by_speed, reverse=True):
-        if Arm.TURNS in by_speed[speed]:
-            yield from speed_lines(speed, by_speed[speed])
+    first: dict[float, Judged] = {}
+    for arms in by_arm(judged):
+        if (turns := arms.get(Arm.TURNS)) is None:
+            continue
+        speed = turns.run.traffic.speed
+        if speed not in first:
+            first[speed] = turns
+            yield from speed_lines(speed, arms)
+        else:
+            yield from again_lines(first[speed], turns)
     yield from search_lines(judged)
+
+
+def again_lines(first: Judged, again: Judged) -> Iterator[Line]:
+    """Yield what a service took that was asked the same once more, and how far that is from the first run."""
+    speed = again.run.traffic.speed
+    for p in PERCENTILES:
+        one_s, other_s = first.seen.first_token_s[p], again.seen.first_token_s[p]
+        yield Line(f"first token {p} at {speed:g}x, asked again", "s", other_s, {})
+        title = f"first token {p} at {speed:g}x, asked again, difference from the first run"
+        yield Line(title, "share", abs(other_s / one_s - 1), {})
 
 
 def speed_lines(speed: float, arms: Mapping[Arm, Judged]) -> Iterator[Line]:

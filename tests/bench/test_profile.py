@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
@@ -13,12 +13,14 @@ from msgspec.structs import replace as replace_struct
 
 from bench.profile.__main__ import PARTS, Draft, measure, origin, read_draft
 from bench.profile.behind import measure_behind_loads
+from bench.profile.beside import host_times
 from bench.profile.moves import fit_loads
 from bench.profile.scale import GPU, TINY_CPU
 from bench.random_model import TINY as TINY_CONFIG
 from bench.shape import Shape
+from bench.turns.beside import Gap, Times, ToldStep
 from hearth.sim.profile import Profile
-from hearth.snapshot.cost_profile import VERSION, MeasuredShape, MeasuredStep, MeasuredSwitch
+from hearth.snapshot.cost_profile import VERSION, MeasuredProfile, MeasuredShape, MeasuredStep, MeasuredSwitch
 from hearth.types import Rung
 
 CPU = torch.device("cpu")
@@ -86,6 +88,19 @@ def test_first_tokens_behind_loads_are_timed_of_each_shape_while_another_model_a
 
     assert found.keys() == {"wide"}, "the one that it takes turns with is no shape of its own"
     assert found["wide"] > 0.0
+
+
+def test_the_smallest_steps_with_prompts_tell_what_the_host_takes_for_them() -> None:
+    def gaps(num_steps: int, num_prompt_tokens: int, seconds: float) -> list[Gap]:
+        return [Gap(seconds, ToldStep(0.0, num_prompt_tokens, 0.9 * seconds))] * num_steps
+
+    prompts = [*gaps(50, 127, 0.002), *gaps(40, 63, 0.0015), *gaps(5, 30, 0.0015), *gaps(3, 200, 0.004)]
+    found = host_times(Times([0.001], [0.001, 0.003], [0.001], prompts=prompts))
+
+    assert found.prompt_step_s == pytest.approx(0.0015)
+    assert found.prompt_step_told_s == pytest.approx(0.00135)
+    assert (found.beside_load_s, found.beside_load_told_s) == (0.002, 0.001)
+    assert asdict(found).keys() <= set(MeasuredProfile.__struct_fields__)
 
 
 def test_loads_take_a_time_of_their_own_besides_their_bytes_whatever_one_of_them_met() -> None:

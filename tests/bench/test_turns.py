@@ -33,7 +33,7 @@ from bench.turns.simulated import (
     simulated_runs,
 )
 from bench.turns.switches import Calibration, SeenRequest, switches
-from bench.turns.table import document, judge, measured_lines
+from bench.turns.table import Judged, document, judge, measured_lines
 from bench.turns.workload import (
     NUM_CALIBRATIONS,
     Question,
@@ -350,13 +350,16 @@ def test_simulated_runs_find_what_those_before_them_left_as_measured_ones_did(tm
     simulator = TraceSimulator({"x": "7B", "y": "7B"}, 24 << 30, 10.0, Profile.load("h200"))
     part = [TracedRequest(0.0, "x", 20, 5), TracedRequest(20.0, "y", 20, 5)]
     short = replace(run(tmp_path, Arm.TURNS, 1.0, 0.1), traffic=Traffic("trace", 10.0, 1.0, 60.0))
-    runs = judge([short, short, replace(short, arm=Arm.DRAIN)])
+    later = replace(short, calibration=replace(CALIBRATION, bytes_per_s=1.0))
+    runs = judge([short, short, replace(short, arm=Arm.DRAIN), later])
 
-    first, second, other = simulated_runs(runs, simulator, Trace("two", tuple(part)), warm_window_s=30.0)
+    found = simulated_runs(runs, simulator, Trace("two", tuple(part)), warm_window_s=30.0)
 
+    first, second, *others = found
     assert all(draw.moved_bytes > 0 for draw in first.draws)  # what came last before it was `y`
     assert [draw.moved_bytes for draw in second.draws] == [0] * len(second.draws)
-    assert all(draw.moved_bytes > 0 for draw in other.draws)  # on a service of its own
+    assert [each.measured for each in found] == runs
+    assert all(draw.moved_bytes > 0 for each in others for draw in each.draws)  # on services of their own
 
 
 def test_a_run_is_compared_with_the_typical_one_of_its_simulations(tmp_path: Path) -> None:
@@ -420,6 +423,36 @@ def test_runs_are_read_back_as_they_were_and_a_result_compares_the_arms(tmp_path
     assert len(found["runs"]) == 2
 
 
+def test_a_run_that_is_repeated_stands_beside_the_first_with_how_far_it_is_from_it(tmp_path: Path) -> None:
+    runs = [
+        replace(run(tmp_path, arm, 3.0, first_s), environment={"commit": commit, "python": "3"})
+        for arm, first_s, commit in (
+            *((Arm.TURNS, 0.2, "new"), (Arm.TURNS, 0.15, "new")),
+            *((Arm.DRAIN, 1.5, "old"), (Arm.DRAIN, 1.2, "older")),
+        )
+    ]
+    judged = judge(runs)
+    found = result(runs)
+
+    rows = {row["measure"]: row for row in found["rows"]}  # type: ignore[attr-defined]
+    assert (rows["first token p90 at 3x"]["value"], rows["first token p90 at 3x"]["peers"]) == (
+        0.2,
+        {"drain": 1.5},
+    )
+    assert rows["first token p90 at 3x, asked again"]["value"] == 0.15
+    spread = rows["first token p90 at 3x, asked again, difference from the first run"]["value"]
+    assert spread == pytest.approx(0.25)
+    assert found["environment"] == {"commit": "turns new, drain old and older", "python": "3"}
+    lines = [line.measure for line in compared([SimulatedRun(each, [simulated_as(each)]) for each in judged])]
+    assert "turns at 3x, simulated, difference from measured" in lines
+    assert "turns at 3x, asked again, simulated, difference from measured" in lines
+    assert len(set(lines)) == len(lines)
+
+
+def simulated_as(measured: Judged) -> Simulated:
+    return Simulated(measured.seen, measured.run.doings.num_turns, measured.run.doings.moved_bytes)
+
+
 def test_a_result_names_the_aims_that_were_missed(tmp_path: Path) -> None:
     found = result([run(tmp_path, Arm.TURNS, 3.0, 1.5), run(tmp_path, Arm.TURNS, 2.0, 1.5)])
 
@@ -439,9 +472,14 @@ def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed(
         map_pages(pages, address, *numbers)
 
     monkeypatch.setattr(HostPages, "map", noted)
-    times = beside.measured(replace(beside.SMALL, seconds=0.1), torch.device("cpu"))
+    part = replace(beside.SMALL, seconds=0.1, num_prompts=5, long_prompt_tokens=40)
+    times = beside.measured(part, torch.device("cpu"))
 
     assert times.crossings
+    assert 0 < len(times.beside_told) <= len(times.beside)
+    pieces = [gap.told.num_prompt_tokens for gap in times.prompts if gap.told is not None]
+    assert len(pieces) == len(times.prompts) > 0, "steps whose timers are silent do not count"
+    assert all(0 < piece <= 40 for piece in pieces)
     assert len(spaces) == min(2 + len(times.crossings), 1 + len(beside.WAITING)), "mapped anew each time"
     assert len(times.alone) == len(times.beside)
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from hearth.errors import ConfigError
-from hearth.sim.profile import Profile, kept_names
+from hearth.sim.profile import LeastSeconds, Profile, kept_names
 from hearth.sim.step_times import StepTimes
 from hearth.snapshot.cost_profile import MeasuredStep
 from hearth.types import Rung
+from tests.sim.small_machine import MACHINE
 
 
 def a_step(num_tokens: int, num_rows: int, context_tokens: int, seconds: float) -> dict[str, Any]:
@@ -266,3 +268,10 @@ def test_a_kept_profile_was_measured_and_its_times_fit(name: str) -> None:
         times = profile.shapes[measured.name].times
         errors = [abs(times.measured_s(one) / one.seconds - 1) for one in measured.steps]
         assert sum(errors) / len(errors) < 0.2, f"`{measured.name}` is off by {errors}"
+
+
+def test_a_timer_that_was_not_asked_tells_no_more_than_the_clock() -> None:
+    asked = Profile(replace_struct(MACHINE.measured, beside_load_told_s=0.001))
+
+    assert MACHINE.beside_load == LeastSeconds(0.005, 0.005)
+    assert asked.beside_load == LeastSeconds(0.005, 0.001)

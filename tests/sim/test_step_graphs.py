@@ -8,7 +8,8 @@ import pytest
 
 from hearth.policy.batch.batcher import BatchLimits
 from hearth.policy.memory.kv_range import KvRange
-from hearth.sim.stepped_engine import SteppedEngine
+from hearth.sim.profile import NO_LEAST, LeastSeconds
+from hearth.sim.stepped_engine import SteppedEngine, StepSeconds
 from hearth.sizes import StepLimits, mixed_sizes
 from hearth.types import Pace, RequestId
 from tests.sim.small_machine import MACHINE
@@ -86,15 +87,45 @@ def test_an_engine_times_steps_that_have_a_graph_unless_they_are_the_first_behin
     assert timed_s(engine, 200, is_behind=True) is None, "without a graph"
 
 
+def with_start(engine: SteppedEngine, start_s: float) -> SteppedEngine:
+    """Have a timer see so much of each launch that the device rests for."""
+    engine.shape = replace(engine.shape, device_times=replace(engine.shape.device_times, start_s=start_s))
+    return engine
+
+
 def test_an_engine_times_the_launch_of_its_first_step_while_the_device_rests() -> None:
-    engine = new_engine()
-    engine.shape = replace(engine.shape, device_times=replace(engine.shape.device_times, start_s=0.06))
+    engine = with_start(new_engine(), 0.06)
     timed_s(engine, 100)  # captured
     device_s = engine.shape.device_s(100, 1, 100)
 
     assert timed_s(engine, 100) == pytest.approx(0.06 + device_s)
     assert timed_s(engine, 100, device_free_s=0.04) == pytest.approx(0.02 + device_s)
     assert timed_s(engine, 100, device_free_s=1.0) == pytest.approx(device_s)
+
+
+def test_a_timer_sees_the_launch_alone_of_what_a_step_waits_for_the_host() -> None:
+    engine = with_start(new_engine(), 0.06)
+    sizes = (2, 2, 600)
+    device_s = engine.shape.device_s(*sizes)
+
+    assert engine.step_seconds(*sizes, NO_LEAST) == StepSeconds(engine.shape.step_s(*sizes), device_s)
+    assert engine.step_seconds(*sizes, LeastSeconds(0.7, 0.7)) == StepSeconds(0.7, device_s + 0.06)
+    told_s = device_s + 0.01  # as it was measured, which is less
+    assert engine.step_seconds(*sizes, LeastSeconds(0.7, told_s)) == StepSeconds(0.7, told_s)
+    assert engine.step_seconds(*sizes, LeastSeconds(0.7, 0.7), timed_start_s=0.06).device_s == pytest.approx(
+        device_s + 0.06
+    )
+
+
+def test_a_step_with_prompts_takes_as_long_as_the_host_of_a_worker_needs_for_it() -> None:
+    engine = with_start(new_engine(), 0.06)
+    engine.shape = replace(engine.shape, with_prompts=LeastSeconds(0.5, 0.5))
+    rows, prompts = (2, 2, 600), (64, 2, 660)
+
+    assert engine.step_seconds(*rows, NO_LEAST).step_s == engine.shape.step_s(*rows)
+    device_s = engine.shape.device_s(*prompts)
+    assert engine.step_seconds(*prompts, NO_LEAST) == StepSeconds(0.5, device_s + 0.06)
+    assert engine.step_seconds(*prompts, LeastSeconds(0.7, 0.0)) == StepSeconds(0.7, device_s)
 
 
 def first_piece_tokens(rows_share: float) -> int:

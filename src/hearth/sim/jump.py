@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hearth.policy.batch.batcher import DecodeRun
 from hearth.policy.batch.step_sharing import StepSharing
+from hearth.sim.profile import LeastSeconds
 from hearth.sim.stepped_engine import SteppedEngine, StepSeconds
 from hearth.types import ModelId, RequestId
 
@@ -55,12 +56,12 @@ def plan_jump(
     now_s: float,
     until_s: float,
     device_free_s: float,
-    least_step_s: float,
+    least: LeastSeconds,
 ) -> Jump | None:
     """Return the calls from now on in which nothing but decoding happens, each begun before `until_s`.
 
     None: the next call has to be made. `engines` are those of the models that are ready. Their KV may take so
-    many free bytes; the device is busy until `device_free_s`, and no step is shorter than `least_step_s`.
+    many free bytes; the device is busy until `device_free_s`, and steps take `least` or longer.
     """
     ready = list(engines)
     share_bytes = free_bytes // len(ready)
@@ -78,7 +79,7 @@ def plan_jump(
             break
         num_rows = len(run.request_ids)
         context_tokens = run.context_tokens + num_before * num_rows
-        seconds = engines[model].step_seconds(num_rows, num_rows, context_tokens, least_step_s)
+        seconds = engines[model].step_seconds(num_rows, num_rows, context_tokens, least)
         device_free_s = max(now_s, device_free_s) + seconds.step_s
         end_s = max(now_s, flight_ends_s[model])
         calls.append(JumpedCall(model, run.request_ids, now_s, end_s, device_free_s, seconds))

@@ -31,6 +31,22 @@ _PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
+class LeastSeconds:
+    """The least seconds of a step, because the host takes so long for it."""
+
+    step_s: float = 0.0
+    told_s: float = 0.0  #: that an engine's timer tells of one that waits for the host, at most
+
+    @staticmethod
+    def of(step_s: float, told_s: float | None) -> LeastSeconds:
+        """`told_s`: None if the timer was not asked: then it tells no more than the clock."""
+        return LeastSeconds(step_s, step_s if told_s is None else told_s)
+
+
+NO_LEAST = LeastSeconds()
+
+
+@dataclass(frozen=True, slots=True)
 class ShapeProfile:
     """One model on the machine of a profile."""
 
@@ -42,6 +58,7 @@ class ShapeProfile:
     host_step_s: float
     capture_s: float  #: that the first step of a size takes longer
     eager_s: float  #: that a step behind a load takes at least which has no graph
+    with_prompts: LeastSeconds  #: of steps with prompts
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
         """Return the seconds of a step.
@@ -71,7 +88,8 @@ class Profile:
         self.assemble_s = measured.assemble_s
         self.request_s = measured.request_s
         self.wake_s = measured.wake_s
-        self.beside_load_s = measured.beside_load_s
+        #: Of every step while bytes cross.
+        self.beside_load = LeastSeconds.of(measured.beside_load_s, measured.beside_load_told_s)
         self.return_s = measured.return_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
 
@@ -149,6 +167,7 @@ class Profile:
             self.measured.host_step_s,
             measured.capture_s,
             measured.eager_s if measured.behind_load_s is None else measured.behind_load_s,
+            LeastSeconds.of(self.measured.prompt_step_s, self.measured.prompt_step_told_s),
         )
 
 

@@ -11,7 +11,7 @@ from hearth.policy.batch.elastic import Elastic
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.memory.kv_range import KvRange
-from hearth.sim.profile import ShapeProfile
+from hearth.sim.profile import NO_LEAST, LeastSeconds, ShapeProfile
 from hearth.sim.step_graphs import SteppedGraphs
 from hearth.sizes import StepLimits
 from hearth.types import Pace, RequestId, SamplingParams
@@ -156,12 +156,16 @@ class SteppedEngine:
     # Steps, one ahead of the device.
 
     def launch(
-        self, now_s: float, device_free_s: float, load_end_s: float | None = None, least_step_s: float = 0.0
+        self,
+        now_s: float,
+        device_free_s: float,
+        load_end_s: float | None = None,
+        least: LeastSeconds = NO_LEAST,
     ) -> StepCall:
         """Do what a call of a real engine does: launch the next step, and wait for the one before.
 
         The device begins it when it is free. `load_end_s`: when the weights are there that it follows, for a
-        step does not end before; it takes at least `least_step_s`.
+        step does not end before; it takes `least` or longer.
         """
         awaited, self.flight = self.flight, None
         plan = self.batcher.plan(self._allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
@@ -172,7 +176,7 @@ class SteppedEngine:
             start_s = self.shape.times.start_s
             timed_start_s = max(0.0, self.shape.device_times.start_s - max(0.0, device_free_s - now_s))
         seconds = self.step_seconds(
-            *(plan.num_tokens, plan.num_rows, plan.context_tokens), least_step_s, timed_start_s
+            *(plan.num_tokens, plan.num_rows, plan.context_tokens), least, timed_start_s
         )
         launch = self._launched(plan, is_loading=load_end_s is not None)
         if not launch.is_timed:
@@ -187,18 +191,20 @@ class SteppedEngine:
         num_tokens: int,
         num_rows: int,
         context_tokens: int,
-        least_step_s: float,
+        least: LeastSeconds,
         timed_start_s: float = 0.0,
     ) -> StepSeconds:
-        """Return how long a step takes that has a graph, and no less than `least_step_s`.
+        """Return how long a step takes that has a graph: `least` or longer.
 
-        `timed_start_s` of its launch also count for the timer: the device rested meanwhile.
+        `timed_start_s` of its launch also count for the timer: the device rested meanwhile. So it does where
+        a step waits for the host, of which a timer sees no more than the launch.
         """
-        sizes = (num_tokens, num_rows, context_tokens)
-        return StepSeconds(
-            max(least_step_s, self.shape.step_s(*sizes)),
-            timed_start_s + max(least_step_s, self.shape.device_s(*sizes)),
-        )
+        shape, sizes = self.shape, (num_tokens, num_rows, context_tokens)
+        if num_tokens > num_rows and shape.with_prompts.step_s > least.step_s:
+            least = shape.with_prompts
+        device_s = shape.device_s(*sizes)
+        waited_s = min(least.told_s, device_s + shape.device_times.start_s)
+        return StepSeconds(max(least.step_s, shape.step_s(*sizes)), max(timed_start_s + device_s, waited_s))
 
     def _launched(self, plan: StepPlan, *, is_loading: bool) -> _Launch:
         """Return what launching a step takes; it is captured, unless it is the first one behind a load."""

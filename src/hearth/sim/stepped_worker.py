@@ -34,7 +34,7 @@ from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.memory.kv_range import KvRange
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnPolicy, TurnRules, WeightsView
 from hearth.sim.jump import Jump, JumpedCall, plan_jump
-from hearth.sim.profile import Profile
+from hearth.sim.profile import NO_LEAST, LeastSeconds, Profile
 from hearth.sim.reclaimer import SimulatedReclaimer
 from hearth.sim.stepped_engine import Flight, SteppedEngine
 from hearth.sim.stepped_model import HostOrder, LoadUnderWay, StartOrder, SteppedModel
@@ -407,7 +407,7 @@ class SteppedWorker:
             # A step that follows a load ends with it at the soonest, and holds up its thread until then.
             load_end_s = None if hosted.load is None else hosted.load.end_s
             follow_s = None if load_end_s is None else load_end_s + self._profile.begin_s
-            call = hosted.engine.launch(now_s, self._device_free_s, follow_s, self._least_step_s())
+            call = hosted.engine.launch(now_s, self._device_free_s, follow_s, self._least())
             if (launched := call.launched) is not None:
                 self._note_step(launched.end_s, launched.seconds.step_s)
                 if admissions := launched.plan.admissions:
@@ -423,8 +423,9 @@ class SteppedWorker:
 
         self._is_asleep = not self._is_any_loading()
 
-    def _least_step_s(self) -> float:
-        return self._profile.beside_load_s if self._is_any_loading() else 0.0
+    def _least(self) -> LeastSeconds:
+        """Return what steps take at least now."""
+        return self._profile.beside_load if self._is_any_loading() else NO_LEAST
 
     def _is_any_loading(self) -> bool:
         return any(one.load is not None for one in self.hosted.values())
@@ -441,7 +442,7 @@ class SteppedWorker:
             now_s=self._now_s,
             until_s=self._news_s(),
             device_free_s=self._device_free_s,
-            least_step_s=self._least_step_s(),
+            least=self._least(),
         )
 
     def _end_running(self) -> None:

@@ -107,6 +107,10 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     request_s: _Time = 0.0
     wake_s: _Time = 0.0  #: that it takes longer through a service that rests
     beside_load_s: _Time = 0.0  #: that a step takes at least while bytes cross: the host sees to both
+    #: That an engine's timer tells of a step which waits for that; None: it was not asked.
+    beside_load_told_s: _Time | None = None
+    prompt_step_s: _Time = 0.0  #: that a step with prompts takes at least in a worker, for the host
+    prompt_step_told_s: _Time | None = None  #: likewise, as a timer tells it
     return_s: _Time = 0.0  #: of a model that was evicted and is hosted again, beside its load
 
 

@@ -268,6 +268,17 @@ def test_kv_never_grows_beyond_its_ceiling() -> None:
     assert pool.orders == []
 
 
+def test_cached_blocks_stand_in_for_what_is_beyond_the_ceiling_before_they_spare_others() -> None:
+    """Of 12 blocks it may have it has 8, 4 of them cached, and a prompt wants 11: 3 have to come."""
+    waiting = hosted(num_blocks=8, num_cached=4, floor_blocks=12, max_blocks=12)
+    waiting.num_waiting = 1
+    pool = pool_of(a=waiting, b=hosted(hold=Hold.RETAINED))
+
+    pool.before_step(A, num_wanted=11)
+
+    assert waiting.num_blocks >= 11
+
+
 # --- Looking again ---
 
 

@@ -237,13 +237,14 @@ class ReclaimPolicy:
             return 0  # also where it would only be told once more what lies ready
         self._asked_ahead[model] = asked
         kv = self._books.kv_of(model)
-        growth = growth.within(kv.max_blocks - kv.num_blocks)
+        wanted, growth = growth.now_blocks, growth.within(kv.max_blocks - kv.num_blocks)
         short, ahead = growth.now_blocks, growth.ahead_blocks
         if (short or ahead) and not self._without_free.is_known(model, self.generation):
             short -= yield GrowKv(model, short, ahead)
         if short > 0:
             self._without_free.note(model, self.generation)
-            short -= self._books.cached_to_spare(model)  # its own cached blocks go before those of others
+            # Its own cached blocks go before those of others, first in place of those beyond its ceiling.
+            short = min(short, wanted - (growth.now_blocks - short) - self._books.cached_to_spare(model))
             if short > 0 and not self._refused.is_known(model, self.generation):
                 short -= yield from self._grow_by_force(model, short, ahead, is_promised=False)
             promised = min(short, kv.floor_blocks - self._books.kv_of(model).num_blocks)
