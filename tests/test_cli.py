@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import itertools
 import json
@@ -18,11 +19,11 @@ from types import ModuleType
 import pytest
 import torch
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from hearth import doctor
-from hearth.cli.commands import app
+from hearth.cli.commands import MODULES, whole_app
 from hearth.cli.help import command_of
 from hearth.config import CPU_HOST_BYTES, EngineConfig, StoreConfig
 from hearth.cpus import WaitPolicy
@@ -42,7 +43,7 @@ def hearth(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
     return Hearth(capsys)
 
 
-COMMANDS = get_group(app).commands
+COMMANDS = get_group(whole_app()).commands
 #: The text of a terminal of 80, which has a margin on both sides.
 HELP_COLUMNS = 78
 
@@ -115,6 +116,33 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
+def test_a_command_imports_no_module_of_others(tmp_path: Path) -> None:
+    code = (
+        "import sys; from hearth.cli import main\n"
+        f"sys.argv[1:] = ['ps', '--data-dir', {str(tmp_path)!r}]\n"
+        "try: main()\n"
+        "finally: print(*(name for name in sys.modules if name.startswith('hearth.')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+
+    assert ran.returncode == 3, ran.stderr
+    assert "no service runs on the data directory" in ran.stderr
+    imported = set(ran.stdout.split())
+    assert "hearth.cli.ps" in imported
+    assert not imported & {f"hearth.cli.{module}" for module in ("run", "keys", "simulate", "serve", "demo")}
+
+
+def test_every_command_is_found_in_its_module() -> None:
+    def module_of(command: TyperCommand | TyperGroup) -> str:
+        while isinstance(command, TyperGroup):
+            command = next(iter(command.commands.values()))  # type: ignore[assignment] # Typer makes no others
+        return inspect.unwrap(command.callback).__module__  # type: ignore[arg-type] # a command has one
+
+    listed = {name: f"hearth.cli.{module}" for module, names in MODULES.items() for name in names}
+    assert {name: module_of(command) for name, command in COMMANDS.items()} == listed  # type: ignore[arg-type] # as above
+
+
 def test_help_teaches_and_imports_nothing_slow() -> None:
     code = (
         "import sys; from hearth.cli import main\n"
@@ -145,11 +173,11 @@ def _words_of_commands(group: TyperGroup, *before: str) -> Iterator[tuple[str, .
             yield from _words_of_commands(command, *before, name)
 
 
-ALL_COMMANDS = [(), *_words_of_commands(get_group(app))]
+ALL_COMMANDS = [(), *_words_of_commands(get_group(whole_app()))]
 
 
 def test_commands_are_put_together_once() -> None:
-    assert command_of(app) is command_of(app)
+    assert command_of(whole_app()) is command_of(whole_app())
 
 
 @pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)

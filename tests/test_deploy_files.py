@@ -16,7 +16,7 @@ from typer.main import get_group
 
 from hearth import cli
 from hearth.api.guard import OPEN_PATHS
-from hearth.cli.commands import app
+from hearth.cli.commands import whole_app
 from hearth.cli.environment import EnvironmentSettings, read_environment, variable_of
 from hearth.cli.server import MAX_OPEN_FILES
 from hearth.config import HearthConfig, ServiceConfig, load, parse_bytes, setting_keys
@@ -31,7 +31,7 @@ DATA_DIR = "/var/lib/hearth"
 
 def check_command(words: list[str]) -> None:
     """Fail if `hearth` does not take these words: no such command, no such flag, a value of another type."""
-    command, arguments = get_group(app), list(words)
+    command, arguments = get_group(whole_app()), list(words)
     while commands := getattr(command, "commands", None):
         assert arguments[:1], words
         assert arguments[0] in commands, f"no such command: hearth {' '.join(words)}"

@@ -26,7 +26,7 @@ from typer.main import get_command
 
 from hearth import cli
 from hearth.api.app import ApiLimits, create_app
-from hearth.cli.commands import app
+from hearth.cli.commands import whole_app
 from hearth.cli.snapshot import MakingGroup
 from hearth.config import HearthConfig, ModelConfig, load
 from hearth.errors import HearthError
@@ -175,7 +175,7 @@ def test_commands_in_documents_exist(document: Path) -> None:
 
 @cache
 def command_line() -> object:
-    return get_command(app)
+    return get_command(whole_app())
 
 
 def check_parses(command: Command) -> None:

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 from typer.testing import CliRunner
 
-from hearth.cli.commands import app
+from hearth.cli.commands import whole_app
 from hearth.control import upgrade as control_upgrade
 from hearth.control.datadir import VERSION, DataDir
 from hearth.control.deploy import collect, opened_lock
@@ -457,7 +457,7 @@ class TestCommand:
         (tmp_path / "a" / MANIFEST).chmod(0o640)
         with pytest.raises(BadCheckpoint, match=r"has version 1, .*`hearth upgrade`"):
             read_manifest(tmp_path / "a")
-        result = CliRunner().invoke(app, ["upgrade", str(tmp_path / "a")])
+        result = CliRunner().invoke(whole_app(), ["upgrade", str(tmp_path / "a")])
         assert (result.exit_code, result.output.splitlines()[-1][:8]) == (0, "upgraded")
         assert verify(tmp_path / "a") == []
         assert (tmp_path / "a" / MANIFEST).stat().st_mode & 0o777 == 0o640
@@ -466,11 +466,11 @@ class TestCommand:
 
     def test_a_data_directory_goes_there_and_back(self, old: Path) -> None:
         before = contents(old)
-        there = CliRunner().invoke(app, ["upgrade", "--data-dir", str(old)])
+        there = CliRunner().invoke(whole_app(), ["upgrade", "--data-dir", str(old)])
         assert (there.exit_code, there.output.count("upgraded")) == (0, 3)
-        again = CliRunner().invoke(app, ["upgrade", "--data-dir", str(old)])
+        again = CliRunner().invoke(whole_app(), ["upgrade", "--data-dir", str(old)])
         assert "is up to date: version 2" in again.output
-        back = CliRunner().invoke(app, ["upgrade", "--rollback", "--data-dir", str(old)])
+        back = CliRunner().invoke(whole_app(), ["upgrade", "--rollback", "--data-dir", str(old)])
         assert (back.exit_code, contents(old)) == (0, before)
 
 

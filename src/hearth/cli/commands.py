@@ -1,29 +1,65 @@
 """All commands in one application, and what comes of their errors. It decides nothing about serving.
 
-torch and all that needs it are imported inside the commands, so that `hearth --help` answers at once.
+A module of commands is imported when one of them is asked for, torch and all that needs it inside a command,
+so that `hearth ps` and `hearth --help` answer at once.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-# Each adds its commands to the application, in the order of the help.
-from hearth.cli import run, chat, demo, deploy, snapshot, explain, keys  # noqa: F401  # isort: skip
-from hearth.cli import doctor, convert, upgrade, serve, ps, simulate  # noqa: F401  # isort: skip
 from hearth.cli.console import app, err
 from hearth.cli.help import command_of
 from hearth.control.template_process import TemplateProcess
 from hearth.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
 from hearth.version import hearth_version
 
+#: The modules that add commands to the application, in the order of the help, and the commands of each.
+MODULES: Mapping[str, tuple[str, ...]] = {
+    "run": ("run",),
+    "chat": ("chat",),
+    "demo": ("demo",),
+    "deploy": ("deploy", "list", "rm"),
+    "snapshot": ("snapshot",),
+    "explain": ("explain",),
+    "keys": ("keys",),
+    "doctor": ("doctor", "config"),
+    "convert": ("convert", "verify", "show"),
+    "upgrade": ("upgrade",),
+    "serve": ("serve",),
+    "ps": ("ps", "stop", "logs"),
+    "simulate": ("simulate",),
+}
+#: Set by a shell that asks for words to complete.
+_COMPLETING = "_HEARTH_COMPLETE"
+
+
+def whole_app() -> typer.Typer:
+    """Return the application with all commands."""
+    for module in MODULES:
+        import_module(f"hearth.cli.{module}")
+    return app
+
+
+def _app_for(words: Sequence[str]) -> typer.Typer:
+    """Return the application with the command that these words name; with all where they name none."""
+    for module, commands in MODULES.items():
+        if words[:1] and words[0] in commands and _COMPLETING not in os.environ:
+            import_module(f"hearth.cli.{module}")
+            return app
+    return whole_app()
+
 
 def run_command(argv: Sequence[str] | None, template: TemplateProcess | None) -> None:
     """Run a command and exit; None: that of this process. `template`: of the service that it may start."""
+    app = _app_for(sys.argv[1:]) if argv is None else whole_app()
     try:
         command_of(app)(argv, prog_name="hearth", obj=template)
     except HearthError as error:
