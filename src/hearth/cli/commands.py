@@ -37,8 +37,6 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "ps": ("ps", "stop", "logs"),
     "simulate": ("simulate",),
 }
-#: Set by a shell that asks for words to complete.
-_COMPLETING = "_HEARTH_COMPLETE"
 
 
 def whole_app() -> typer.Typer:
@@ -51,15 +49,22 @@ def whole_app() -> typer.Typer:
 def _app_for(words: Sequence[str]) -> typer.Typer:
     """Return the application with the command that these words name; with all where they name none."""
     for module, commands in MODULES.items():
-        if words[:1] and words[0] in commands and _COMPLETING not in os.environ:
+        if words[:1] and words[0] in commands:
             import_module(f"hearth.cli.{module}")
             return app
     return whole_app()
 
 
+def _words() -> Sequence[str]:
+    """Return the words of this process; where bash asks for what may follow, those in front of the last."""
+    if "_HEARTH_COMPLETE" not in os.environ:
+        return sys.argv[1:]
+    return os.environ.get("COMP_WORDS", "").split()[1 : int(os.environ.get("COMP_CWORD") or 0)]
+
+
 def run_command(argv: Sequence[str] | None, template: TemplateProcess | None) -> None:
     """Run a command and exit; None: that of this process. `template`: of the service that it may start."""
-    app = _app_for(sys.argv[1:]) if argv is None else whole_app()
+    app = _app_for(_words()) if argv is None else whole_app()
     try:
         command_of(app)(argv, prog_name="hearth", obj=template)
     except HearthError as error:
