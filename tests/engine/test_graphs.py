@@ -535,6 +535,7 @@ def test_a_runner_that_is_closed_waits_for_its_own_steps_and_not_for_others(
         runner.fill_tables,
         lambda: runner.copy_blocks([BlockMove(1, 2)]),
         lambda: runner.run_padding(StepShape.decode(1)),
+        lambda: runner.park_adapters(StepShape.decode(1, has_adapters=True)),
     ):
         end = runner._end
         queue()

@@ -265,6 +265,7 @@ def test_kernels_are_measured_once_and_found_by_all_others(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(product_tables, "cuda_times_us", times(k1=90.0, k5=110.0, k6=80.0))
+    monkeypatch.setattr(product_tables, "MAX_COLD_ROWS", 0)
     engine.runner.sizes, needs = SIZES, needs_of(engine)
     assert tables(tmp_path).find(needs) is None
     sizes, chosen = run(tables(tmp_path).tune(needs, engine.runner))
@@ -280,6 +281,18 @@ def test_kernels_are_measured_once_and_found_by_all_others(
     assert same.digest == chosen.digest
     assert tables(tmp_path, "another device").find(needs) is None
     assert tables(tmp_path).find(needs_of(engine, max_seqs=4)) is None
+
+
+def test_kernels_of_few_rows_that_no_captured_step_has_proved_are_not_kept_for_others(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_tables, "cuda_times_us", times(k6=80.0))
+    monkeypatch.setattr(product_tables, "MAX_COLD_ROWS", 64)
+    engine.runner.sizes, needs = SIZES, needs_of(engine)
+    assert engine.runner.graphs is None, "nothing is captured"
+    sizes, chosen = run(tables(tmp_path).tune(needs, engine.runner))
+    assert chosen is not None
+    assert len(chosen) == len({size for size in sizes if size.rows > 64}) > 0
 
 
 def test_a_table_that_cannot_be_kept_is_not_used(

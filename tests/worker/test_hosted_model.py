@@ -571,7 +571,7 @@ def test_only_requests_whose_steps_can_be_foreseen_are_captured_for() -> None:
 
 
 @pytest.mark.parametrize("is_beside", [True, False])
-@pytest.mark.parametrize("ends", ["loaded", "cancelled", "broken", None])
+@pytest.mark.parametrize("ends", ["followed", "loaded", "cancelled", "broken", None])
 def test_no_first_step_is_captured_that_would_come_too_late(
     ends: str | None, is_beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -588,17 +588,17 @@ def test_no_first_step_is_captured_that_would_come_too_late(
         assert (new_capturer, *paces) == (GraphCapture, launches.give_way, launches.get_behind)
         captured.append(shape)
         load.first = FirstRequests(2, 9, 2)  # for another has come
-        if is_beside:
-            load.weights = SimpleNamespace() if ends == "loaded" else None  # type: ignore[assignment] # there
-        else:
-            load.is_almost_loaded = ends == "loaded"
+        load.is_almost_loaded = ends == "followed"
+        load.weights = SimpleNamespace() if ends == "loaded" else None  # type: ignore[assignment] # there
         load._is_cancelled = ends == "cancelled"
         if ends == "broken":
             raise ValueError("nothing is mapped there")
 
     load._capture_first(SimpleNamespace(sizes=sizes, stand_in=stand_in))  # type: ignore[arg-type] # likewise
     first = [StepShape(True, 16, 1), StepShape(True, 16, 8)] if is_beside else [StepShape.decode(1)]
-    assert captured == ([*first, StepShape.decode(8)] if ends is None else first[:1])
+    # Beside others no step follows the bytes.
+    goes_on = ends is None or (ends == "followed" and is_beside)
+    assert captured == ([*first, StepShape.decode(8)] if goes_on else first[:1])
     assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
 
 

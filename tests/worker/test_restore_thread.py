@@ -225,8 +225,8 @@ def test_what_keeps_the_driver_busy_waits_for_the_end_of_the_next_launch(
     assert waiting.is_alive()
     if not is_launching:
         launches.begun()
+    monkeypatch.setattr(step_launches, "BEHIND_S", PATIENCE_S)  # before it looks how long the end is past
     launches.ended()
-    monkeypatch.setattr(step_launches, "BEHIND_S", PATIENCE_S)
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     launches.get_behind()  # right behind it

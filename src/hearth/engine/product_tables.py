@@ -16,7 +16,7 @@ import torch
 
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.product_choice import ProductChooser, cuda_times_us
+from hearth.engine.product_choice import MAX_COLD_ROWS, ProductChooser, cuda_times_us
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes
 from hearth.errors import DeviceError
@@ -70,7 +70,10 @@ class ProductTables:
         began_s = time.perf_counter()
         capturer = None if runner.graphs is None else GraphCapture()
         chooser = ProductChooser(runner, self._library, cuda_times_us, capturer)
-        table = ProductTable(self._device, self._library.version, (yield from chooser.choose_all()))
+        chosen = yield from chooser.choose_all()
+        if capturer is None:  # those of few rows were not proved, and who finds the table may capture steps
+            chosen = {size: word for size, word in chosen.items() if size.rows > MAX_COLD_ROWS}
+        table = ProductTable(self._device, self._library.version, chosen)
         try:
             table.save(self._cache.products_path(self._key(needs)))
         except OSError as error:

@@ -230,6 +230,7 @@ class Runner:
             self.park_adapters(shape)
         self._run(shape, None)
 
+    @_queues
     def park_adapters(self, shape: StepShape) -> None:
         """Have no row of steps of this shape have an adapter, until one is launched that has."""
         self._inputs.adapters.park(shape)
@@ -262,7 +263,7 @@ class Runner:
         """
         if self.graphs is None:
             return
-        # One that tells nobody of layers: they are not those of a step, and this is not the steps' thread.
+        # One that tells the marks of steps of no layer: these are none of a step.
         decoder = self.decoder.first_layers(len(self.decoder.layers), on_layer=give_way)
         for key in shape.keys:
             work = partial(self._queue, key.part, shape, None, decoder, self.kv, None)

@@ -236,8 +236,8 @@ class ModelLoad:
 
         What would come too late is not captured: it takes the interpreter from the step that runs without.
         """
-        is_late = self.weights is not None if self._is_beside else self.is_almost_loaded
-        if self._is_cancelled or is_late:
+        is_followed = self.is_almost_loaded and not self._is_beside
+        if self._is_cancelled or is_followed or self.weights is not None:
             return None
         first = self.first
         shapes = runner.sizes.first_shapes(first.num_requests, first.num_tokens, first.num_decoding)

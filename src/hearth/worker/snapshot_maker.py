@@ -155,7 +155,7 @@ class SnapshotMaker:
             making.tuning = self._tune(served)
             making.free_bytes = self._beside_torch_bytes()
         elif making.tuning is not None:
-            self._choose_product(hosted, engine, making, making.tuning)
+            self._choose_products(hosted, engine, making, making.tuning)
         elif making.shapes:
             self._run(engine, making)
         else:
@@ -174,8 +174,8 @@ class SnapshotMaker:
         num_done = making.num_steps - len(making.shapes)
         return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
 
-    def _choose_product(self, hosted: HostedModel, engine: Engine, making: _Making, tuning: Tuning) -> None:
-        """Choose the kernel of one more product; behind the last one the engine goes on with all of them.
+    def _choose_products(self, hosted: HostedModel, engine: Engine, making: _Making, tuning: Tuning) -> None:
+        """Choose kernels of products for a moment; behind the last one the engine goes on with all of them.
 
         If one cannot be chosen torch takes them all, up to the next snapshot.
         """
