@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import pickle
 import re
 import sqlite3
 import subprocess
@@ -48,14 +49,13 @@ EARLIER_FACTS = """
 
 #: Adds models until it is killed, and says which are in.
 WRITER = """
-import sys
+import pickle, sys
 from dataclasses import replace
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Registry
-from tests.control.test_registry import TINY
-registry = Registry.open(DataDir.open(sys.argv[1]))
+registry, tiny = Registry.open(DataDir.open(sys.argv[1])), pickle.loads(bytes.fromhex(sys.argv[2]))
 for number in range(1_000_000):
-    registry.replace(replace(TINY, name=f"model-{number}", source="x" * 5000))
+    registry.replace(replace(tiny, name=f"model-{number}", source="x" * 5000))
     print(number, flush=True)
 """
 
@@ -173,7 +173,7 @@ def test_two_processes_see_each_others_models(data_dir: DataDir) -> None:
 
 def test_a_writer_that_is_killed_leaves_every_model_it_has_told_of(data_dir: DataDir) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(data_dir.path)],
+        [sys.executable, "-c", WRITER, str(data_dir.path), pickle.dumps(TINY).hex()],
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
     ) as writer:

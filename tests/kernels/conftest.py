@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ HERE = Path(__file__).parent
 def _quick_interpreter() -> Iterator[None]:
     """Spare Triton's interpreter more than half of its time.
 
-    At each call of a function by a kernel it replaces the builtins of its language, and looks through all of
-    the language to find them; at each result it lists all types of numbers. Here both are looked up once. It
-    also computes every sum and product of integers again in 64 bits, for an assertion that it leaves out
-    afterwards, since its option `debug` is off.
+    At each call of a function by a kernel it replaces the builtins of its language, which the kernel's launch
+    has replaced, and looks through all of the language to find them; at each result it lists all types of
+    numbers. Here all of it is done once. It also computes every sum and product of integers again in 64 bits,
+    for an assertion that it leaves out afterwards, since its option `debug` is off.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":  # kernels run on a device
         yield
@@ -39,6 +40,24 @@ def _quick_interpreter() -> Iterator[None]:
             if is_builtin(member := getattr(package, name)):
                 interpreter._patch_attr(package, name, member, builder, scope)
 
+    scope_of, patch_lang = interpreter._LangPatchScope, interpreter._patch_lang
+    patched: set[object] = set()  #: parts of the language whose builtins are replaced now
+
+    class Scope(scope_of):  # type: ignore[misc, valid-type] # Triton leaves it untyped
+        def restore(self) -> None:
+            super().restore()
+            patched.clear()
+
+    @cache
+    def languages_of(function: FunctionType) -> set[object]:
+        return {part for part in (language, language.core) if part in function.__globals__.values()}
+
+    def patch_lang_once(function: FunctionType) -> object:
+        if patched >= languages_of(function):
+            return scope_of()  # what there is to restore is in that of the launch
+        patched.update(languages_of(function))
+        return patch_lang(function)
+
     np_dtype_of, np_dtypes = interpreter._get_np_dtype, {}
 
     def np_dtype(dtype: language.dtype) -> np.dtype:
@@ -48,6 +67,8 @@ def _quick_interpreter() -> Iterator[None]:
 
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_LangPatchScope", Scope)
+        patch.setattr(interpreter, "_patch_lang", patch_lang_once)
         patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         patch.setattr(interpreter, "_get_np_dtype", np_dtype)
         patch.setattr(interpreter.interpreter_builder, "options", options)

@@ -66,14 +66,14 @@ def write_smollm2(directory: Path) -> Path:
     return directory
 
 
-def write_hermes(smollm2: Path, directory: Path) -> Path:
+def write_hermes(plain: Path, directory: Path) -> Path:
     """A converted model once more, with a chat template that knows tools. The weights are the same file."""
     directory.mkdir(parents=True)
     template = HERMES_TEMPLATE.encode()
-    manifest = read_manifest(smollm2)
+    manifest = read_manifest(plain)
     for file in manifest.files:
-        os.link(smollm2 / file.name, directory / file.name)
-    os.link(smollm2 / WEIGHTS, directory / WEIGHTS)
+        os.link(plain / file.name, directory / file.name)
+    os.link(plain / WEIGHTS, directory / WEIGHTS)
     (directory / TEMPLATE).unlink()
     (directory / TEMPLATE).write_bytes(template)
     changed = TextFile(TEMPLATE, digest_of(template), len(template))

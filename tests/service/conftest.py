@@ -20,14 +20,15 @@ from tests.service.harness import SMALL, Service, Shelf, eventually, running_ser
 
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    """`smollm2`; `hermes`, the same with a template that knows tools; `tiny-a` to `tiny-c`, of one size.
+    """`smollm2`; `tiny-a` to `tiny-c`, of one size; `hermes` and `smollm2-tools`, with a template for tools.
 
     All processes of one run of the tests share them: the first one builds them while the others wait.
     """
     temporary = tmp_path_factory.getbasetemp()
     root = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "shelf"
     root.mkdir(exist_ok=True)
-    places = {name: root / "models" / name for name in ("smollm2", "hermes", "tiny-a", "tiny-b", "tiny-c")}
+    names = ("smollm2", "smollm2-tools", "hermes", "tiny-a", "tiny-b", "tiny-c")
+    places = {name: root / "models" / name for name in names}
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         if not (root / "is_filled").exists():
@@ -40,9 +41,10 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 def fill_shelf(data: Path, places: Mapping[str, Path]) -> None:
     write_smollm2(places["smollm2"])
     read_texts(places["smollm2"])
-    write_hermes(places["smollm2"], places["hermes"])
     for seed, letter in enumerate("abc", start=1):
         write_tiny(places[f"tiny-{letter}"], seed)
+    write_hermes(places["tiny-a"], places["hermes"])
+    write_hermes(places["smollm2"], places["smollm2-tools"])
     data_dir = DataDir.open(data)
     with Registry.open(data_dir) as registry:
         for name, place in places.items():

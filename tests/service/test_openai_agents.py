@@ -53,7 +53,7 @@ def test_an_agent_calls_its_tool_and_goes_on_with_the_result(service: Service, i
     agent = Agent(
         name="Weather",
         instructions="Use your tool.",
-        model="hermes",
+        model="smollm2-tools",  # the framework refuses an answer that does not come to its end
         tools=[get_weather],
         # Demanded of the first answer alone: the framework takes it back after a call.
         model_settings=ModelSettings(
