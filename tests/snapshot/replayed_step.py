@@ -24,7 +24,7 @@ from hearth.cuda_driver import CudaDriver
 from hearth.cuda_graphs import CudaGraphs
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.graph_capture import GraphCapture, use_library_memory
-from hearth.engine.product_choice import choose_all
+from hearth.engine.product_choice import ProductRecorder
 from hearth.engine.runner import Runner
 from hearth.kernels.cublas_lt import ChosenProducts, loaded_library
 from hearth.kernels.product_table import ProductTable
@@ -84,10 +84,12 @@ class Tiny:
         """Have products without adapters computed by kernels that torch would not take."""
         library, graphs = loaded_library(), self.runner.graphs
         self.runner.graphs = None
-        sizes = list(choose_all(self.runner, lambda _: None))
-        proposed = {size: library.proposed(size, 24) for size in sizes}
+        recorder = ProductRecorder()
+        for shape in self.runner.sizes.all_shapes():
+            self.runner.padded_layers(shape, ARCH.num_layers)(recorder)
+        proposed = {size: library.proposed(size, 24) for size in recorder.asked}
         chosen = {size: words[-1] for size, words in proposed.items() if words}
-        assert chosen, f"no kernels are proposed: {sizes}"
+        assert chosen, f"no kernels are proposed: {list(recorder.asked)}"
         self.runner.use_products(ChosenProducts(library, ProductTable("tiny", library.version, chosen)))
         self.runner.fill_tables()
         self.runner.graphs = graphs
