@@ -58,7 +58,7 @@ class HostedModels:
         self._readiness = StepReadiness()
         #: The last one that found no room for bytes ahead of its turn, and the generation of memory then.
         self._vain_front: tuple[ModelId, int] | None = None
-        self._num_vain = 0  #: steps in a row that had nothing to compute
+        self._num_vain = 0  #: steps in a row that had nothing to compute while no adapter was coming
         self._is_prepared = False  #: for some start, and so in what all have in common
 
     # Coming and going.
@@ -256,7 +256,9 @@ class HostedModels:
         self.reclaimer.before_step(model, served)
         outcome = served.engine.step()
         self.reclaimer.after_step(model, served, outcome)
-        self._num_vain = 0 if outcome.has_run else self._num_vain + 1
+        # When an adapter that is coming is there, its requests may compute, or its memory be taken.
+        is_vain = not outcome.has_run and not self.reclaimer.adapters.is_any_coming
+        self._num_vain = self._num_vain + 1 if is_vain else 0
         if not outcome.has_run and not outcome.preempted:
             self._readiness.starved(model, self.reclaimer.policy.generation)
         return outcome
@@ -296,10 +298,9 @@ class HostedModels:
     def is_stuck(self) -> bool:
         """True if models that are short of KV take the same blocks from each other, and none computes.
 
-        Not while an adapter is coming: its requests may be those that compute next.
+        Not before all have tried again since the last adapter that was coming is there.
         """
-        has_tried = self._num_vain > MAX_VAIN_ROUNDS * len(self.hosted)
-        return has_tried and not self.reclaimer.adapters.is_any_coming
+        return self._num_vain > MAX_VAIN_ROUNDS * len(self.hosted)
 
     def _busy(self) -> dict[ModelId, ServedModel]:
         servings = ((model, one.served) for model, one in self.hosted.items() if one.has_turn)
