@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -602,10 +603,11 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
 
 
-def test_models_short_of_kv_are_stuck_when_all_have_tried_again_since_the_last_adapter_came() -> None:
+def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_adapter_came() -> None:
     """Its requests may compute, and end, or its memory be taken: nobody else's need to end for that."""
-    models, name = HostedModels.__new__(HostedModels), ModelId("a")
-    models.hosted, models._num_vain = {name: SimpleNamespace()}, 0  # type: ignore[dict-item] # they are counted
+    models, first, second = HostedModels.__new__(HostedModels), ModelId("a"), ModelId("b")
+    models._num_vain = Counter()
+    models.ready = lambda: {first: served, second: served}  # type: ignore[method-assign, dict-item] # as below
     adapters = SimpleNamespace(is_any_coming=True)
     models.reclaimer = SimpleNamespace(  # type: ignore[assignment] # all that is asked of it
         adapters=adapters, before_step=lambda *_: None, after_step=lambda *_: None
@@ -613,15 +615,20 @@ def test_models_short_of_kv_are_stuck_when_all_have_tried_again_since_the_last_a
     vain = StepOutcome(StepOutputs(), (), (RequestId(1),), has_run=False)
     served = SimpleNamespace(engine=SimpleNamespace(step=lambda: vain))
 
-    def is_stuck_after(num_steps: int) -> bool:
+    def is_stuck_after(model: ModelId, num_steps: int) -> bool:
         for _ in range(num_steps):
-            models.step(name, served)  # type: ignore[arg-type] # as above
+            models.step(model, served)  # type: ignore[arg-type] # as above
         return models.is_stuck
 
-    assert not is_stuck_after(100)
+    assert not is_stuck_after(first, 100)
+    assert not is_stuck_after(second, 100)
     adapters.is_any_coming = False
-    assert not is_stuck_after(MAX_VAIN_ROUNDS)
-    assert is_stuck_after(1)
+    assert not is_stuck_after(first, 100), "the other may compute"
+    assert not is_stuck_after(second, MAX_VAIN_ROUNDS)
+    assert is_stuck_after(second, 1)
+
+    vain = StepOutcome(StepOutputs(), (), ())  # one that has computed
+    assert not is_stuck_after(second, 1)
 
 
 def test_progress_is_told_by_bytes_and_layers(
