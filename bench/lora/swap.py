@@ -64,10 +64,6 @@ def new_pool() -> MappedPool:
     return MappedPool(CudaPages(CUDA, POOL_BYTES), lambda model: EvictionTerms(Hold.RETAINED, 1.0, False))
 
 
-def sizes_of(layout: AdapterLayout) -> tuple[int, ...]:
-    return layout.layer_sizes
-
-
 class TimedCopies:
     """The copies of a load, which note when the first and all were queued, and have passed."""
 
@@ -125,7 +121,7 @@ class SwapSetting:
         began_s = time.perf_counter()
         asked = ask_for_adapter(self.borrowed, self.resources)
         noted_s["asked"] = time.perf_counter()
-        pieces = self.pool.place_pieces(self.order.adapter, sizes_of(self.layout))
+        pieces = self.pool.place_pieces(self.order.adapter, self.layout.layer_sizes)
         assert pieces is not None, f"{self.pool.usage()}"
         noted_s["placed"] = time.perf_counter()
 
@@ -204,7 +200,7 @@ def swap(num_layers: int) -> Iterator[Answer]:
 
 def scatter(pool: MappedPool, layout: AdapterLayout) -> None:
     """Leave holes for the pieces of an adapter, and no two of them side by side."""
-    sizes = [size for size in sizes_of(layout) for _ in range(2)]
+    sizes = [size for size in layout.layer_sizes for _ in range(2)]
     owners = [AdapterId(f"{number:064x}") for number in range(len(sizes))]
     for owner, size in zip(owners, sizes, strict=True):
         assert pool.place_pieces(owner, [size]) is not None, f"{pool.usage()}"
@@ -243,7 +239,7 @@ def memory(num_layers: int) -> Iterator[Answer]:
 
 
 def _place(pool: MappedPool, number: int, layout: AdapterLayout) -> None:
-    assert pool.place_pieces(AdapterId(f"{number:064x}"), sizes_of(layout)) is not None, f"{pool.usage()}"
+    assert pool.place_pieces(AdapterId(f"{number:064x}"), layout.layer_sizes) is not None, f"{pool.usage()}"
 
 
 def _taken(pool: MappedPool) -> Answer:

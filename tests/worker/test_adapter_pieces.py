@@ -59,10 +59,12 @@ def test_an_adapter_gives_way_by_the_mark_of_its_last_request_unless_another_has
     engines: dict[ModelId, Engine] = {BASE: engine}  # type: ignore[dict-item] # what it needs of an engine
     pieces = AdapterPieces(pool, residency, lambda: engines)  # type: ignore[arg-type] # and of a pool
 
-    def bring(num_requests: int) -> None:
+    def bring(num_requests: int, *, is_rested: bool = False) -> None:
         residency.asked(A, 0, BASE, 0.0, is_pinned=False)  # which keeps it known, and never starts
         assert pieces.place(A, [part.end - part.begin for _, part in LAYOUT.layers], 0)
         residency.placed(A, LAYOUT.num_bytes)
+        if is_rested:
+            pieces.rest(A)  # who had lacked it ends before it is back
         residency.loaded(A)
         pieces.filled(A, LAYOUT)
         for _ in range(num_requests):
@@ -83,3 +85,7 @@ def test_an_adapter_gives_way_by_the_mark_of_its_last_request_unless_another_has
     assert pool.last_reads[2:] == [None], "nobody has asked since it came"
     pieces.rest(A)
     assert len(pool.marks) == 3, "it has no memory that others could get"
+
+    bring(0, is_rested=True)
+    pieces.drop(A)
+    assert pool.last_reads[3:] == [None], "its last bytes may come behind that mark"

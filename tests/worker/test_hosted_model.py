@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 
 from bench.host_pages import HostPages
 from hearth.engine.assemble import assemble
-from hearth.engine.engine import Engine, StepOutcome
+from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
@@ -37,10 +38,10 @@ from hearth.messages import (
 )
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.types import Hold, ModelId, Rung
+from hearth.types import Hold, ModelId, RequestId, Rung
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
-from hearth.worker.hosted_models import HostedModels
+from hearth.worker.hosted_models import MAX_VAIN_ROUNDS, HostedModels
 from hearth.worker.model_load import EngineReady, FirstRequests, ModelLoad
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import SnapshotLook
@@ -602,13 +603,32 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
 
 
-@pytest.mark.parametrize("is_any_coming", [False, True])
-def test_models_short_of_kv_are_not_stuck_while_an_adapter_is_coming(is_any_coming: bool) -> None:
-    """Its requests may compute next, and end: nobody else's need to end for that."""
-    models = HostedModels.__new__(HostedModels)
-    models.hosted, models._num_vain = {}, 1
-    models.reclaimer = SimpleNamespace(adapters=SimpleNamespace(is_any_coming=is_any_coming))  # type: ignore[assignment] # all that is asked of it
-    assert models.is_stuck is not is_any_coming
+def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_adapter_came() -> None:
+    """Its requests may compute, and end, or its memory be taken: nobody else's need to end for that."""
+    models, first, second = HostedModels.__new__(HostedModels), ModelId("a"), ModelId("b")
+    models._num_vain = Counter()
+    models.ready = lambda: {first: served, second: served}  # type: ignore[method-assign, dict-item] # as below
+    adapters = SimpleNamespace(is_any_coming=True)
+    models.reclaimer = SimpleNamespace(  # type: ignore[assignment] # all that is asked of it
+        adapters=adapters, before_step=lambda *_: None, after_step=lambda *_: None
+    )
+    vain = StepOutcome(StepOutputs(), (), (RequestId(1),), has_run=False)
+    served = SimpleNamespace(engine=SimpleNamespace(step=lambda: vain))
+
+    def is_stuck_after(model: ModelId, num_steps: int) -> bool:
+        for _ in range(num_steps):
+            models.step(model, served)  # type: ignore[arg-type] # as above
+        return models.is_stuck
+
+    assert not is_stuck_after(first, 100)
+    assert not is_stuck_after(second, 100)
+    adapters.is_any_coming = False
+    assert not is_stuck_after(first, 100), "the other may compute"
+    assert not is_stuck_after(second, MAX_VAIN_ROUNDS)
+    assert is_stuck_after(second, 1)
+
+    vain = StepOutcome(StepOutputs(), (), ())  # one that has computed
+    assert not is_stuck_after(second, 1)
 
 
 def test_progress_is_told_by_bytes_and_layers(

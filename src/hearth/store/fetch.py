@@ -146,8 +146,7 @@ class Fetcher:
         return self._begin(Fetch(self, model, chunks, WINDOW, is_ahead=is_ahead, passes_on=passes_on))
 
     def lease(self, model: StoredModel, chunks: Sequence[int]) -> list[int] | None:
-        """Return the cells of chunks, of which none has to be waited for; None: one would be, or a load has
-        fewer at a time.
+        """Lease chunks that are all in host memory; return their cells. None: not all are, or too many.
 
         For an adapter the bus needs hardly longer than `fetch` and its consumer take to meet. So all else is
         left to `leased`, which has to follow, behind the answer.

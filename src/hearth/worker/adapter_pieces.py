@@ -55,6 +55,8 @@ class AdapterPieces:
     def filled(self, adapter: AdapterId, layout: AdapterLayout) -> None:
         """Note that all bytes of an adapter are there, and tell the engines that wait for them."""
         self._layouts[adapter] = layout
+        # A request that lacked it may have ended before it was back: its mark is ahead of the last bytes.
+        self._last_reads.pop(adapter, None)
         for model, engine in self.engines().items():
             if adapter in engine.adapters:
                 with blaming(model):

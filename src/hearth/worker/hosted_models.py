@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
@@ -58,7 +59,8 @@ class HostedModels:
         self._readiness = StepReadiness()
         #: The last one that found no room for bytes ahead of its turn, and the generation of memory then.
         self._vain_front: tuple[ModelId, int] | None = None
-        self._num_vain = 0  #: steps in a row that had nothing to compute
+        #: Steps of each model since one computed something, and no adapter was coming, that computed nothing.
+        self._num_vain = Counter[ModelId]()
         self._is_prepared = False  #: for some start, and so in what all have in common
 
     # Coming and going.
@@ -256,7 +258,11 @@ class HostedModels:
         self.reclaimer.before_step(model, served)
         outcome = served.engine.step()
         self.reclaimer.after_step(model, served, outcome)
-        self._num_vain = 0 if outcome.has_run else self._num_vain + 1
+        # When an adapter that is coming is there, its requests may compute, or its memory be taken.
+        if outcome.has_run or self.reclaimer.adapters.is_any_coming:
+            self._num_vain.clear()
+        else:
+            self._num_vain[model] += 1
         if not outcome.has_run and not outcome.preempted:
             self._readiness.starved(model, self.reclaimer.policy.generation)
         return outcome
@@ -296,10 +302,11 @@ class HostedModels:
     def is_stuck(self) -> bool:
         """True if models that are short of KV take the same blocks from each other, and none computes.
 
-        Not while an adapter is coming: its requests may be those that compute next.
+        Not before all that may step have tried again since the last adapter that was coming is there: one
+        that has had little of the device steps many times in a row.
         """
-        has_tried = self._num_vain > MAX_VAIN_ROUNDS * len(self.hosted)
-        return has_tried and not self.reclaimer.adapters.is_any_coming
+        ready = self.ready() if self._num_vain else {}
+        return bool(ready) and all(self._num_vain[model] > MAX_VAIN_ROUNDS for model in ready)
 
     def _busy(self) -> dict[ModelId, ServedModel]:
         servings = ((model, one.served) for model, one in self.hosted.items() if one.has_turn)
