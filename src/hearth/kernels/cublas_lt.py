@@ -221,7 +221,10 @@ def lt_obstacle() -> str | None:
 def _library_path() -> Path:
     paths = _mapped_paths()
     if not paths and torch.cuda.is_available():
-        torch.cuda.current_blas_handle()  # it comes with the first product at the latest
+        try:
+            torch.cuda.current_blas_handle()  # it comes with the first product at the latest
+        except (RuntimeError, AssertionError) as error:  # torch was built without CUDA, or finds it broken
+            raise DeviceError(f"torch cannot multiply on the device: {error}") from error
         paths = _mapped_paths()
     if len(paths) != 1:
         found = ", ".join(sorted(paths)) or "none"
