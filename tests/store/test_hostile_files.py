@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hearth.errors import BadCheckpoint, HearthError
@@ -535,6 +535,7 @@ def weights(request: pytest.FixtureRequest, sound: Path, tmp_path_factory: pytes
 
 @settings(max_examples=NUM_EXAMPLES)
 @given(damage=cuts(), is_at_the_end=st.booleans())
+@example(damage=[Cut(0.09375, 2, b"\x00c")], is_at_the_end=False)  # makes a name with a backslash
 def test_a_damaged_file_of_weights_is_read_or_refused(
     weights: Path, damage: list[Cut], is_at_the_end: bool
 ) -> None:

@@ -416,6 +416,7 @@ class LateCopies:
     def __init__(self, num_chunks: int) -> None:
         self._copies, self._num_chunks = SingleCopies(None), num_chunks
         self._late: list[Sequence[ByteCopy]] = []
+        self._lock = threading.Lock()  #: else who asks second finds it neither late nor there
         self.stop, self.close = self._copies.stop, self._copies.close
 
     @property
@@ -438,8 +439,9 @@ class LateCopies:
         return position < self._num_chunks - 1
 
     def have_stream_wait(self, position: int) -> None:
-        late, self._late = self._late, []
-        self._copies.queue(late)
+        with self._lock:
+            late, self._late = self._late, []
+            self._copies.queue(late)
 
 
 @pytest.fixture

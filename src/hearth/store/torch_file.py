@@ -12,6 +12,7 @@ import pickle
 import pickletools
 import re
 import struct
+import warnings
 import zipfile
 from dataclasses import dataclass
 from io import BytesIO
@@ -121,17 +122,19 @@ def _archived_pickle(path: Path) -> bytes:
 def _check_pickles(path: Path, content: BytesIO, num_pickles: int) -> None:
     """Refuse pickles that name more than a checkpoint needs. Nothing of them is carried out."""
     num_tuples = 0
-    for _ in range(num_pickles):
-        for operation, argument, _ in pickletools.genops(content):
-            if operation.name in ("GLOBAL", "INST") and not _HARMLESS.fullmatch(str(argument)):
-                raise _refused(
-                    path,
-                    "it holds more than tensors, which is not read because it could run code: "
-                    f"{brief(argument)}",
-                )
-            num_tuples += "TUPLE" in operation.name
-            if num_tuples > MAX_TUPLES:
-                raise _refused(path, f"it has too many tuples, limit: {MAX_TUPLES}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of names with a backslash, which are refused
+        for _ in range(num_pickles):
+            for operation, argument, _ in pickletools.genops(content):
+                if operation.name in ("GLOBAL", "INST") and not _HARMLESS.fullmatch(str(argument)):
+                    raise _refused(
+                        path,
+                        "it holds more than tensors, which is not read because it could run code: "
+                        f"{brief(argument)}",
+                    )
+                num_tuples += "TUPLE" in operation.name
+                if num_tuples > MAX_TUPLES:
+                    raise _refused(path, f"it has too many tuples, limit: {MAX_TUPLES}")
 
 
 def _load(path: Path, *, is_mapped: bool) -> dict[str, torch.Tensor]:
