@@ -16,8 +16,6 @@ from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 
 import torch
 
@@ -26,6 +24,7 @@ from bench.engine.lt_products import Algorithm, LtLibrary, LtProduct
 from bench.engine.padding import count_steps
 from bench.engine.product_sizes import Product, products_of
 from bench.engine.scale import GPU
+from hearth.engine.product_choice import cuda_times_us
 from hearth.sizes import StepLimits
 
 LIMITS = StepLimits(8192, 1024, 16)
@@ -42,22 +41,7 @@ def times_us(ways: Sequence[Sequence[Callable[[], object]]], num_rounds: int) ->
     """Return the median time of a launch of each way, in turns, while the device has no pause."""
     for way in ways:
         way[0]()  # libraries load a kernel with its first launch
-    torch.cuda.synchronize()
-    marks = [[_mark() for _ in range(len(ways) + 1)] for _ in range(num_rounds)]
-    torch.cuda._sleep(1_000_000)  # the host is ahead from then on
-    for events in marks:
-        events[0].record()
-        for way, end in zip(ways, events[1:], strict=True):
-            for launch in way:
-                launch()
-            end.record()
-    torch.cuda.synchronize()
-    each = [[1e3 * a.elapsed_time(b) for a, b in pairwise(events)] for events in marks]
-    return [median(column) / len(way) for column, way in zip(zip(*each, strict=True), ways, strict=True)]
-
-
-def _mark() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+    return cuda_times_us(ways, num_rounds)
 
 
 @dataclass(frozen=True, slots=True)

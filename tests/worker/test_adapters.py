@@ -243,9 +243,9 @@ def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_num
         rig.check(rig.ask(None))
 
 
-def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[AskedLoan]:
+    """All that the keeper is asked for ahead."""
     asked: list[AskedLoan] = []
     ask = Borrower.ask
 
@@ -255,6 +255,12 @@ def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
         return one
 
     monkeypatch.setattr(Borrower, "ask", note)
+    return asked
+
+
+def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
+    tmp_path: Path, asked: list[AskedLoan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = stored_adapter(BASE)
     with serving("mapped", tmp_path) as rig:
         with monkeypatch.context() as full:
@@ -268,22 +274,13 @@ def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
 
 
 def test_what_the_keeper_was_asked_for_goes_back_if_a_model_breaks_that_was_to_give_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: list[AskedLoan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[AskedLoan] = []
-    ask = Borrower.ask
-
-    def note(borrower: Borrower, model: BorrowedAdapter, chunks: Sequence[int]) -> AskedLoan | None:
-        if (one := ask(borrower, model, chunks)) is not None:
-            asked.append(one)
-        return one
-
     def breaks(*_: object, may_take: bool) -> bool:
         if may_take:  # else it comes before its base is there, and nobody gives way for it
             raise ModelBroke(ModelId(BASE), DeviceError("it does not give way"))
         return False
 
-    monkeypatch.setattr(Borrower, "ask", note)
     with serving("mapped", tmp_path) as rig:
         monkeypatch.setattr(Reclaimer, "place_adapter", breaks)
         rig.ask(stored_adapter(BASE))
