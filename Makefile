@@ -22,8 +22,8 @@ NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_
 TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.
 TYPES := .mypy_cache/said
-BENCHES := engine traffic arrivals shapes eight_bit kernels lora lora_swap lora_serving load chunks service_gpu reuse \
-           elastic profile turns coldstart
+BENCHES := engine traffic arrivals shapes eight_bit kernels start lora lora_swap lora_serving load chunks service_gpu \
+           reuse elastic profile turns coldstart
 CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
 MODULE_engine_cpu := engine.cpu
@@ -32,6 +32,7 @@ MODULE_arrivals := engine --parts arrivals
 MODULE_shapes := engine --parts shapes
 MODULE_eight_bit := engine --parts eight_bit
 MODULE_kernels := engine.kernels
+MODULE_start := engine.start
 MODULE_perplexity := engine.perplexity
 MODULE_lora_swap := lora.swap
 MODULE_lora_serving := lora.serving

@@ -102,14 +102,18 @@ def peers() -> Mapping[str, object]:
 
 
 def _commit() -> str | None:
-    """Return the sources' commit; without their history, or with an older one, from a note beside them."""
+    """Return the sources' commit; without their history, or with an older one, from a note beside them.
+
+    Results are no sources: a benchmark that has kept one has not changed what it measures next.
+    """
     note = HERE.parent / ".carry" / "COMMIT"
     carried = note.read_text().strip() if note.exists() else None
     revision = _output_of("git", "rev-parse", "--short", "HEAD")
     is_unknown_here = carried is not None and _output_of("git", "cat-file", "-t", carried) is None
     if revision is None or is_unknown_here:
         return carried
-    return f"{revision}-dirty" if _output_of("git", "status", "--porcelain") else revision
+    changed = _output_of("git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/results")
+    return f"{revision}-dirty" if changed else revision
 
 
 def _cpu_name() -> str:

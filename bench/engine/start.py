@@ -120,6 +120,8 @@ def compilation(name: str, cache: Path) -> dict[str, object]:
 
 
 def measure() -> dict[str, object]:
+    from bench.engine.service_start import deploy_cold, service_start  # not part of what processes import
+
     results: dict[str, object] = {}
 
     def part(name: str, act: Callable[[], object]) -> None:
@@ -146,17 +148,37 @@ def measure() -> dict[str, object]:
             store = directory / "store"
             part("empty", lambda: new_process("--first-token", str(model), str(store), "20"))
             part("filled", lambda: new_process("--first-token", str(model), str(store), str(NUM_REQUESTS)))
+            deploy_cold(model, directory / "data")
+            for name in ("service_empty", "service_filled"):
+                part(name, lambda: service_start(directory / "data", "cuda"))
         else:
             tell("no CUDA device: nothing is started")
     return results
 
 
 def rows(results: Mapping[str, object]) -> list[Row]:
-    names = {"empty": "no kernel compiled before", "filled": "kernels compiled before"}
+    """Return a line for every figure that there is: a part that failed has none."""
+    text_of = {"empty": "no kernel compiled before", "filled": "kernels compiled before"}
+    told = {
+        **{
+            f"LLM, 1.1B: process start to first token, {text_of[key]}": (key, "first_token_s")
+            for key in text_of
+        },
+        **{f"`hearth serve` to ready, {text_of[key]}": (f"service_{key}", "ready_s") for key in text_of},
+        **{
+            f"`hearth serve` to the first text of a 1.1B, {text_of[key]}": (f"service_{key}", "first_text_s")
+            for key in text_of
+        },
+        **{f"kernels of a Llama-2-7B, compiled by {n} cores": (f"compile_{n}", "compile_s") for n in CORES},
+        **{
+            f"kernels {done} while random requests run": ("filled", f"kernels_{done}_while_serving")
+            for done in ("compiled", "loaded")
+        },
+    }
     return [
-        Row(f"process start to first token, 1.1B, {text}", "s", float(found["first_token_s"]))
-        for name, text in names.items()
-        if isinstance(found := results.get(name), dict) and "first_token_s" in found
+        Row(text, "s" if key.endswith("_s") else "kernels", value)
+        for text, (part, key) in told.items()
+        if isinstance(found := results.get(part), dict) and isinstance(value := found.get(key), int | float)
     ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine import bounds, host_steps, process
+from bench.engine import bounds, host_steps, process, start
 from bench.engine.__main__ import Job, jobs
 from bench.engine.arrivals import Stream, poisson, serve
 from bench.engine.finding import Arm, Finding, Found, document, found_by
@@ -195,3 +195,20 @@ def test_all_steps_of_requests_are_counted_by_their_padded_rows() -> None:
         for (shape, num_tokens), count in counts.items()
     }
     assert rows == {(True, 64, 12): 1, (False, 1, 1): 2}
+
+
+def test_a_start_that_failed_has_no_line_and_costs_no_other() -> None:
+    results: dict[str, object] = {
+        "compile_2": {"error": "RuntimeError()"},
+        "filled": {"first_token_s": 2.5, "kernels_compiled_while_serving": 0},
+        "service_empty": {"ready_s": 3.5, "first_text_s": 9.0},
+    }
+
+    found = {(row.measure.partition(",")[0], row.unit): row.value for row in start.rows(results)}
+
+    assert found == {
+        ("LLM", "s"): 2.5,
+        ("`hearth serve` to ready", "s"): 3.5,
+        ("`hearth serve` to the first text of a 1.1B", "s"): 9.0,
+        ("kernels compiled while random requests run", "kernels"): 0,
+    }
