@@ -23,9 +23,10 @@ import sys
 import traceback
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import product
 
-from bench.lora import kernels, steps
+from bench.lora import kernels, rows, steps
 from bench.lora.random_adapters import ODD
 from bench.report import arguments, keep, step
 
@@ -101,7 +102,8 @@ def main() -> None:
         found.append({name: round(x, 3) if isinstance(x, float) else x for name, x in answer.items()})
         print(json.dumps(found[-1]), flush=True)
     if given.save:
-        keep("lora", {"layers": given.layers, "answers": found})
+        lines = [asdict(row) for row in rows.of_steps(found)]
+        keep("lora", {"layers": given.layers, "rows": lines, "answers": found})
     if any("error" in answer for answer in found):
         sys.exit(1)
 

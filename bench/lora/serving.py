@@ -34,6 +34,7 @@ from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import TypeVar
 
+from bench.lora import rows
 from bench.lora.library import BASE, TINY, Library, full
 from bench.report import arguments, keep, percentiles, step
 from bench.reuse.worker import WorkerClient, keeping, working_over
@@ -341,7 +342,9 @@ def main() -> None:
                 found.append(answer)
                 print(json.dumps(answer), flush=True)
     if given.save:
-        keep("lora_serving", {"layers": given.layers, "adapters": given.adapters, "answers": found})
+        lines = [asdict(row) for row in rows.of_serving(found)]
+        result = {"layers": given.layers, "adapters": given.adapters, "rows": lines, "answers": found}
+        keep("lora_serving", result)
     if any("error" in answer for answer in found):
         sys.exit(1)
 

@@ -23,13 +23,14 @@ import traceback
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
 from bench.llama7b import ARCH, SHAPE
+from bench.lora import rows
 from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank, write_adapter
 from bench.report import arguments, keep
 from bench.reuse.worker import SWITCH_S, keeping
@@ -265,7 +266,8 @@ def main() -> None:
             traceback.print_exc()
             found.append({"part": part.__name__, "error": repr(error)})
     if given.save:
-        keep("lora_swap", {"answers": found})
+        lines = [asdict(row) for row in rows.of_swaps(found)]
+        keep("lora_swap", {"rows": lines, "answers": found})
 
 
 if __name__ == "__main__":
