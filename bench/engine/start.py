@@ -53,14 +53,19 @@ def new_process(*arguments: str, cores: int | None = None) -> dict[str, object]:
         if cores is not None:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
-    run = subprocess.run(
+    # Processes that compile end with whoever holds the other end of their input.
+    with subprocess.Popen(
         [sys.executable, "-m", "bench.engine.start", *arguments],
-        check=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=keep_to_cores,
-    )
-    parts: dict[str, object] = json.loads(run.stdout.splitlines()[-1])
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        if process.wait():
+            raise RuntimeError(f"`bench.engine.start {' '.join(arguments)}` ended with {process.returncode}")
+    parts: dict[str, object] = json.loads(said.splitlines()[-1])
     return parts
 
 
