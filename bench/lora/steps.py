@@ -105,8 +105,9 @@ def measure(engine: Engine, names: Sequence[str], num_prompts: int = 0) -> Itera
     """Yield the times of steps of 32 and 64 rows, or of two prompts beside them, for each set of ranks."""
     prompts, batches = [1024] * num_prompts, (32, 64)
     bare = {batch: plans(batch, prompts, [None] * (batch + num_prompts)) for batch in batches}
-    base_ms = {batch: device_ms(engine, bare[batch]) for batch in batches}
     for name in names:
+        # Each time anew: a device that has computed for a while is 3% slower than one that has rested.
+        base_ms = {batch: device_ms(engine, bare[batch]) for batch in batches}
         adapters = AdapterSet.add_to(engine, name, NUM_ADAPTERS)
         for batch in batches:
             own = adapters.ids[: batch + num_prompts]
