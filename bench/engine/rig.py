@@ -83,10 +83,14 @@ class Rig:
             "chosen_products": len(products) if isinstance(products, ChosenProducts) else None,
         }
 
-    def first_tokens_ms(self, length: int, num_runs: int) -> list[float]:
-        """Time one prompt after the other to its first token, after two that warm up."""
+    def first_tokens_ms(self, length: int, num_runs: int, rest_s: float = 0.0) -> list[float]:
+        """Time one prompt after the other to its first token, after two that warm up.
+
+        `rest_s`: between them. A device that computes without end has less power for each product.
+        """
         times = []
         for asked in self.prompts.take(num_runs + 2, length):
+            time.sleep(rest_s)
             began_s = time.perf_counter()
             next(iter(self.llm.stream(asked, SamplingParams(temperature=0.0, max_tokens=1))))
             times.append(1e3 * (time.perf_counter() - began_s))

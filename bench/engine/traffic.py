@@ -16,6 +16,8 @@ from bench.engine.rig import Rig
 from bench.engine.scale import Work, even
 from bench.report import Row, peers, percentiles
 
+_REST_S = 0.01  #: before each prompt, as where nobody else asks
+
 #: By shape and arm: what the engine should reach.
 _AIMS: Mapping[str, Mapping[str, str]] = {
     "7B": {
@@ -61,11 +63,12 @@ def _first_tokens(rig: Rig) -> Found:
     rows, details = list[Row](), dict[str, object]()
     rig.watch.take()
     for length in rig.scale.prompts:
-        times = percentiles(rig.first_tokens_ms(length, rig.scale.num_prompt_runs))
         bound = 1e3 * bounds.prompts_s(rig.shape, 1, length)
         text = f"{length:,}-token prompt to first token"
-        rows.append(_row(rig, f"prompt_{length}", text, "ms", times["p50"], bound))
-        details[f"prompt_{length}"] = {"ms": times, **rig.watch.take()}
+        for how, rest_s in (("", 0.0), (", after a pause", _REST_S)):
+            times = percentiles(rig.first_tokens_ms(length, rig.scale.num_prompt_runs, rest_s))
+            rows.append(_row(rig, f"prompt_{length}", f"{text}{how}", "ms", times["p50"], bound))
+            details[f"prompt_{length}{how}"] = {"ms": times, **rig.watch.take()}
     return Found(rows, {**details, "times_best_peer": _times_best_peer(rows)})
 
 
