@@ -65,10 +65,14 @@ def _first_tokens(rig: Rig) -> Found:
     for length in rig.scale.prompts:
         bound = 1e3 * bounds.prompts_s(rig.shape, 1, length)
         text = f"{length:,}-token prompt to first token"
-        for how, rest_s in (("", 0.0), (", after a pause", _REST_S)):
+        # Peers were asked without a pause.
+        for key, how, rest_s in (
+            (f"prompt_{length}", "", 0.0),
+            (f"rested_{length}", ", after a pause", _REST_S),
+        ):
             times = percentiles(rig.first_tokens_ms(length, rig.scale.num_prompt_runs, rest_s))
-            rows.append(_row(rig, f"prompt_{length}", f"{text}{how}", "ms", times["p50"], bound))
-            details[f"prompt_{length}{how}"] = {"ms": times, **rig.watch.take()}
+            rows.append(_row(rig, key, f"{text}{how}", "ms", times["p50"], bound))
+            details[key] = {"ms": times, **rig.watch.take()}
     return Found(rows, {**details, "times_best_peer": _times_best_peer(rows)})
 
 
