@@ -1,0 +1,187 @@
+"""The fingerprint of a start, from the things themselves that it is made of. Hosts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.engine import Engine
+from hearth.memory.pool import Space
+from hearth.models.weights import TensorPlace
+from hearth.snapshot import memory_profile
+from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.fingerprint import Fingerprint
+from hearth.snapshot.memory_profile import MemoryProfile
+from hearth.snapshot.parts import SnapshotParts
+from hearth.snapshot.software import Software
+from hearth.store.manifest import read_manifest
+from hearth.types import SnapshotOutcome
+from hearth.worker import model_snapshots
+from hearth.worker.hosting_spec import HostingSpec, hosting_spec
+from hearth.worker.model_snapshots import ModelSnapshots, SnapshotLook, no_parts
+from tests.store.stored import converted
+from tests.worker.harness import host_order
+
+SOFTWARE = Software("570.86", "13.0", "13.1.0", "2.11.0", "3.6.0", "abc")
+
+
+@dataclass(slots=True)
+class Start:
+    """All that a start on a CUDA device is looked at for. Mutable: a test changes one thing."""
+
+    spec: HostingSpec
+    directory: SnapshotDirectory
+    memory: torch.Tensor = field(default_factory=lambda: torch.zeros(4096, dtype=torch.uint8))
+    offsets: dict[str, int] = field(
+        default_factory=lambda: {"weights": 0, "workspace": 1024, "tables": 2048, "kv": 3072}
+    )
+    config: EngineConfig = field(default_factory=EngineConfig)
+    products: str = "5eed"
+    device_name: str = "NVIDIA H200"
+    device_bytes: int = 141 << 30
+    software: Software = SOFTWARE
+    parts_of: Callable[[Engine], SnapshotParts | None] = lambda engine: None
+
+    def fingerprint(self) -> Fingerprint:
+        return self.look().fingerprint
+
+    def look(self) -> SnapshotLook:
+        device = torch.device("cuda")
+        snapshots = ModelSnapshots(
+            *(self.directory, self.config, device, self.device_name, self.device_bytes, self.parts_of)
+        )
+        engine: Any = SimpleNamespace(runner=SimpleNamespace(products_digest=self.products))
+        return snapshots.look(self.spec, self.space(), engine, lambda reason: None)
+
+    def space(self) -> Space:
+        ranges = {name: self.memory[at:] for name, at in self.offsets.items() if name != "weights"}
+        place = TensorPlace(self.memory, self.offsets["weights"])
+        return Space({"embed": place}, **ranges, sink=0, gaps=(), parts=())
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    found = Start(spec_of("llama-gqa"), SnapshotDirectory.open(tmp_path / "snapshots", 1 << 20))
+    monkeypatch.setattr(model_snapshots, "software", lambda kind: found.software)
+    return found
+
+
+def spec_of(model: str) -> HostingSpec:
+    order = host_order("a", converted(model), slot=7)
+    return hosting_spec(order, read_manifest(converted(model)), None, torch.device("cpu"))
+
+
+def with_model(start: Start, **changes: Any) -> None:
+    start.spec = replace(start.spec, model=replace(start.spec.model, **changes))
+
+
+def with_limits(start: Start, **changes: int) -> None:
+    with_model(start, limits=replace(start.spec.model.limits, **changes))
+
+
+def with_software(start: Start, **changes: str) -> None:
+    start.software = replace(start.software, **changes)
+
+
+def with_more_layers(start: Start) -> None:
+    arch = start.spec.model.arch
+    with_model(start, arch=replace(arch, num_layers=arch.num_layers + 1))
+
+
+def with_manifest(start: Start) -> None:
+    start.spec = replace(start.spec, manifest=read_manifest(converted("llama-gqa", quant="int8")))
+
+
+def with_slot(start: Start) -> None:
+    start.spec = replace(start.spec, shape=replace(start.spec.shape, slot=8))
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        pytest.param(with_manifest, {"manifest"}, id="manifest"),
+        pytest.param(with_more_layers, {"layers"}, id="layers"),
+        pytest.param(with_slot, {"addresses"}, id="slot"),
+        *(
+            pytest.param(lambda start, name=name: start.offsets.update({name: 512}), {"addresses"}, id=name)
+            for name in ("weights", "workspace", "tables", "kv")
+        ),
+        pytest.param(lambda start: with_model(start, dtype=torch.bfloat16), {"dtype"}, id="dtype"),
+        pytest.param(lambda start: with_model(start, max_context=32), {"limits"}, id="context"),
+        pytest.param(lambda start: with_limits(start, max_seqs=3), {"limits"}, id="sequences of a step"),
+        pytest.param(
+            lambda start: with_limits(start, max_batch_tokens=48), {"limits"}, id="tokens of a step"
+        ),
+        pytest.param(lambda start: with_limits(start, block_tokens=8), {"limits"}, id="blocks of KV"),
+        pytest.param(
+            lambda start: setattr(start, "config", EngineConfig(graphs="off")), {"engine"}, id="graphs"
+        ),
+        pytest.param(lambda start: setattr(start, "parts_of", no_parts), {"engine"}, id="graphs not kept"),
+        pytest.param(lambda start: setattr(start, "products", ""), {"products"}, id="products"),
+        pytest.param(lambda start: setattr(start, "device_name", "NVIDIA A100"), {"device"}, id="device"),
+        pytest.param(lambda start: setattr(start, "device_bytes", 80 << 30), {"device_bytes"}, id="memory"),
+        *(
+            pytest.param(lambda start, name=name: with_software(start, **{name: "other"}), {name}, id=name)
+            for name in (one.name for one in fields(Software))
+        ),
+    ],
+)
+def test_each_thing_that_a_snapshot_depends_on_is_a_difference_of_its_own(
+    start: Start, change: Callable[[Start], object], fields: set[str]
+) -> None:
+    before = start.fingerprint()
+    assert start.fingerprint() == before
+    change(start)
+    after = start.fingerprint()
+    assert {one.name for one in before.differences(after)} == fields
+    assert after.digest != before.digest
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(kv_bytes=1 << 20),
+        EngineConfig(memory_fraction=0.5),
+        EngineConfig(max_step=0.01),
+        EngineConfig(graphs="start"),
+    ],
+    ids=["KV", "memory", "longest step", "when graphs are captured"],
+)
+def test_settings_that_change_no_step_leave_the_fingerprint_as_it_is(
+    start: Start, config: EngineConfig
+) -> None:
+    before = start.fingerprint()
+    start.config = config
+    assert start.fingerprint() == before
+
+
+def test_every_setting_of_the_engine_is_known_to_change_steps_or_not() -> None:
+    """One that comes new has to be a part of the fingerprint, or of the list above."""
+    in_limits = {"max_batch_tokens", "max_seqs", "block_tokens"}
+    in_vain = {"kv_bytes", "memory_fraction", "max_step"}
+    assert {one.name for one in fields(EngineConfig)} == in_limits | in_vain | {"graphs"}
+
+
+def test_the_slot_can_be_read_from_the_fingerprint(start: Start) -> None:
+    assert start.fingerprint().slot == 7
+
+
+def test_a_snapshot_of_another_start_under_the_name_of_this_one_is_refused(start: Start) -> None:
+    """As where somebody has copied an authentic file: what it was made for is in the file."""
+    fingerprint = start.fingerprint()
+    sections = {memory_profile.SECTION: MemoryProfile(1, 2, 3).pack()}
+    older = start.directory.save(replace(fingerprint, driver="1"), sections)
+    older.rename(start.directory.path_of(fingerprint))
+    look = start.look()
+    assert look.outcome is SnapshotOutcome.REFUSED
+    assert look.memory is None
+    assert "`driver` is 570.86 here and 1 there" in str(look.reason)
+    start.directory.save(fingerprint, sections)
+    assert start.look().outcome is SnapshotOutcome.USED
