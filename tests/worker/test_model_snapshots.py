@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from hearth.cli.pool_bars import FALLBACKS
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
+from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import Space
 from hearth.models.weights import TensorPlace
 from hearth.snapshot import memory_profile
@@ -26,8 +28,9 @@ from hearth.types import SnapshotOutcome
 from hearth.worker import model_snapshots
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.model_snapshots import ModelSnapshots, SnapshotLook, no_parts
-from tests.store.stored import converted
-from tests.worker.harness import host_order
+from tests.store.stored import converted, tiers_at
+from tests.worker.harness import BUDGET_BYTES, host_order
+from tests.worker.in_process import working_in_process
 
 SOFTWARE = Software("570.86", "13.0", "13.1.0", "2.11.0", "3.6.0", "abc")
 
@@ -52,13 +55,15 @@ class Start:
     def fingerprint(self) -> Fingerprint:
         return self.look().fingerprint
 
-    def look(self) -> SnapshotLook:
-        device = torch.device("cuda")
-        snapshots = ModelSnapshots(
+    def snapshots(self, kind: str = "cuda") -> ModelSnapshots:
+        device = torch.device(kind)
+        return ModelSnapshots(
             *(self.directory, self.config, device, self.device_name, self.device_bytes, self.parts_of)
         )
+
+    def look(self) -> SnapshotLook:
         engine: Any = SimpleNamespace(runner=SimpleNamespace(products_digest=self.products))
-        return snapshots.look(self.spec, self.space(), engine, lambda reason: None)
+        return self.snapshots().look(self.spec, self.space(), engine, lambda reason: None)
 
     def space(self) -> Space:
         ranges = {name: self.memory[at:] for name, at in self.offsets.items() if name != "weights"}
@@ -185,3 +190,22 @@ def test_a_snapshot_of_another_start_under_the_name_of_this_one_is_refused(start
     assert "`driver` is 570.86 here and 1 there" in str(look.reason)
     start.directory.save(fingerprint, sections)
     assert start.look().outcome is SnapshotOutcome.USED
+
+
+def test_a_worker_whose_snapshots_have_no_graphs_tells_of_it(start: Start, tmp_path: Path) -> None:
+    assert not start.snapshots().lacks_graphs
+    start.parts_of = no_parts
+    unkept = start.snapshots()
+    assert unkept.lacks_graphs
+    assert not start.snapshots("cpu").lacks_graphs, "there are none"
+    device = torch.device("cpu")
+    with (
+        tiers_at(tmp_path) as tiers,
+        working_in_process(
+            tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms), snapshots=unkept
+        ) as gateway,
+    ):
+        assert gateway.ping().fallbacks["snapshots_without_graphs"] == 1
+    assert "snapshots_without_graphs" in FALLBACKS
+    start.config = EngineConfig(graphs="off")
+    assert not start.snapshots().lacks_graphs
