@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,12 @@ import msgspec
 import pytest
 
 from hearth.cli import local_models
+from hearth.cli import snapshot as snapshot_command
+from hearth.cli.client import SnapshotEvent
+from hearth.cli.progress import Advance
 from hearth.control.datadir import DataDir
 from hearth.control.deployed import DeployedAdapter
+from hearth.control.views import SnapshotView
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile
@@ -49,6 +54,38 @@ def test_a_service_is_asked_to_make_one_and_make_may_be_left_out(
     assert service.asked == [("POST", "/hearth/models/smol/snapshot", {})] * 2
     shown = hearth("snapshot", "smol", "--json", "--url", service.url)
     assert json.loads(shown.out)["num_bytes"] == 12 << 10
+
+
+def test_progress_is_shown_and_says_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[int, int | None, str | None]] = []
+
+    @contextmanager
+    def step_bar(title: str) -> Iterator[Advance]:
+        yield lambda done, total, what=None: shown.append((done, total, what))
+
+    monkeypatch.setattr(snapshot_command, "step_bar", step_bar)
+    view = SnapshotView("smol", 1, 2, 3.0)
+    steps = [
+        ("loading", 0, 0),
+        ("waiting", 0, 0),
+        ("choosing", 0, 9),
+        ("measuring", 0, 9),
+        ("measuring", 9, 9),
+    ]
+
+    class Making:
+        def make_snapshot(self, name: str) -> Iterator[SnapshotEvent | SnapshotView]:
+            yield from (SnapshotEvent("progress", *step) for step in steps)
+            yield view
+
+    assert snapshot_command.made(Making(), "smol") is view  # type: ignore[arg-type] # all that is asked of one
+    assert shown == [
+        (0, None, "loading smol"),
+        (0, None, "waiting smol"),
+        (0, None, "choosing kernels for smol"),
+        (0, 9, "measuring smol"),
+        (9, 9, "measuring smol"),
+    ]
 
 
 def test_a_model_is_deployed_with_its_snapshot(hearth: Hearth, service: FakeService, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from hearth.snapshot.cost_profile import MeasuredProfile, cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory, SnapshotEntry
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
+from hearth.types import SnapshotPhase
 
 
 class MakingGroup(TyperGroup):
@@ -132,7 +133,9 @@ def made(client: Client, name: str) -> SnapshotView:
             if isinstance(event, SnapshotView):
                 view = event
             else:
-                advance(event.num_done, event.num_steps or None, f"{event.phase} {name}")
+                is_counted = event.phase == SnapshotPhase.MEASURING
+                what = "choosing kernels for" if event.phase == SnapshotPhase.CHOOSING else event.phase
+                advance(event.num_done, event.num_steps if is_counted else None, f"{what} {name}")
     if view is None:
         raise SnapshotError(
             f"no snapshot of `{name}` was made, and no reason given; look at the service's log"
