@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
 from hearth.control.metrics import Metrics
 from hearth.control.registry import Registry
 from hearth.control.snapshots import Snapshots
-from hearth.errors import SnapshotError
+from hearth.errors import SnapshotError, UnknownModel
 from hearth.messages import (
     HostModel,
     MakeSnapshot,
@@ -183,6 +184,26 @@ def test_a_snapshot_by_hand_ends_with_the_stay_of_its_model(
 def test_a_service_that_can_keep_none_says_why() -> None:
     assert Snapshots(Metrics(), "the key is broken").notes == ("no snapshots are kept: the key is broken",)
     assert Snapshots(Metrics()).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"obstacle": "the key is broken"}, "the key is broken"), ({"is_off": True}, r"store\.snapshot_bytes")],
+    ids=["cannot", "should not"],
+)
+def test_a_service_that_keeps_none_loads_no_model_for_one(
+    data_dir: DataDir, deployed: Deployed, changes: dict[str, Any], why: str
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        rig.gateway._snapshots = Snapshots(Metrics(), **changes)
+        with pytest.raises(SnapshotError, match=why):
+            await anext(rig.gateway.make_snapshot("tiny", ANYBODY))
+        with pytest.raises(UnknownModel):
+            await anext(rig.gateway.make_snapshot("nobody", ANYBODY))
+        assert not any(isinstance(order, HostModel) for order in link.orders)
+
+    with_rig(data_dir, scene)
 
 
 def deploy_adapter(data_dir: DataDir, deployed: Deployed, name: str = "shop") -> None:

@@ -318,6 +318,7 @@ class Gateway:
             HearthError: it cannot be loaded, or the snapshot cannot be made.
         """
         model = ModelId(self._find(name, caller).deployed.name)
+        self._snapshots.check_kept()
         yield _snapshot_progress(SnapshotPhase.LOADING)
         wanted = GenerationRequest(name, [0], SamplingParams(temperature=0.0, max_tokens=1))
         with self.admit(caller) as admission:

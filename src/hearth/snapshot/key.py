@@ -62,12 +62,12 @@ def _read(path: Path) -> bytes:
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise SnapshotError(
             f"the key of snapshots `{path}` must be readable by user {os.geteuid()} alone, and is of user "
-            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; delete it, and snapshots are made "
-            "anew"
+            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; delete it and restart the service: "
+            "snapshots are made anew"
         )
     if len(key) != KEY_BYTES:
         raise SnapshotError(
-            f"the key of snapshots `{path}` must have {KEY_BYTES} bytes, given: {len(key)}; delete it, and "
-            "snapshots are made anew"
+            f"the key of snapshots `{path}` must have {KEY_BYTES} bytes, given: {len(key)}; delete it and "
+            "restart the service: snapshots are made anew"
         )
     return key

@@ -195,7 +195,7 @@ def _snapshots(
     try:
         directory = SnapshotDirectory.open(Path(setup.snapshots_path), setup.snapshot_bytes)
     except SnapshotError as error:  # which the gateway has met as well, and tells of
-        log.warning("fallback snapshots=off reason=`%s`", error)
+        log.warning("fallback snapshots=off reason=`%s`", str(error).replace("`", ""))
         return None
     parts_of = no_parts if graphs is None else graphs.parts_of
     return ModelSnapshots(directory, config, device, name, runtime.device_bytes, parts_of)

@@ -245,7 +245,7 @@ class WorkerLoop:
 
     def _make_snapshot(self, order: MakeSnapshot) -> None:
         if self._maker is None:
-            failure = "none are kept: `store.snapshot_bytes` is 0, or `hearth doctor` says why"
+            failure = "its worker keeps none, its log says why"
             self._send(SnapshotMade(order.model, order.hosting, failure=failure))
         else:
             self._maker.order(order)
