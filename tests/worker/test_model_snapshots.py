@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from hearth.memory.pool import Space
 from hearth.models.weights import TensorPlace
 from hearth.snapshot import memory_profile
 from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.file import write_snapshot
 from hearth.snapshot.fingerprint import Fingerprint
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
@@ -28,10 +30,12 @@ from hearth.types import SnapshotOutcome
 from hearth.worker import model_snapshots
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.model_snapshots import ModelSnapshots, SnapshotLook, no_parts
+from tests.snapshot.fingerprints import OTHER_KEY
 from tests.store.stored import converted, tiers_at
 from tests.worker.harness import BUDGET_BYTES, host_order
 from tests.worker.in_process import working_in_process
 
+MEMORY = {memory_profile.SECTION: MemoryProfile(1, 2, 3).pack()}
 SOFTWARE = Software("570.86", "13.0", "13.1.0", "2.11.0", "3.6.0", "abc")
 
 
@@ -181,14 +185,59 @@ def test_the_slot_can_be_read_from_the_fingerprint(start: Start) -> None:
 def test_a_snapshot_of_another_start_under_the_name_of_this_one_is_refused(start: Start) -> None:
     """As where somebody has copied an authentic file: what it was made for is in the file."""
     fingerprint = start.fingerprint()
-    sections = {memory_profile.SECTION: MemoryProfile(1, 2, 3).pack()}
-    older = start.directory.save(replace(fingerprint, driver="1"), sections)
+    older = start.directory.save(replace(fingerprint, driver="1"), MEMORY)
     older.rename(start.directory.path_of(fingerprint))
     look = start.look()
     assert look.outcome is SnapshotOutcome.REFUSED
     assert look.memory is None
     assert "`driver` is 570.86 here and 1 there" in str(look.reason)
-    start.directory.save(fingerprint, sections)
+    start.directory.save(fingerprint, MEMORY)
+    assert start.look().outcome is SnapshotOutcome.USED
+
+
+def flip_last_bit(start: Start, path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def link_elsewhere(start: Start, path: Path) -> None:
+    path.symlink_to(path.rename(path.with_name("elsewhere")))
+
+
+def write_other(start: Start, path: Path, sections: dict[str, bytes], key: bytes | None = None) -> None:
+    write_snapshot(path, start.fingerprint(), sections, key or start.directory.key)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda _, path: os.truncate(path, path.stat().st_size - 1), "should have"),
+        (lambda _, path: os.truncate(path, 0), "should have"),
+        (flip_last_bit, "not as it was written"),
+        (lambda _, path: path.write_bytes(bytes(4096)), "is no snapshot"),
+        (lambda _, path: path.chmod(0o666), "nobody else may write"),
+        (link_elsewhere, "cannot be read"),
+        (lambda _, path: (path.unlink(), os.mkfifo(path)), "must be a file"),
+        (lambda start, path: write_other(start, path, MEMORY, OTHER_KEY), "not written by this installation"),
+        (lambda start, path: write_other(start, path, {}), "no memory profile"),
+        (
+            lambda start, path: write_other(start, path, {memory_profile.SECTION: b"[" * 9999}),
+            "no memory profile",
+        ),
+    ],
+    ids=["short", "empty", "flipped", "zeros", "mode", "link", "pipe", "foreign", "nothing in it", "nested"],
+)
+def test_a_file_that_must_not_be_used_is_refused_with_a_reason_and_replaced(
+    start: Start, spoil: Callable[..., object], reason: str
+) -> None:
+    path = start.directory.save(start.fingerprint(), MEMORY)
+    assert start.look().outcome is SnapshotOutcome.USED
+    spoil(start, path)
+    look = start.look()
+    assert (look.outcome, look.memory) == (SnapshotOutcome.REFUSED, None)
+    assert reason in str(look.reason)
+    start.directory.save(look.fingerprint, MEMORY)
     assert start.look().outcome is SnapshotOutcome.USED
 
 
