@@ -191,7 +191,19 @@ def test_a_damaged_snapshot_is_refused(directory: SnapshotDirectory) -> None:
     os.truncate(directory.save(of("a"), SECTIONS), 500)
     with pytest.raises(SnapshotTruncated):
         directory.load(of("a"))
-    assert directory.newest("a") is None
+    for ask in (directory.newest, lambda model: directory.differences(of(model, driver="1"))):
+        with pytest.raises(SnapshotTruncated):
+            ask("a")
+        assert not ask("b")
+    assert directory.slot_of("a") is None
+
+
+def test_one_that_cannot_be_read_stands_in_nobodys_way(directory: SnapshotDirectory) -> None:
+    addresses = "slot=5 weights=0x18000000000"
+    used(directory.save(of("a", driver="1", addresses=addresses), SECTIONS), seconds_ago=100)
+    os.truncate(directory.save(of("a", driver="2"), SECTIONS), 500)
+    assert [one.name for one in directory.differences(of("a", addresses=addresses))] == ["driver"]
+    assert directory.slot_of("a") == 5
 
 
 def test_a_snapshot_that_a_process_died_of_is_removed(directory: SnapshotDirectory) -> None:

@@ -201,6 +201,11 @@ def flip_last_bit(start: Start, path: Path) -> None:
     path.write_bytes(content)
 
 
+def be_a_pipe(start: Start, path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def link_elsewhere(start: Start, path: Path) -> None:
     path.symlink_to(path.rename(path.with_name("elsewhere")))
 
@@ -218,7 +223,7 @@ def write_other(start: Start, path: Path, sections: dict[str, bytes], key: bytes
         (lambda _, path: path.write_bytes(bytes(4096)), "is no snapshot"),
         (lambda _, path: path.chmod(0o666), "nobody else may write"),
         (link_elsewhere, "cannot be read"),
-        (lambda _, path: (path.unlink(), os.mkfifo(path)), "must be a file"),
+        (be_a_pipe, "must be a file"),
         (lambda start, path: write_other(start, path, MEMORY, OTHER_KEY), "not written by this installation"),
         (lambda start, path: write_other(start, path, {}), "no memory profile"),
         (
@@ -239,6 +244,18 @@ def test_a_file_that_must_not_be_used_is_refused_with_a_reason_and_replaced(
     assert reason in str(look.reason)
     start.directory.save(look.fingerprint, MEMORY)
     assert start.look().outcome is SnapshotOutcome.USED
+
+
+def test_a_start_that_finds_only_files_of_another_key_or_hearth_tells_why_it_uses_none(start: Start) -> None:
+    fingerprint = start.fingerprint()
+    path = start.directory.save(replace(fingerprint, driver="1"), MEMORY)
+    write_snapshot(path, replace(fingerprint, driver="1"), MEMORY, OTHER_KEY)
+    look = start.look()
+    assert look.outcome is SnapshotOutcome.REFUSED
+    assert "not written by this installation" in str(look.reason)
+    start.directory.save(fingerprint, MEMORY)
+    assert start.directory.entries() == start.directory.entries(fingerprint.manifest)
+    assert not path.exists()
 
 
 def test_a_worker_whose_snapshots_have_no_graphs_tells_of_it(start: Start, tmp_path: Path) -> None:

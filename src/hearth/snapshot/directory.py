@@ -121,8 +121,7 @@ class SnapshotDirectory:
         """Remove files of a model that no start here can ever use, as of another key or an older Hearth."""
         for entry in self.entries(model):
             try:
-                with open_any(entry.path, self.key) as opened:
-                    _ = opened.fingerprint
+                open_any(entry.path, self.key).close()
             except OSError:  # such as too many open files
                 continue
             except _UNREADABLE as error:
@@ -172,10 +171,19 @@ class SnapshotDirectory:
             raise SnapshotError(f"the snapshot `{path}` cannot be read: {error}") from error
 
     def newest(self, model: str) -> OpenSnapshot | None:
-        """Return the snapshot of a model that was used last; None: there is none that may be read."""
+        """Return the snapshot of a model that was used last, of those that may be read; None: it has none.
+
+        Raises:
+            SnapshotError: none of those that it has may be read, and this is what is wrong with the last.
+        """
+        refusal: SnapshotError | None = None
         for entry in sorted(self.entries(model), key=lambda one: one.used_at_s, reverse=True):
-            with suppress(SnapshotError):
+            try:
                 return self.open_file(entry.path)
+            except SnapshotError as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
         return None
 
     def slot_of(self, model: str) -> int | None:
@@ -185,26 +193,22 @@ class SnapshotDirectory:
         """
         try:
             opened = self.newest(model)
-            if opened is None:
-                return None
-            with opened:
-                return opened.fingerprint.slot
-        except SnapshotError:  # another version's
+        except SnapshotError:  # whoever would use it is told
             return None
+        if opened is None:
+            return None
+        with opened:
+            return opened.fingerprint.slot
 
     def differences(self, fingerprint: Fingerprint) -> list[FieldDifference]:
         """Return why none of a model's snapshots is that of a fingerprint; []: the model has none.
 
-        That is, by which fields the one that was used last is another.
+        That is, by which fields the one that was used last is another. Raises SnapshotError as `newest` does.
         """
-        try:
-            opened = self.newest(fingerprint.manifest)
-            if opened is None:
-                return []
-            with opened:
-                return fingerprint.differences(opened.fingerprint)
-        except SnapshotError:  # another version's: it cannot even be compared
+        if (opened := self.newest(fingerprint.manifest)) is None:
             return []
+        with opened:
+            return fingerprint.differences(opened.fingerprint)
 
     def entries(self, model: str | None = None) -> list[SnapshotEntry]:
         """Return all files, or those of one model, in the order of their paths."""
