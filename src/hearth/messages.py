@@ -33,13 +33,14 @@ from hearth.types import (
     Rung,
     SamplingParams,
     SnapshotOutcome,
+    SnapshotPhase,
     TokenLogprobs,
     TurnEnd,
     WorkerId,
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 13
+VERSION = 14
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -438,6 +439,7 @@ class SnapshotProgress(Struct, frozen=True, tag=True):
     hosting: int
     num_done: int  #: of the steps that are run for it
     num_steps: int
+    phase: SnapshotPhase = SnapshotPhase.MEASURING
 
 
 class SnapshotMade(Struct, frozen=True, tag=True):

@@ -99,6 +99,15 @@ class SnapshotOutcome(StrEnum):
     DISCARDED = "discarded"  #: it was used, and computed otherwise than an ordinary start
 
 
+class SnapshotPhase(StrEnum):
+    """How far a snapshot is that is being made."""
+
+    LOADING = "loading"  #: the model, for it has to be there
+    WAITING = "waiting"  #: until no model of the worker has requests
+    CHOOSING = "choosing"  #: kernels for the model's products, if nobody has yet
+    MEASURING = "measuring"  #: steps of all sizes, which captures them
+
+
 class SamplingTable(StrEnum):
     """A table of [slots, vocabulary] that a sampler has only while one of its requests needs it."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +13,12 @@ import msgspec
 import pytest
 
 from hearth.cli import local_models
+from hearth.cli import snapshot as snapshot_command
+from hearth.cli.client import SnapshotEvent
+from hearth.cli.progress import Advance
 from hearth.control.datadir import DataDir
 from hearth.control.deployed import DeployedAdapter
+from hearth.control.views import SnapshotView
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile
@@ -48,6 +54,62 @@ def test_a_service_is_asked_to_make_one_and_make_may_be_left_out(
     assert service.asked == [("POST", "/hearth/models/smol/snapshot", {})] * 2
     shown = hearth("snapshot", "smol", "--json", "--url", service.url)
     assert json.loads(shown.out)["num_bytes"] == 12 << 10
+
+
+def test_progress_is_shown_and_says_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[int, int | None, str | None]] = []
+
+    @contextmanager
+    def step_bar(title: str) -> Iterator[Advance]:
+        yield lambda done, total, what=None: shown.append((done, total, what))
+
+    monkeypatch.setattr(snapshot_command, "step_bar", step_bar)
+    view = SnapshotView("smol", 1, 2, 3.0)
+    steps = [
+        ("loading", 0, 0),
+        ("waiting", 0, 0),
+        ("choosing", 0, 9),
+        ("measuring", 0, 9),
+        ("measuring", 9, 9),
+    ]
+
+    class Making:
+        def make_snapshot(self, name: str) -> Iterator[SnapshotEvent | SnapshotView]:
+            yield from (SnapshotEvent("progress", *step) for step in steps)
+            yield view
+
+    assert snapshot_command.made(Making(), "smol") is view  # type: ignore[arg-type] # all that is asked of one
+    assert shown == [
+        (0, None, "loading smol"),
+        (0, None, "waiting smol"),
+        (0, None, "choosing kernels for smol"),
+        (0, 9, "measuring smol"),
+        (9, 9, "measuring smol"),
+    ]
+
+
+def test_a_model_is_deployed_with_its_snapshot(hearth: Hearth, service: FakeService, tmp_path: Path) -> None:
+    service.models.append(replace(service.models[0], name="smol2", aliases=()))
+    shown = hearth("deploy", str(tmp_path), "--name", "smol2", "--snapshot", "--url", service.url)
+    assert (shown.code, shown.err) == (0, "")
+    deployed, made = shown.out.splitlines()
+    assert deployed.startswith("deployed ")
+    assert made.startswith("made a snapshot of ")
+    assert [path for _, path, _ in service.asked][-1].endswith("/snapshot")
+    service.snapshot_failure = "the disk is full"
+    shown = hearth("deploy", str(tmp_path), "--name", "smol2", "--snapshot", "--url", service.url)
+    assert shown.code == 1
+    assert shown.out.startswith("deployed "), "it is there all the same"
+    assert "the disk is full" in shown.err
+
+
+def test_without_a_service_no_model_is_deployed_with_its_snapshot(
+    hearth: Hearth, data_dir: Path, tmp_path: Path
+) -> None:
+    shown = hearth("deploy", str(tmp_path), "--snapshot")
+    assert (shown.code, shown.out) == (2, "")
+    assert "hearth serve" in shown.err
+    assert not data_dir.exists()
 
 
 def test_why_none_could_be_made_is_told(hearth: Hearth, service: FakeService) -> None:
@@ -89,8 +151,42 @@ def test_a_damaged_snapshot_is_named(hearth: Hearth, snapshot: Path) -> None:
     assert bad.code == 1
     assert "is not as it was written" in bad.out
     os.truncate(snapshot, 100)
-    assert "should have" in hearth("snapshot", "ls").out
+    assert hearth("snapshot", "ls").out.endswith(" truncated\n")
+    (found,) = json.loads(hearth("snapshot", "ls", "--json").out)
+    assert (found["state"], found["model"]) == ("truncated", "tiny")
+    assert "should have" in found["problem"]
     assert "should have" in hearth("doctor", "--json").out
+
+
+@pytest.mark.parametrize(
+    ("spoil", "state", "reason"),
+    [
+        (lambda path: path.write_bytes(b"x" * 200), "foreign", "is no snapshot"),
+        (lambda path: path.chmod(0o666), "unauthenticated", "nobody else may write"),
+        (lambda path: (path.parents[1] / "key").unlink(), "unauthenticated", "not written by this"),
+        (lambda path: (path.parents[1] / "key").write_bytes(bytes(32)), "unauthenticated", "not written by"),
+        (lambda path: (path.unlink(), path.symlink_to("/etc/hostname")), "unreadable", "cannot be read"),
+        (lambda path: (path.unlink(), path.mkdir()), "unauthenticated", "must be a file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "unauthenticated", "must be a file"),
+    ],
+    ids=["foreign", "mode", "no key", "another key", "link", "directory", "pipe"],
+)
+def test_what_is_wrong_with_a_snapshot_is_a_word_in_the_list_and_named_by_verify_and_the_doctor(
+    hearth: Hearth, snapshot: Path, spoil: Callable[[Path], object], state: str, reason: str
+) -> None:
+    spoil(snapshot)
+    _, line = hearth("snapshot", "ls").out.splitlines()
+    assert line.endswith(f" {state}")
+    bad = hearth("snapshot", "verify", "tiny")
+    assert bad.code == 1
+    assert bad.out.startswith("bad: ")
+    assert reason in bad.out
+    (note,) = json.loads(hearth("doctor", "--json").out)["snapshots"]["notes"]
+    assert reason in note
+    assert str(snapshot) in note
+    assert hearth("snapshot", "rm", "tiny", "--yes").code == 0
+    assert not snapshot.parent.exists()
+    assert hearth("snapshot", "verify", "tiny").out == "there is no snapshot of tiny\n"
 
 
 def test_a_broken_key_is_named_by_the_doctor(hearth: Hearth, snapshot: Path) -> None:
@@ -125,7 +221,8 @@ def test_the_snapshots_of_an_adapter_are_those_of_its_base(
 
 def test_nothing_is_made_by_looking(hearth: Hearth, data_dir: Path) -> None:
     assert json.loads(hearth("snapshot", "ls", "--json").out) == []
-    assert hearth("snapshot", "verify").code == 0
+    shown = hearth("snapshot", "verify")
+    assert (shown.code, shown.out) == (0, "there are no snapshots\n")
     assert not data_dir.exists()
 
 

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import importlib.util
 import json
+import os
 import re
 import shutil
 import signal
@@ -36,6 +37,7 @@ from hearth.control.deploy import (
     DeployOrder,
     DeployProgress,
     collect,
+    collect_snapshots,
     deploying,
     deploying_here,
     register,
@@ -58,11 +60,13 @@ from hearth.errors import (
     Unreachable,
     UpstreamChanged,
 )
+from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.convert import convert
 from hearth.store.manifest import read_manifest
 from hearth.store.upstream import Upstream, read_upstream
 from hearth.text.tokenizer import Tokenizer
 from tests.models.zoo import build
+from tests.snapshot.fingerprints import FINGERPRINT
 from tests.store.peft_files import write_peft
 from tests.store.stored import files_of, serving
 
@@ -307,6 +311,27 @@ def test_removed_files_are_those_that_deploying_made(
     remove_files(registered.location, data_dir)
     assert list(data_dir.models_path.iterdir()) == []
     assert (converted / "weights.bin").exists()
+
+
+def test_a_service_that_starts_has_the_snapshots_of_its_models_and_no_more_than_its_quota(
+    data_dir: DataDir, converted: Path
+) -> None:
+    deployed = deploy(data_dir, converted)
+    kept = SnapshotDirectory.open(data_dir.snapshots_path, 1 << 20)
+    of = [replace(FINGERPRINT, manifest=deployed.digest, driver=driver) for driver in ("older", "newer")]
+    paths = [kept.save(fingerprint, {"memory": bytes(10_000)}) for fingerprint in of]
+    os.utime(paths[0], (0, 0))
+    stray = kept.save(replace(FINGERPRINT, manifest="0" * 64), {"memory": b"1"})
+    half = paths[1].with_name(f".{paths[1].name}.1f")
+    half.write_bytes(b"what a writer left that was killed")
+    with Registry.open(data_dir) as registry:
+        collect_snapshots(data_dir, registry)
+        assert [path.exists() for path in (*paths, stray, half)] == [True, True, False, True]
+        collect_snapshots(data_dir, registry, quota_bytes=15_000)
+        assert [path.exists() for path in (*paths, half)] == [False, True, False]
+        registry.remove(deployed.name)
+        collect_snapshots(data_dir, registry)
+    assert os.listdir(data_dir.snapshots_path) == ["key"]
 
 
 def test_files_that_another_model_needs_stay(data_dir: DataDir, server: BadServer) -> None:

@@ -33,11 +33,13 @@ from hearth.errors import ConfigError, HasAdapters, NameTaken, StoreError, Unkno
 from hearth.messages import AdapterOrder
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
+from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.convert import convert
 from hearth.store.keeper_client import KeeperClient
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import AdapterId, ModelId
 from tests.control.test_active_request import request_of
+from tests.snapshot.fingerprints import FINGERPRINT
 from tests.store.peft_files import write_peft
 from tests.store.stored import files_of, serving
 
@@ -259,6 +261,8 @@ def test_a_model_from_a_path_has_no_upstream(data_dir: DataDir, converted: Path)
 
 def test_a_removed_model_is_gone_and_its_files_too(data_dir: DataDir, checkpoint: Path) -> None:
     deployed = made(data_dir, checkpoint, "tiny")
+    kept = SnapshotDirectory.open(data_dir.snapshots_path, 1 << 20)
+    snapshot = kept.save(replace(FINGERPRINT, manifest=deployed.digest), {"memory": b"1"})
 
     async def scene(rig: DeploymentsRig) -> None:
         await rig.deployments.remove("small")
@@ -269,6 +273,7 @@ def test_a_removed_model_is_gone_and_its_files_too(data_dir: DataDir, checkpoint
 
     with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("small",))})
     assert list(data_dir.models_path.iterdir()) == []
+    assert not snapshot.parent.exists()
 
 
 @pytest.mark.parametrize("failure", [StoreError("no keeper answers"), None])

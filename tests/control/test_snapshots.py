@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
 from hearth.control.metrics import Metrics
 from hearth.control.registry import Registry
 from hearth.control.snapshots import Snapshots
-from hearth.errors import SnapshotError
+from hearth.errors import SnapshotError, UnknownModel
 from hearth.messages import (
     HostModel,
     MakeSnapshot,
@@ -22,7 +23,7 @@ from hearth.messages import (
     SnapshotMade,
     SnapshotProgress,
 )
-from hearth.types import ModelId, SnapshotOutcome, WorkerId
+from hearth.types import ModelId, SnapshotOutcome, SnapshotPhase, WorkerId
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
 
@@ -148,9 +149,11 @@ def test_a_snapshot_by_hand_is_followed_to_its_end(data_dir: DataDir, deployed: 
         await asyncio.sleep(0)
         hosting = hosting_of(link)
         assert made_orders(link) == [MakeSnapshot(TINY, hosting)]
-        rig.receive(link, SnapshotProgress(TINY, hosting, 1, 2))
-        progress = {"event": "progress", "phase": "measuring", "num_done": 1, "num_steps": 2}
+        rig.receive(link, SnapshotProgress(TINY, hosting, 0, 2, SnapshotPhase.CHOOSING))
+        progress = {"event": "progress", "phase": "choosing", "num_done": 0, "num_steps": 2}
         assert await coming == progress
+        rig.receive(link, SnapshotProgress(TINY, hosting, 1, 2))
+        assert await anext(events) == {**progress, "phase": "measuring", "num_done": 1}
         rig.receive(link, SnapshotMade(TINY, hosting, 100, 200, 1.5))
         (done,) = [event async for event in events]
         assert done["event"] == "done"
@@ -181,6 +184,26 @@ def test_a_snapshot_by_hand_ends_with_the_stay_of_its_model(
 def test_a_service_that_can_keep_none_says_why() -> None:
     assert Snapshots(Metrics(), "the key is broken").notes == ("no snapshots are kept: the key is broken",)
     assert Snapshots(Metrics()).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"obstacle": "the key is broken"}, "the key is broken"), ({"is_off": True}, r"store\.snapshot_bytes")],
+    ids=["cannot", "should not"],
+)
+def test_a_service_that_keeps_none_loads_no_model_for_one(
+    data_dir: DataDir, deployed: Deployed, changes: dict[str, Any], why: str
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        rig.gateway._snapshots = Snapshots(Metrics(), **changes)
+        with pytest.raises(SnapshotError, match=why):
+            await anext(rig.gateway.make_snapshot("tiny", ANYBODY))
+        with pytest.raises(UnknownModel):
+            await anext(rig.gateway.make_snapshot("nobody", ANYBODY))
+        assert not any(isinstance(order, HostModel) for order in link.orders)
+
+    with_rig(data_dir, scene)
 
 
 def deploy_adapter(data_dir: DataDir, deployed: Deployed, name: str = "shop") -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,14 @@ gateway.send(b'{"pid": 0}')
 time.sleep(600)
 """
 
+
+#: A template whose workers are nothing, which is ready at once.
+EMPTY = """
+from hearth.worker import template
+template.import_worker = lambda: lambda: None
+template.obstacle = lambda: None
+template.main()
+"""
 
 LOG, OTHERS = "service.log", "somebody-elses"
 
@@ -243,6 +252,46 @@ def test_a_template_that_does_not_answer_is_killed_and_the_worker_spawned(unfit_
     assert unfit_rig.start() is None
     assert unfit_rig.template.note is not None
     assert "it cannot fork: it did not answer within 0.1 s" in unfit_rig.template.note
+
+
+@pytest.fixture
+def empty_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(template_process, "COMMAND", ("-c", EMPTY))
+    monkeypatch.setattr(worker_template, "RETRY_S", 0.01)
+    monkeypatch.setattr(worker_template, "FORK_S", 1.0)
+    with a_template() as rig:
+        assert rig.code(rig.fork()) == 1, "there is a template"
+        yield rig
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def leave_no_descriptors(pid: int) -> None:
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (5, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
+
+
+@pytest.mark.parametrize(
+    ("hurt", "reason"),
+    [
+        (stop, "it cannot fork: it did not answer within 1 s"),
+        (leave_no_descriptors, "it can open only 2 of a worker's descriptors"),
+    ],
+    ids=["stopped", "out of descriptors"],
+)
+def test_a_template_that_cannot_fork_is_replaced_and_the_worker_spawned_meanwhile(
+    empty_rig: Rig, hurt: Callable[[int], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = empty_rig.template.pid
+    assert before is not None
+    hurt(before)
+    assert empty_rig.start() is None
+    assert len(empty_rig.fallbacks) == 1
+    assert f"fallback workers=spawned reason=`{reason}`" in caplog.text
+    assert empty_rig.code(empty_rig.fork(but_of=before)) == 1, "of another template"
+    assert not Path(f"/proc/{before}").exists()
+    assert empty_rig.template.note is None
 
 
 def test_a_process_with_a_second_thread_or_an_open_device_must_not_fork(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import time
 from dataclasses import replace
@@ -7,11 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from hearth.errors import SnapshotFatal, SnapshotTruncated, StoreFull
-from hearth.snapshot.directory import SnapshotDirectory, keep_quota, remove_others
+from hearth.errors import (
+    SnapshotError,
+    SnapshotFatal,
+    SnapshotForeign,
+    SnapshotTruncated,
+    SnapshotUnauthenticated,
+    StoreFull,
+)
+from hearth.snapshot.directory import (
+    SUFFIX,
+    SnapshotDirectory,
+    keep_quota,
+    remove_others,
+    remove_unfinished,
+)
 from hearth.snapshot.fingerprint import Fingerprint
 from hearth.snapshot.trial_mark import TrialMark
-from tests.snapshot.fingerprints import FINGERPRINT
+from tests.snapshot.fingerprints import FINGERPRINT, OTHER_KEY
 from tests.snapshot.test_trial_mark import die_in_a_trial_of
 
 SECTIONS = {"memory": b"x" * 10_000}
@@ -76,23 +90,120 @@ def test_a_snapshot_beyond_the_quota_is_refused(directory: SnapshotDirectory) ->
 def test_snapshots_go_with_their_models(directory: SnapshotDirectory) -> None:
     for model in ("a", "b", "c"):
         directory.save(of(model), SECTIONS)
-    left = directory.path / "a" / ".x.snapshot.123"
-    left.write_bytes(b"half")
-    used(left, seconds_ago=7200)
     assert remove_others(directory.path, {"a", "b"}) == 1
     assert [entry.model for entry in directory.entries()] == ["a", "b"]
-    assert not left.exists()
     assert directory.remove("a") == 1
     assert directory.remove("a") == 0
     assert [entry.model for entry in directory.entries()] == ["b"]
     assert remove_others(directory.path / "nowhere", ()) == 0
 
 
+def test_what_was_never_finished_goes_and_all_else_stays(directory: SnapshotDirectory) -> None:
+    kept = directory.save(of("a"), SECTIONS)
+    for left in (kept.with_name(f".{kept.name}.123"), directory.path / ".key.123"):
+        left.write_bytes(b"half")
+    (directory.path / ".mounted").mkdir()
+    remove_unfinished(directory.path)
+    assert os.listdir(kept.parent) == [kept.name]
+    assert sorted(os.listdir(directory.path)) == [".mounted", "a", "key"]
+    remove_unfinished(directory.path / "nowhere")
+
+
+def test_what_lies_behind_a_link_is_neither_ours_nor_removed(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in (".profile", f"my{SUFFIX}", f"{of('a').digest}{SUFFIX}"):
+        (home / name).write_bytes(b"of somebody")
+    (directory.path / "a").symlink_to(home)
+    remove_others(directory.path, ())
+    remove_unfinished(directory.path)
+    assert keep_quota(directory.path, 0) == 0
+    assert directory.entries() == directory.entries("a") == []
+    with pytest.raises(SnapshotError, match="through a link"):
+        directory.save(of("a"), SECTIONS)
+    assert directory.remove("a") == 0
+    assert {one.read_bytes() for one in home.iterdir()} == {b"of somebody"}
+    assert not (directory.path / "a").is_symlink(), "the link itself goes"
+    directory.save(of("a"), SECTIONS)
+
+
+def test_files_that_nobody_can_ever_use_go_when_their_model_has_a_new_one(
+    directory: SnapshotDirectory,
+) -> None:
+    other_key = replace(directory, key=OTHER_KEY)
+    for number, spoil in enumerate([other_key.save, directory.save, directory.save]):
+        path = spoil(of("a", driver=f"{number}"), SECTIONS)
+        if number == 1:
+            os.truncate(path, 500)
+    usable = path
+    theirs = other_key.save(of("b"), SECTIONS)
+    new = directory.save(of("a"), SECTIONS)
+    assert {one.path for one in directory.entries()} == {usable, theirs, new}
+
+
+def test_what_cannot_be_removed_for_the_quota_has_another_go(
+    directory: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [directory.save(of(model), SECTIONS) for model in ("a", "b")]
+    for path in paths:
+        used(path, seconds_ago=100 if path == paths[0] else 50)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == paths[0]:
+            raise PermissionError(errno.EPERM, "it is immutable")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert keep_quota(directory.path, 15_000) == 1
+    assert [one.path for one in directory.entries()] == [paths[0]]
+    assert "it is immutable" in caplog.text
+
+
+def test_looking_makes_no_key_and_without_one_nothing_is_authentic(directory: SnapshotDirectory) -> None:
+    path = directory.save(of("a"), SECTIONS)
+    key = directory.path / "key"
+    found = SnapshotDirectory.find(directory.path)
+    assert found is not None
+    found.open_file(path).close()
+    key.unlink()
+    found = SnapshotDirectory.find(directory.path)
+    assert found is not None
+    with pytest.raises(SnapshotUnauthenticated):
+        found.open_file(path)
+    assert not key.exists()
+    assert SnapshotDirectory.find(directory.path / "nowhere") is None
+
+
+def test_a_snapshot_of_another_start_under_this_name_is_refused(directory: SnapshotDirectory) -> None:
+    """An authentic one, such as an older one that somebody has put in its place."""
+    older = directory.save(of("a", driver="1"), SECTIONS)
+    older.rename(directory.path_of(of("a")))
+    with pytest.raises(SnapshotForeign, match=r"`driver` is 570.86 here and 1 there"):
+        directory.load(of("a"))
+    directory.save(of("a"), SECTIONS)
+    assert directory.load(of("a")) is not None
+
+
 def test_a_damaged_snapshot_is_refused(directory: SnapshotDirectory) -> None:
     os.truncate(directory.save(of("a"), SECTIONS), 500)
     with pytest.raises(SnapshotTruncated):
         directory.load(of("a"))
-    assert directory.newest("a") is None
+    for ask in (directory.newest, lambda model: directory.differences(of(model, driver="1"))):
+        with pytest.raises(SnapshotTruncated):
+            ask("a")
+        assert not ask("b")
+    assert directory.slot_of("a") is None
+
+
+def test_one_that_cannot_be_read_stands_in_nobodys_way(directory: SnapshotDirectory) -> None:
+    addresses = "slot=5 weights=0x18000000000"
+    used(directory.save(of("a", driver="1", addresses=addresses), SECTIONS), seconds_ago=100)
+    os.truncate(directory.save(of("a", driver="2"), SECTIONS), 500)
+    assert [one.name for one in directory.differences(of("a", addresses=addresses))] == ["driver"]
+    assert directory.slot_of("a") == 5
 
 
 def test_a_snapshot_that_a_process_died_of_is_removed(directory: SnapshotDirectory) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,8 +24,19 @@ from hearth.errors import (
     SnapshotForeign,
     SnapshotTruncated,
     SnapshotUnauthenticated,
+    StoreFull,
 )
-from hearth.snapshot.file import _HEAD, ALIGNMENT, _mac, open_any, open_snapshot, write_snapshot
+from hearth.snapshot.file import (
+    _ENTRY,
+    _HEAD,
+    ALIGNMENT,
+    MAGIC,
+    VERSION,
+    _mac,
+    open_any,
+    open_snapshot,
+    write_snapshot,
+)
 from tests.snapshot.fingerprints import FINGERPRINT, KEY, OTHER_KEY
 
 SECTIONS = {"memory": b"m" * 100, "graphs/1": bytes(range(256)) * 40, "empty": b""}
@@ -36,7 +50,7 @@ sections = st.dictionaries(
 def written(directory: Path | str, data: dict[str, bytes] = SECTIONS) -> Path:
     path = Path(directory) / "a.snapshot"
     num_bytes = write_snapshot(path, FINGERPRINT, data, KEY)
-    assert num_bytes == path.stat().st_size
+    assert num_bytes >= sum(map(len, data.values()))
     return path
 
 
@@ -49,7 +63,9 @@ def read(path: Path) -> dict[str, bytes]:
 @given(sections)
 def test_what_was_written_is_read_again(data: dict[str, bytes]) -> None:
     with TemporaryDirectory() as place:
-        assert read(written(place, data)) == data
+        path = Path(place) / "a.snapshot"
+        assert write_snapshot(path, FINGERPRINT, data, KEY) == path.stat().st_size
+        assert read(path) == data
         assert os.listdir(place) == ["a.snapshot"]
 
 
@@ -95,6 +111,60 @@ def test_a_flipped_bit_of_a_section_is_found_when_that_is_taken(tmp_path: Path) 
             opened.verify()
 
 
+@given(st.binary(max_size=2000), st.booleans())
+def test_any_bytes_are_refused_cleanly(content: bytes, has_begun_well: bool) -> None:
+    with TemporaryDirectory() as place:
+        path = Path(place) / "a.snapshot"
+        path.write_bytes((struct.pack("<8sI", MAGIC, VERSION) if has_begun_well else b"") + content)
+        path.chmod(0o600)
+        with pytest.raises(SnapshotError):
+            read(path)
+
+
+numbers = st.sampled_from([0, 1, 63, 64, 1 << 20, (1 << 31) - 1, 1 << 32, 1 << 62, (1 << 64) - 1])
+
+
+@given(sections, st.data())
+def test_a_header_that_lies_and_is_sealed_with_the_key_is_refused_or_tells_of_the_files_own_bytes(
+    data: dict[str, bytes], draw: st.DataObject
+) -> None:
+    """Nobody without the key can write one; still none has memory taken, or read that is not the file's."""
+    with TemporaryDirectory() as place:
+        path = written(place, data)
+        whole = bytearray(path.read_bytes())
+        _, _, num_sections, _, _ = _HEAD.unpack_from(whole)
+        table_end = _HEAD.size + num_sections * _ENTRY.size
+        entry = _HEAD.size + draw.draw(st.integers(0, num_sections - 1)) * _ENTRY.size
+        field = draw.draw(st.sampled_from(["bytes", "name", "begin", "length", "digest", "order"]))
+        if field == "bytes":
+            struct.pack_into("<Q", whole, _HEAD.size - 8, draw.draw(numbers))
+        elif field == "order":
+            rows = [whole[at : at + _ENTRY.size] for at in range(_HEAD.size, table_end, _ENTRY.size)]
+            whole[_HEAD.size : table_end] = b"".join(draw.draw(st.permutations(rows)))
+        else:
+            at, num_bytes = {"name": (0, 64), "begin": (64, 8), "length": (72, 8), "digest": (80, 32)}[field]
+            value = draw.draw(st.binary(min_size=num_bytes, max_size=num_bytes))
+            if num_bytes == 8:
+                value = draw.draw(numbers).to_bytes(8, "little")
+            whole[entry + at : entry + at + num_bytes] = value
+        whole[table_end : table_end + 32] = _mac(bytes(whole[:table_end]), KEY)
+        path.write_bytes(whole)
+        try:
+            found = read(path)
+        except SnapshotError:
+            return
+        assert all(value in bytes(whole) for value in found.values())
+
+
+def test_a_number_of_sections_that_no_file_has_room_for_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = bytearray(path.read_bytes())
+    struct.pack_into("<I", whole, 12, (1 << 32) - 1)
+    path.write_bytes(whole)
+    with pytest.raises(SnapshotTruncated):
+        open_any(path, KEY)
+
+
 def test_sections_are_aligned(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole = path.read_bytes()
@@ -127,8 +197,7 @@ def test_an_authentic_header_that_points_outside_is_refused(tmp_path: Path) -> N
     path = written(tmp_path)
     whole = bytearray(path.read_bytes())
     _, _, num_sections, _, _ = _HEAD.unpack_from(whole)
-    entry_bytes = 64 + 8 + 8 + 32
-    table_end = _HEAD.size + num_sections * entry_bytes
+    table_end = _HEAD.size + num_sections * _ENTRY.size
     struct.pack_into("<Q", whole, table_end - 32 - 8, 1 << 62)  # the length of the last one
     whole[table_end : table_end + 32] = _mac(bytes(whole[:table_end]), KEY)
     path.write_bytes(whole)
@@ -166,13 +235,65 @@ except StoreFull as error:
 """
 
 
+def run_script(script: str, path: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, str(path)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     path = written(tmp_path)
     before = path.read_bytes()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", FILL, str(path)], env=environment, capture_output=True, text=True, check=True
-    )
+    run = run_script(FILL, path)
     assert "no room for the snapshot" in run.stdout, run.stderr
     assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.snapshot"]
+
+
+def test_a_disk_that_is_found_to_be_full_when_all_is_written_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on file systems that find room for bytes only when these are flushed."""
+    path = written(tmp_path)
+    before = path.read_bytes()
+
+    def refuse(file: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StoreFull, match="no room for the snapshot"):
+        written(tmp_path, {"memory": b"another"})
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.snapshot"]
+
+
+DIE = """
+import os, signal, sys
+from pathlib import Path
+from hearth.snapshot.file import write_snapshot
+from tests.snapshot.fingerprints import FINGERPRINT, KEY
+os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+write_snapshot(Path(sys.argv[1]), FINGERPRINT, {"graphs": bytes(1 << 16)}, KEY)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    before = path.read_bytes()
+    assert run_script(DIE, path).returncode == -signal.SIGKILL
+    assert path.read_bytes() == before
+    (left,) = set(os.listdir(tmp_path)) - {"a.snapshot"}
+    assert left.startswith("."), "which nobody takes for a snapshot, and the next start removes"
+
+
+def test_of_several_who_write_at_once_all_of_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.snapshot"
+    contents = [{"memory": bytes([number]) * 50_000} for number in range(16)]
+    with ThreadPoolExecutor(8) as threads:
+        writes = [threads.submit(written, tmp_path, content) for content in contents]
+        wait(writes[:1])
+        while not all(one.done() for one in writes):
+            assert read(path) in contents
+        assert {one.result() for one in writes} == {path}
+    assert read(path) in contents
     assert os.listdir(tmp_path) == ["a.snapshot"]

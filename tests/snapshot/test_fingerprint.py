@@ -29,7 +29,23 @@ def test_a_packed_fingerprint_is_the_same_again() -> None:
     assert FINGERPRINT.differences(FINGERPRINT) == []
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"manifest": "x"}', b"\xff"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b"[]", b"{}", b'{"manifest": "x"}', b"\xff", b"[" * 100_000, b'{"a":' * 100_000),
+        FINGERPRINT.pack().replace(b'"2.11.0"', b"2"),
+        FINGERPRINT.pack().replace(b'"2.11.0"', b"[[]]"),
+        FINGERPRINT.pack().replace(str(FINGERPRINT.device_bytes).encode(), b'"141 GiB"'),
+        FINGERPRINT.pack().replace(str(FINGERPRINT.device_bytes).encode(), b"9" * 10_000),
+    ],
+    ids=lambda raw: str(raw[-24:]),
+)
 def test_bytes_that_are_no_fingerprint_are_refused(raw: bytes) -> None:
     with pytest.raises(SnapshotCorrupt):
+        Fingerprint.unpack(raw)
+
+
+def test_a_fingerprint_of_another_hearth_says_in_which_fields_it_differs() -> None:
+    raw = FINGERPRINT.pack().replace(b'"torch"', b'"pytorch"')
+    with pytest.raises(SnapshotCorrupt, match="this Hearth: `pytorch`, `torch`"):
         Fingerprint.unpack(raw)

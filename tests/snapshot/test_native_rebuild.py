@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,30 @@ def test_a_parameter_that_ends_beyond_all_that_can_be_told_is_damage(way: str, e
     process = Process(way, example)
     with pytest.raises(GraphUnreadable, match="fewer parameters than the kernel has"):
         process.rebuild(memoryview(damaged.pack()), process.functions)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_that_share_parameters_are_damage(way: str, example: GraphNodes) -> None:
+    """With many of them, memory would be taken that no file has the bytes for."""
+    packed = bytearray(example.pack())
+    at = 64 + 32 + 8  # behind the header and the row of the first kernel
+    assert struct.unpack_from("<2I", packed, at) == (3, 1)
+    struct.pack_into("<2I", packed, at, 0, 4)
+    process = Process(way, example)
+    with pytest.raises(GraphUnreadable, match="parameters that do not add up"):
+        process.rebuild(memoryview(packed), process.functions)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_node_with_more_attributes_than_there_are_is_damage(way: str, example: GraphNodes) -> None:
+    nodes = example.nodes.copy()
+    nodes["num_attributes"][0] = 12
+    attributes = np.concatenate([example.attributes] * 12)
+    process = Process(way, example)
+    with pytest.raises(GraphUnreadable, match="more attributes than there are"):
+        process.rebuild(
+            memoryview(replace(example, nodes=nodes, attributes=attributes).pack()), process.functions
+        )
 
 
 def _rebuild_unknown(process: Process, packed: memoryview) -> None:

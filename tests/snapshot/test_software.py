@@ -16,12 +16,15 @@ def test_any_change_of_what_steps_are_made_of_is_another_digest(tmp_path: Path) 
     assert sources_digest(package) == before, "nothing that requests go through"
     found = {before}
     # Behind the first: where libraries find their memory, and how nodes are read.
-    for name in ("kernels/norm.py", "policy/memory/space_slots.py", "memory/cuda_pages.py", "cuda_graphs.py"):
+    for name in (
+        *("kernels/norm.py", "policy/memory/space_slots.py", "memory/cuda_pages.py", "cuda_graphs.py"),
+        "snapshot/native_rebuild.c",
+    ):
         with (package / name).open("a") as file:
             file.write("#")
         found.add(sources_digest(package))
     (package / "models" / "another.py").touch()
-    assert len({*found, sources_digest(package)}) == 6
+    assert len({*found, sources_digest(package)}) == 7
 
 
 def test_a_cpu_depends_on_no_software_of_gpus() -> None:

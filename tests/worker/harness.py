@@ -263,8 +263,10 @@ class Rig:
 
 
 @contextmanager
-def working(keeper_socket: str, beacon: int | None = None, **changes: object) -> Iterator[Rig]:
-    """A worker that has said hello, with the descriptor of a beacon."""
+def working(
+    keeper_socket: str, beacon: int | None = None, others: tuple[int, ...] = (), **changes: object
+) -> Iterator[Rig]:
+    """A worker that has said hello, with the descriptor of a beacon; `others` are left open beside it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE_S)
         # Little room, so that a worker whose gateway does not read has to wait.
@@ -285,7 +287,7 @@ def working(keeper_socket: str, beacon: int | None = None, **changes: object) ->
             log_level="warning",
             beacon=beacon,
         )
-        descriptors = () if beacon is None else (beacon,)
+        descriptors = others if beacon is None else (*others, beacon)
         with process("hearth.worker", msgspec.structs.replace(setup, **changes), descriptors) as worker:
             connection, _ = listener.accept()
             gateway = Gateway(connection)

@@ -33,7 +33,7 @@ from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.store.manifest import Manifest
-from hearth.types import ModelId, Rung, SnapshotOutcome
+from hearth.types import ModelId, Rung, SnapshotOutcome, SnapshotPhase
 from hearth.worker import snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop
@@ -214,6 +214,23 @@ def test_kernels_of_products_are_chosen_before_a_snapshot_is_made_which_depends_
     with worker(directory, tmp_path / "three", kernels=TunedKernels()) as three:
         assert three.looked.outcome is SnapshotOutcome.OUTDATED
         assert "`products` is nothing here and " in str(three.looked.reason)
+
+
+def test_progress_says_whether_kernels_are_chosen_or_steps_are_measured(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    told: list[SnapshotProgress] = []
+    with worker(directory, tmp_path / "one", kernels=TunedKernels()) as one:
+        one.order()
+        while not isinstance(fact := one.gateway.hear(), SnapshotMade):
+            if isinstance(fact, SnapshotProgress):
+                told.append(fact)
+    phases = [fact.phase for fact in told]
+    num_choosing = phases.count(SnapshotPhase.CHOOSING)
+    assert num_choosing == 4, "at its beginning, and for each piece"
+    assert set(phases[num_choosing:]) == {SnapshotPhase.MEASURING}
+    assert {fact.num_done for fact in told[:num_choosing]} == {0}
+    assert told[-1].num_done == told[-1].num_steps > 0
 
 
 def test_a_model_whose_kernels_of_products_cannot_be_chosen_serves_on_and_has_its_snapshot(

@@ -95,8 +95,16 @@ def keeper() -> Iterator[Keeper]:
 @pytest.fixture(scope="module")
 def rig(keeper: Keeper) -> Iterator[Rig]:
     """Shared: a test leaves the worker as it found it, with no model."""
-    with working(keeper.socket) as rig:
+    with (
+        Path("/dev/zero").open("rb") as not_for_it,
+        working(keeper.socket, others=(not_for_it.fileno(),)) as rig,
+    ):
         yield rig
+
+
+def test_a_worker_that_was_spawned_has_no_descriptors_but_its_own(rig: Rig) -> None:
+    place = Path(f"/proc/{rig.worker.pid}/fd")
+    assert "/dev/zero" not in {str(one.readlink()) for one in place.iterdir()}
 
 
 def is_empty(gateway: Gateway) -> bool:

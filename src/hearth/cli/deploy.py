@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from hearth.cli import local_models
+from hearth.cli import local_models, snapshot
 from hearth.cli.client import Client
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
@@ -26,7 +26,7 @@ from hearth.cli.console import (
     print_columns,
 )
 from hearth.cli.convert import Quant
-from hearth.cli.endpoint import running
+from hearth.cli.endpoint import reached, running
 from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import ModelName, complete_base
@@ -62,6 +62,9 @@ def deploy(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model of that name.")] = False,
+    with_snapshot: Annotated[
+        bool, typer.Option("--snapshot", help="Load it once, for a snapshot; needs a service that runs.")
+    ] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -71,11 +74,12 @@ def deploy(
 
     It is downloaded if need be, converted to the form that loads by copying, and registered. A model that is
     converted already, or lies in object storage, is registered where it is. An adapter is served beside its
-    base, which it may name itself.
+    base, which it may name itself. With --snapshot its first requests find what `hearth snapshot` prepares;
+    else that is made after its first start.
 
     [bold]Examples[/bold]
 
-      hearth deploy ./Qwen2.5-7B-Instruct --name qwen-7b
+      hearth deploy ./Qwen2.5-7B-Instruct --name qwen-7b --snapshot
 
       hearth deploy hf:HuggingFaceTB/SmolLM2-135M-Instruct
 
@@ -86,6 +90,8 @@ def deploy(
       hearth deploy ./my-lora --base qwen-7b --name my-qwen
     """
     client = running(context, url, api_key, data_dir)
+    if with_snapshot and client is None:
+        raise ConfigError("`--snapshot` needs a service that runs; start one with `hearth serve`")
     absolute = _absolute(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
     if client is None:
@@ -100,6 +106,11 @@ def deploy(
         took_s = time.perf_counter() - started_s
         of = "" if model.base is None else f"adapter of {model.base}, rank {model.max_rank}, "
         typer.echo(f"deployed {model.name}: {of}{size(model.num_bytes)}, {model.dtype}, in {took_s:.1f} s")
+    if with_snapshot:
+        with reached(context, url, api_key, data_dir) as client:
+            view = snapshot.made(client, model.name)
+        if not as_json:
+            typer.echo(snapshot.told(view))
 
 
 @app.command("list", rich_help_panel="Models")

@@ -40,6 +40,7 @@ FALLBACKS = {
     "library_address": "worker whose library memory is at another address than planned",
     "products": "models so far whose products have the library's first kernels, not its fastest",
     "prompt_attention": "models so far whose prompts are attended to by the slower kernel",
+    "snapshots_without_graphs": "worker that captures all graphs itself: the log says why none are kept",
     "staging": "worker that pins host memory while a load waits for it: there is no C compiler",
     "tables": "of penalties or biases outside of the pool",
 }

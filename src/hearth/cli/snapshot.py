@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from hearth.cli import local_models
+from hearth.cli.client import Client
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     ApiKey,
@@ -33,6 +34,7 @@ from hearth.snapshot.cost_profile import MeasuredProfile, cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory, SnapshotEntry
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
+from hearth.types import SnapshotPhase
 
 
 class MakingGroup(TyperGroup):
@@ -84,6 +86,7 @@ class _Found:
     sections: list[str]
     num_graphs: int  #: of steps without adapters
     num_adapter_graphs: int  #: of steps with adapters
+    state: str  #: ok, or in a word what is wrong with it
     problem: str | None  #: why it cannot be used; None: it can, where its fingerprint is that of the start
 
 
@@ -113,24 +116,38 @@ def make(
 
       hearth snapshot ls
     """
+    with reached(context, url, api_key, data_dir) as client:
+        view = made(client, name)
+    typer.echo(msgspec.json.encode(view) if as_json else told(view))
+
+
+def made(client: Client, name: str) -> SnapshotView:
+    """Have a snapshot made by a service, show its progress, and return what was made.
+
+    Raises:
+        HearthError: it could not be made.
+    """
     view = None
-    with reached(context, url, api_key, data_dir) as client, step_bar(f"loading {name}") as advance:
+    with step_bar(f"loading {name}") as advance:
         for event in client.make_snapshot(name):
             if isinstance(event, SnapshotView):
                 view = event
             else:
-                advance(event.num_done, event.num_steps or None, f"{event.phase} {name}")
+                is_counted = event.phase == SnapshotPhase.MEASURING
+                what = "choosing kernels for" if event.phase == SnapshotPhase.CHOOSING else event.phase
+                advance(event.num_done, event.num_steps if is_counted else None, f"{what} {name}")
     if view is None:
         raise SnapshotError(
             f"no snapshot of `{name}` was made, and no reason given; look at the service's log"
         )
-    if as_json:
-        typer.echo(msgspec.json.encode(view))
-    else:
-        typer.echo(
-            f"made a snapshot of {view.model}: {size(view.num_bytes)} in {view.seconds:.1f} s; its worker "
-            f"takes {size(view.unbooked_bytes)} besides its pool"
-        )
+    return view
+
+
+def told(view: SnapshotView) -> str:
+    return (
+        f"made a snapshot of {view.model}: {size(view.num_bytes)} in {view.seconds:.1f} s; its worker takes "
+        f"{size(view.unbooked_bytes)} besides its pool"
+    )
 
 
 @snapshot_app.command("ls")
@@ -138,9 +155,10 @@ def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson =
     """List the snapshots of this machine.
 
     BESIDES is the memory that a worker was seen to take besides its pool. GRAPHS counts captured steps, and
-    behind a plus those of steps with adapters, which a model has once adapters are deployed on it. A snapshot
-    of a model that was removed goes with it; those that were used longest ago go when all of them take more
-    than store.snapshot_bytes.
+    behind a plus those of steps with adapters, which a model has once adapters are deployed on it. STATE says
+    in a word what is wrong with a snapshot, which is then made anew; hearth snapshot verify says more, for it
+    reads all of it. A snapshot of a model that was removed goes with it; those that were used longest ago go
+    when all of them take more than store.snapshot_bytes.
 
     [bold]Example[/bold]
 
@@ -158,7 +176,7 @@ def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson =
             size(one.unbooked_bytes) if one.unbooked_bytes else "-",
             _graphs(one),
             one.device or "-",
-            "ok" if one.problem is None else one.problem,
+            one.state,
         ]
         for one in found
     ]
@@ -205,9 +223,11 @@ def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> N
     """
     digest = None if name is None else _digest_of(data_dir, name)
     directory, bad = _LocalSnapshots.of(data_dir).directory, 0
-    if directory is None:
+    entries = [] if directory is None else directory.entries(digest)
+    if directory is None or not entries:
+        typer.echo("there are no snapshots" if name is None else f"there is no snapshot of {name}")
         return
-    for entry in directory.entries(digest):
+    for entry in entries:
         try:
             with directory.open_file(entry.path) as opened:
                 opened.verify()
@@ -231,8 +251,7 @@ class _LocalSnapshots:
     @staticmethod
     def of(data_dir: Path) -> _LocalSnapshots:
         """Look at a data directory. Raises SnapshotError: its key is broken."""
-        path = DataDir(data_dir).snapshots_path
-        directory = SnapshotDirectory.open(path, quota_bytes=0) if path.is_dir() else None
+        directory = SnapshotDirectory.find(DataDir(data_dir).snapshots_path)
         return _LocalSnapshots(directory, {one.digest: one.name for one in local_models.views(data_dir)})
 
     def found(self, digest: str | None = None) -> list[_Found]:
@@ -249,9 +268,13 @@ class _LocalSnapshots:
                 names = graph_names(opened)
                 num_adapters = sum(map(is_for_adapters, names))
                 graphs = (len(names) - num_adapters, num_adapters)
-                return _Found(*known, device, memory.unbooked_bytes, sorted(opened), *graphs, problem=None)
+                return _Found(*known, device, memory.unbooked_bytes, sorted(opened), *graphs, "ok", None)
         except SnapshotError as error:
-            return _Found(*known, "", 0, [], 0, 0, problem=str(error))
+            state = (
+                error.label.removeprefix("snapshot_") if type(error) is not SnapshotError else "unreadable"
+            )
+            problem = str(error) if str(entry.path) in str(error) else f"`{entry.path}`: {error}"
+            return _Found(*known, "", 0, [], 0, 0, state, problem)
 
 
 def _graphs(found: _Found) -> str:

@@ -34,7 +34,7 @@ from hearth.control.datadir import DataDir, is_locked
 from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.registry import Registry
 from hearth.errors import DataDirError, ServiceError, StoreError, error_of
-from hearth.snapshot.directory import keep_quota, remove_others
+from hearth.snapshot.directory import keep_quota, remove_others, remove_unfinished
 from hearth.store.writer import LOCK
 
 #: Time for a process that was called off to clear away what it has written.
@@ -250,12 +250,17 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
 
 
 def collect_snapshots(data_dir: DataDir, registry: Registry, quota_bytes: int | None = None) -> None:
-    """Delete the snapshots of models that are not registered, and those beyond the quota, if one is given."""
+    """Delete the snapshots of models that are not registered.
+
+    With a quota, as a service does that starts, also those beyond it, and what was never finished: nobody
+    else makes any then.
+    """
+    path = data_dir.snapshots_path
     try:
-        models = {deployed.digest for deployed in registry.all()}
-        num_removed = remove_others(data_dir.snapshots_path, models)
+        num_removed = remove_others(path, {deployed.digest for deployed in registry.all()})
         if quota_bytes is not None:
-            num_removed += keep_quota(data_dir.snapshots_path, quota_bytes)
+            num_removed += keep_quota(path, quota_bytes)
+            remove_unfinished(path)
     except OSError as error:  # they are in nobody's way
         log.warning("snapshots_left reason=%s", error)
     else:

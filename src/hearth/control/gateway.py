@@ -67,7 +67,7 @@ from hearth.messages import Sampling, SnapshotProgress
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, RateStatus, RequestId, Rung, SamplingParams
+from hearth.types import ModelId, RateStatus, RequestId, Rung, SamplingParams, SnapshotPhase
 from hearth.version import hearth_version
 
 #: Time for workers to report their memory when somebody looks; else their last report is shown.
@@ -318,7 +318,8 @@ class Gateway:
             HearthError: it cannot be loaded, or the snapshot cannot be made.
         """
         model = ModelId(self._find(name, caller).deployed.name)
-        yield {"event": "progress", "phase": "loading", "num_done": 0, "num_steps": 0}
+        self._snapshots.check_kept()
+        yield _snapshot_progress(SnapshotPhase.LOADING)
         wanted = GenerationRequest(name, [0], SamplingParams(temperature=0.0, max_tokens=1))
         with self.admit(caller) as admission:
             stream = self.start(await self.prepare(wanted, admission))
@@ -326,7 +327,7 @@ class Gateway:
                 await stream.rest()
             finally:
                 stream.close()
-        yield {"event": "progress", "phase": "waiting", "num_done": 0, "num_steps": 0}
+        yield _snapshot_progress(SnapshotPhase.WAITING)
         # Together with the order, between which nothing else may happen.
         stay = self._driver.ready_stay(model)
         if stay is None:
@@ -334,8 +335,7 @@ class Gateway:
         async with aclosing(self._snapshots.make(stay.worker, model, stay.hosting)) as facts:
             async for fact in facts:
                 if isinstance(fact, SnapshotProgress):
-                    progress = {"num_done": fact.num_done, "num_steps": fact.num_steps}
-                    yield {"event": "progress", "phase": "measuring", **progress}
+                    yield _snapshot_progress(fact.phase, fact.num_done, fact.num_steps)
                 else:
                     view = SnapshotView(str(model), fact.num_bytes, fact.unbooked_bytes, fact.seconds)
                     yield {"event": "done", "snapshot": view}
@@ -567,3 +567,7 @@ class Gateway:
                 )
             )
         return views
+
+
+def _snapshot_progress(phase: SnapshotPhase, num_done: int = 0, num_steps: int = 0) -> dict[str, object]:
+    return {"event": "progress", "phase": phase, "num_done": num_done, "num_steps": num_steps}

@@ -217,7 +217,8 @@ class Registry:
         if not digest.isalnum() or not (path / digest).is_dir():  # a registry may be damaged
             return None
         try:
-            return SnapshotDirectory.open(path, quota_bytes=0).slot_of(digest)
+            directory = SnapshotDirectory.find(path)
+            return None if directory is None else directory.slot_of(digest)
         except SnapshotError:  # whoever would use it is told
             return None
 

@@ -97,9 +97,9 @@ async def running(
         pools = PoolReports()
         obstacle = _snapshots_obstacle(config, data_dir)
         if obstacle is not None:
-            log.warning("fallback snapshots=off reason=`%s`", obstacle)
+            log.warning("fallback snapshots=off reason=`%s`", obstacle.replace("`", ""))
             metrics.fallbacks.labels("snapshots").inc()
-        snapshots = Snapshots(metrics, obstacle, catalog.bases)
+        snapshots = Snapshots(metrics, obstacle, catalog.bases, is_off=not config.store.snapshot_bytes)
         driver = Driver(
             *(Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders)
         )

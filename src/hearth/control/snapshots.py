@@ -42,12 +42,14 @@ class Snapshots:
         metrics: Metrics,
         obstacle: str | None = None,
         bases: Callable[[], Collection[ModelId]] = tuple,
+        *,
+        is_off: bool = False,
     ) -> None:
         """`obstacle`: why this service keeps none, although it should; None: it does, or should not.
 
-        `bases` returns the models that have adapters.
+        `bases` returns the models that have adapters. `is_off`: none are to be kept.
         """
-        self._bases, self._obstacle = bases, obstacle
+        self._bases, self._obstacle, self._is_off = bases, obstacle, is_off
         self._count = metrics.snapshots
         self._links: dict[WorkerId, WorkerLink] = {}
         self._makings: dict[tuple[WorkerId, ModelId], _OrderedSnapshot] = {}
@@ -137,7 +139,8 @@ class Snapshots:
             )
             self._notes.pop(fact.model, None)
         else:
-            log.warning("snapshot_not_made model=%s worker=%s reason=%s", fact.model, worker, fact.failure)
+            why = fact.failure.replace("`", "")
+            log.warning("snapshot_not_made model=%s worker=%s reason=`%s`", fact.model, worker, why)
             self._notes[fact.model] = f"no snapshot of `{fact.model}` could be made: {fact.failure}"
         self._forget_wish(fact.model)
         making = self._makings.pop((worker, fact.model), None)
@@ -151,6 +154,15 @@ class Snapshots:
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
     # By hand.
+
+    def check_kept(self) -> None:
+        """Raise SnapshotError where this service keeps no snapshots, before a model is loaded for one."""
+        if self._is_off:
+            raise SnapshotError(
+                "no snapshots are kept: `store.snapshot_bytes` is 0; raise it and restart the service"
+            )
+        if self._obstacle is not None:
+            raise SnapshotError(f"no snapshots are kept: {self._obstacle}")
 
     async def make(
         self, worker: WorkerId, model: ModelId, hosting: int

@@ -13,23 +13,32 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.errors import SnapshotError, SnapshotFatal, StoreFull
-from hearth.snapshot.file import OpenSnapshot, open_any, open_snapshot, write_snapshot
+from hearth.errors import (
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotFatal,
+    SnapshotForeign,
+    SnapshotTruncated,
+    SnapshotUnauthenticated,
+    StoreFull,
+)
+from hearth.snapshot.file import KEY_BYTES, OpenSnapshot, open_any, open_snapshot, write_snapshot
 from hearth.snapshot.fingerprint import FieldDifference, Fingerprint
-from hearth.snapshot.key import installation_key
+from hearth.snapshot.key import installation_key, known_key
 from hearth.snapshot.trial_mark import abandoned_marks
 
 SUFFIX = ".snapshot"
 _KEY = "key"
-#: Files under temporary names that are older were left by a process that was killed.
-_STALE_S = 3600.0
+
+#: Errors of files that will never be read, whoever tries.
+_UNREADABLE = (SnapshotTruncated, SnapshotCorrupt, SnapshotForeign, SnapshotUnauthenticated)
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +74,19 @@ class SnapshotDirectory:
             raise SnapshotError(f"the directory of snapshots `{path}` cannot be used: {error}") from error
         return SnapshotDirectory(path, quota_bytes, installation_key(path / _KEY))
 
+    @staticmethod
+    def find(path: Path) -> SnapshotDirectory | None:
+        """Open the directory to look at it, which makes nothing; None: there is none.
+
+        Raises:
+            SnapshotError: it cannot be used.
+        """
+        if not path.is_dir():
+            return None
+        # Without its key no file in there is authentic, and so by one that nobody has.
+        key = known_key(path / _KEY) or secrets.token_bytes(KEY_BYTES)
+        return SnapshotDirectory(path, quota_bytes=0, key=key)
+
     def path_of(self, fingerprint: Fingerprint) -> Path:
         return self.path / fingerprint.manifest / f"{fingerprint.digest}{SUFFIX}"
 
@@ -82,6 +104,8 @@ class SnapshotDirectory:
                 f"a snapshot takes {num_bytes} bytes, limit of all of them, `store.snapshot_bytes`: "
                 f"{self.quota_bytes}; raise it"
             )
+        if path.parent.is_symlink():  # whatever lies behind it is not looked at, and so no part of the quota
+            raise SnapshotError(f"the snapshot `{path}` cannot be written through a link; delete that")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             for mark in abandoned_marks(path):  # of the one before
@@ -89,8 +113,21 @@ class SnapshotDirectory:
         except OSError as error:
             raise SnapshotError(f"the snapshot `{path}` cannot be written: {error}") from error
         write_snapshot(path, fingerprint, sections, self.key)
+        self._remove_unreadable(fingerprint.manifest)
         keep_quota(self.path, self.quota_bytes, path)
         return path
+
+    def _remove_unreadable(self, model: str) -> None:
+        """Remove files of a model that no start here can ever use, as of another key or an older Hearth."""
+        for entry in self.entries(model):
+            try:
+                open_any(entry.path, self.key).close()
+            except OSError:  # such as too many open files
+                continue
+            except _UNREADABLE as error:
+                with suppress(OSError):  # another process removes it as well, or it is a directory
+                    entry.path.unlink()
+                    log.info("snapshot_removed path=%s reason=`%s`", entry.path, str(error).replace("`", ""))
 
     def load(self, fingerprint: Fingerprint) -> OpenSnapshot | None:
         """Return the snapshot of a fingerprint, used from now on; None: there is none.
@@ -134,10 +171,19 @@ class SnapshotDirectory:
             raise SnapshotError(f"the snapshot `{path}` cannot be read: {error}") from error
 
     def newest(self, model: str) -> OpenSnapshot | None:
-        """Return the snapshot of a model that was used last; None: there is none that may be read."""
+        """Return the snapshot of a model that was used last, of those that may be read; None: it has none.
+
+        Raises:
+            SnapshotError: none of those that it has may be read, and this is what is wrong with the last.
+        """
+        refusal: SnapshotError | None = None
         for entry in sorted(self.entries(model), key=lambda one: one.used_at_s, reverse=True):
-            with suppress(SnapshotError):
+            try:
                 return self.open_file(entry.path)
+            except SnapshotError as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
         return None
 
     def slot_of(self, model: str) -> int | None:
@@ -147,30 +193,26 @@ class SnapshotDirectory:
         """
         try:
             opened = self.newest(model)
-            if opened is None:
-                return None
-            with opened:
-                return opened.fingerprint.slot
-        except SnapshotError:  # another version's
+        except SnapshotError:  # whoever would use it is told
             return None
+        if opened is None:
+            return None
+        with opened:
+            return opened.fingerprint.slot
 
     def differences(self, fingerprint: Fingerprint) -> list[FieldDifference]:
         """Return why none of a model's snapshots is that of a fingerprint; []: the model has none.
 
-        That is, by which fields the one that was used last is another.
+        That is, by which fields the one that was used last is another. Raises SnapshotError as `newest` does.
         """
-        try:
-            opened = self.newest(fingerprint.manifest)
-            if opened is None:
-                return []
-            with opened:
-                return fingerprint.differences(opened.fingerprint)
-        except SnapshotError:  # another version's: it cannot even be compared
+        if (opened := self.newest(fingerprint.manifest)) is None:
             return []
+        with opened:
+            return fingerprint.differences(opened.fingerprint)
 
     def entries(self, model: str | None = None) -> list[SnapshotEntry]:
         """Return all files, or those of one model, in the order of their paths."""
-        return sorted(_entries(self.path, model or "*"), key=lambda one: one.path)
+        return sorted(_entries(self.path, model), key=lambda one: one.path)
 
     def remove(self, model: str) -> int:
         """Remove all snapshots of a model, and return how many there were. Raises OSError."""
@@ -178,19 +220,22 @@ class SnapshotDirectory:
 
 
 def remove_others(path: Path, models: Collection[str]) -> int:
-    """Remove from a directory, which need not be there, all that is of none of these models.
+    """Remove from a directory, which need not be there, all snapshots of other models than these.
 
-    Also what was never finished. Returns how many snapshots went. Raises OSError.
+    Returns how many went. Raises OSError.
     """
-    num_removed = 0
-    for directory in path.iterdir() if path.is_dir() else ():
-        if directory.is_dir() and not directory.is_symlink() and directory.name not in models:
-            num_removed += _remove_model(directory)
-    for unfinished in (*path.glob(".*"), *path.glob("*/.*")):
-        with suppress(OSError):  # another process finishes or removes it
-            if unfinished.lstat().st_mtime < time.time() - _STALE_S:
+    return sum(_remove_model(one) for one in _model_directories(path) if one.name not in models)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove from a directory, which need not be there, what was left under temporary names.
+
+    Only who knows that nobody writes there may call it. Raises OSError.
+    """
+    for directory in (path, *_model_directories(path)):
+        for unfinished in directory.glob(".*"):
+            with suppress(FileNotFoundError, IsADirectoryError):  # gone, or not ours
                 unfinished.unlink()
-    return num_removed
 
 
 def keep_quota(path: Path, quota_bytes: int, kept: Path | None = None) -> int:
@@ -204,24 +249,43 @@ def keep_quota(path: Path, quota_bytes: int, kept: Path | None = None) -> int:
     for entry in entries:
         if excess_bytes <= 0:
             break
-        if entry.path != kept:
-            with suppress(OSError):  # another process removes it as well
-                entry.path.unlink()
-                log.info("snapshot_removed path=%s reason=quota", entry.path)
-                num_removed += 1
-            excess_bytes -= entry.num_bytes
+        if entry.path == kept:
+            continue
+        try:
+            entry.path.unlink()
+        except FileNotFoundError:  # another process removes it as well
+            pass
+        except OSError as error:  # the next one goes in its place
+            log.warning("snapshot_left path=%s reason=`%s`", entry.path, error)
+            continue
+        else:
+            log.info("snapshot_removed path=%s reason=quota", entry.path)
+            num_removed += 1
+        excess_bytes -= entry.num_bytes
     return num_removed
 
 
-def _entries(path: Path, model: str = "*") -> Iterator[SnapshotEntry]:
-    for file in path.glob(f"{model}/*{SUFFIX}"):
-        with suppress(FileNotFoundError):  # it has just gone
-            found = file.lstat()
-            if not file.name.startswith("."):
-                yield SnapshotEntry(file, file.parent.name, found.st_size, found.st_mtime)
+def _entries(path: Path, model: str | None = None) -> Iterator[SnapshotEntry]:
+    """Yield the files of a model, or of all."""
+    for directory in _model_directories(path):
+        for file in directory.glob(f"*{SUFFIX}") if model in (None, directory.name) else ():
+            with suppress(FileNotFoundError):  # it has just gone
+                found = file.lstat()
+                if not file.name.startswith("."):
+                    yield SnapshotEntry(file, directory.name, found.st_size, found.st_mtime)
+
+
+def _model_directories(path: Path) -> list[Path]:
+    """Return the directories of models. What lies behind a link is not ours to remove."""
+    found = path.iterdir() if path.is_dir() else ()
+    return sorted(one for one in found if one.is_dir() and not one.is_symlink())
 
 
 def _remove_model(directory: Path) -> int:
+    """Remove the directory of a model, or a link that has its name, and return how many snapshots went."""
+    if directory.is_symlink():
+        directory.unlink()
+        return 0
     num_removed = len(list(directory.glob(f"*{SUFFIX}")))
     with suppress(FileNotFoundError):
         shutil.rmtree(directory)

@@ -73,8 +73,14 @@ class OpenSnapshot(Mapping[str, memoryview]):
     def __init__(
         self, path: Path, mapped: mmap.mmap, sections: Mapping[str, _Extent], created_at_s: float
     ) -> None:
+        """Read what the file was made for. Raises SnapshotCorrupt: that is damaged, or another Hearth's."""
         self.path, self.created_at_s = path, created_at_s
         self._mapped, self._sections = mapped, sections
+        with self[FINGERPRINT] as raw:
+            try:
+                self.fingerprint = Fingerprint.unpack(bytes(raw))
+            except SnapshotCorrupt as error:
+                raise SnapshotCorrupt(f"`{path}` cannot be used: {error}") from error
 
     def __getitem__(self, name: str) -> memoryview:
         """Return the bytes of a section. Raises KeyError, and SnapshotCorrupt: they are not as written."""
@@ -109,12 +115,6 @@ class OpenSnapshot(Mapping[str, memoryview]):
     def num_bytes(self) -> int:
         """The bytes of the whole file."""
         return len(self._mapped)
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """The fingerprint that the file was made for. Raises SnapshotError: it is broken."""
-        with self[FINGERPRINT] as raw:
-            return Fingerprint.unpack(bytes(raw))
 
     def verify(self) -> None:
         """Read all sections. Raises SnapshotCorrupt at the first that is not as it was written."""
@@ -169,13 +169,10 @@ def open_snapshot(path: Path, fingerprint: Fingerprint, key: bytes) -> OpenSnaps
         SnapshotError: see `open_any`.
     """
     opened = open_any(path, key)
-    try:
-        if opened.fingerprint != fingerprint:
-            differences = "; ".join(map(str, fingerprint.differences(opened.fingerprint)))
-            raise SnapshotForeign(f"`{path}` was made for another start: {differences}")
-    except BaseException:
+    if opened.fingerprint != fingerprint:
         opened.close()
-        raise
+        differences = "; ".join(map(str, fingerprint.differences(opened.fingerprint)))
+        raise SnapshotForeign(f"`{path}` was made for another start: {differences}")
     return opened
 
 
@@ -185,7 +182,7 @@ def open_any(path: Path, key: bytes) -> OpenSnapshot:
     Raises:
         FileNotFoundError: there is none.
         SnapshotTruncated: it ends early, or has more than it should.
-        SnapshotCorrupt: its header contradicts itself.
+        SnapshotCorrupt: its header contradicts itself, or its fingerprint is none of this Hearth's.
         SnapshotForeign: it is none, or of another version of the format.
         SnapshotUnauthenticated: it was not written with this key, or others may write to it.
     """

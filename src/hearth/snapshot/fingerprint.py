@@ -7,6 +7,8 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields
 
+import msgspec
+
 from hearth.errors import SnapshotCorrupt
 
 _DIGEST_BYTES = 16
@@ -62,13 +64,17 @@ class Fingerprint:
     def unpack(raw: bytes) -> Fingerprint:
         """Return a fingerprint that was packed. Raises SnapshotCorrupt: these bytes are none."""
         try:
-            values = json.loads(raw)
-        except ValueError as error:
+            values = msgspec.json.decode(raw, type=dict[str, str | int])
+        except msgspec.MsgspecError as error:
             raise SnapshotCorrupt(f"a fingerprint cannot be read: {error}") from error
         names = {field.name for field in fields(Fingerprint)}
-        if not isinstance(values, dict) or set(values) != names:
-            raise SnapshotCorrupt("a fingerprint has other fields than those of this Hearth")
-        return Fingerprint(**values)
+        if set(values) != names:
+            different = ", ".join(f"`{name}`" for name in sorted(names ^ set(values)))
+            raise SnapshotCorrupt(f"a fingerprint has other fields than those of this Hearth: {different}")
+        try:
+            return msgspec.convert(values, Fingerprint)
+        except msgspec.ValidationError as error:
+            raise SnapshotCorrupt(f"a fingerprint cannot be read: {error}") from error
 
     def differences(self, other: Fingerprint) -> list[FieldDifference]:
         """Return where this fingerprint, of what is here, differs from that of what was stored."""

@@ -220,6 +220,7 @@ class GraphNodes:
         _demand(nodes["blob"] % ALIGNMENT == 0, "parameters that are not aligned")
         ends = _ends(nodes, "first_attribute", "num_attributes")
         _demand(ends <= len(self.attributes), "attributes that are not there")
+        _demand(nodes["num_attributes"] <= len(NODE_ATTRIBUTES), "more attributes than there are")
         _demand(np.isin(self.attributes["id"], NODE_ATTRIBUTES), "an attribute of another kind")
         _demand(edges["target"] < num_nodes, "an edge to nowhere")
         _demand(edges["source"] < edges["target"], "an edge against the order of nodes")
@@ -237,9 +238,10 @@ def packed_kernels(packed: memoryview) -> list[bytes]:
         GraphUnreadable: they are damaged.
     """
     rows, parameters, names, *_ = _sections(packed)
-    _demand(
-        _ends(rows, "first_parameter", "num_parameters") <= len(parameters), "parameters that are not there"
-    )
+    ends = np.cumsum(rows["num_parameters"], dtype=np.int64)
+    # One behind the other: kernels that shared theirs would have memory taken that no file has the bytes for.
+    _demand(_ends(rows, "first_parameter", "num_parameters") == ends, "parameters that do not add up")
+    _demand(ends[-1:] == len(parameters), "parameters that do not add up")
     offsets, text, at, kernels = parameters.tobytes(), names.tobytes(), 0, []
     for name_bytes, binary_bytes, first, count, *rest in _KERNEL_ROW.iter_unpack(rows.tobytes()):
         begin, end = first * PARAMETER.itemsize, at + name_bytes + binary_bytes

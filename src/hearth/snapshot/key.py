@@ -19,12 +19,26 @@ def installation_key(path: Path) -> bytes:
         SnapshotError: the file cannot be used, is broken, or others may read it.
     """
     try:
-        with suppress(FileNotFoundError):
-            return _read(path)
+        if (known := known_key(path)) is not None:
+            return known
         _make(path)
         return _read(path)
     except OSError as error:
-        raise SnapshotError(f"the key of snapshots `{path}` cannot be used: {error}") from error
+        raise _useless(path, error) from error
+
+
+def known_key(path: Path) -> bytes | None:
+    """Return the key in a file; None: there is none. Raises SnapshotError as `installation_key` does."""
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _useless(path, error) from error
+
+
+def _useless(path: Path, error: OSError) -> SnapshotError:
+    return SnapshotError(f"the key of snapshots `{path}` cannot be used: {error}")
 
 
 def _make(path: Path) -> None:
@@ -48,12 +62,12 @@ def _read(path: Path) -> bytes:
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise SnapshotError(
             f"the key of snapshots `{path}` must be readable by user {os.geteuid()} alone, and is of user "
-            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; delete it, and snapshots are made "
-            "anew"
+            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; delete it and restart the service: "
+            "snapshots are made anew"
         )
     if len(key) != KEY_BYTES:
         raise SnapshotError(
-            f"the key of snapshots `{path}` must have {KEY_BYTES} bytes, given: {len(key)}; delete it, and "
-            "snapshots are made anew"
+            f"the key of snapshots `{path}` must have {KEY_BYTES} bytes, given: {len(key)}; delete it and "
+            "restart the service: snapshots are made anew"
         )
     return key

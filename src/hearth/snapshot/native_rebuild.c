@@ -167,16 +167,20 @@ static int is_node_sound(const packed_graph *graph, const node_row *node, const 
     }
     return least <= node->blob_bytes && node->blob_bytes <= most && node->blob % ALIGNMENT == 0 &&
            (uint64_t)node->blob + node->blob_bytes <= graph->num_blob_bytes &&
-           (uint64_t)node->first_attribute + node->num_attributes <= graph->num_attributes;
+           (uint64_t)node->first_attribute + node->num_attributes <= graph->num_attributes &&
+           node->num_attributes <= (uint32_t)__builtin_popcount(NODE_ATTRIBUTES);
 }
 
 /* Returns 0 where an index is out of bounds or a row is not whole, as `GraphNodes._check` does. `ends` gets the
  * bytes that the parameters of each kernel take. */
 static int is_sound(packed_graph *graph, uint64_t *ends) {
+    uint64_t next_parameter = 0;
     for (uint64_t at = 0; at < graph->num_kernels; at++) {
         const kernel_row *kernel = &graph->kernels[at];
-        if ((uint64_t)kernel->first_parameter + kernel->num_parameters > graph->num_parameters)
+        if (kernel->first_parameter != next_parameter ||
+            kernel->num_parameters > graph->num_parameters - next_parameter)
             return 0;
+        next_parameter += kernel->num_parameters;
         ends[at] = 0;
         for (uint32_t index = 0; index < kernel->num_parameters; index++) {
             const parameter_row *own = &graph->parameters[kernel->first_parameter + index];
@@ -186,6 +190,8 @@ static int is_sound(packed_graph *graph, uint64_t *ends) {
         if (kernel->num_parameters > graph->max_parameters)
             graph->max_parameters = kernel->num_parameters;
     }
+    if (graph->num_kernels && next_parameter != graph->num_parameters)
+        return 0;
     for (uint64_t at = 0; at < graph->num_nodes; at++)
         if (!is_node_sound(graph, &graph->nodes[at], ends))
             return 0;

@@ -19,6 +19,7 @@ _SOURCES = (
     *("engine", "kernels", "models", "sizes.py"),
     *("memory", "policy/memory/space_slots.py", "snapshot", "cuda_graphs.py"),
 )
+_SUFFIXES = (".py", ".c")  #: of code, also of that which makes graphs again
 _PACKAGE = Path(__file__).parents[1]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
@@ -55,7 +56,8 @@ def sources_digest(package: Path) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name in _SOURCES:
         place = package / name
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        files = (one for one in place.rglob("*") if one.suffix in _SUFFIXES)
+        for path in sorted(files) if place.is_dir() else [place]:
             content = path.read_bytes()
             found.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
     return found.hexdigest()

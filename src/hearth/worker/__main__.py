@@ -42,6 +42,7 @@ from hearth.worker.heaps import grow_by_pieces
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
+from hearth.worker.open_files import close_all_but
 from hearth.worker.predecessor import Predecessor
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
@@ -67,6 +68,7 @@ def main() -> NoReturn:
         os._exit(0)
     die_with_parent()  # not before: until then one that was forked has another parent (`template.py`)
     setup = msgspec.json.decode(line, type=WorkerSetup)
+    close_all_but((0, 1, 2, setup.beacon))  # a loop that spawns may leave more: those of its own parent, too
     logging.basicConfig(
         level=setup.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {setup.worker} %(name)s %(message)s",
@@ -193,7 +195,7 @@ def _snapshots(
     try:
         directory = SnapshotDirectory.open(Path(setup.snapshots_path), setup.snapshot_bytes)
     except SnapshotError as error:  # which the gateway has met as well, and tells of
-        log.warning("fallback snapshots=off reason=`%s`", error)
+        log.warning("fallback snapshots=off reason=`%s`", str(error).replace("`", ""))
         return None
     parts_of = no_parts if graphs is None else graphs.parts_of
     return ModelSnapshots(directory, config, device, name, runtime.device_bytes, parts_of)

@@ -98,6 +98,11 @@ class ModelSnapshots:
         reason = "it was made for another start: " + "; ".join(map(str, differences))
         return SnapshotLook(fingerprint, SnapshotOutcome.OUTDATED, reason)
 
+    @property
+    def lacks_graphs(self) -> bool:
+        """True if steps are captured, and what is captured cannot be kept."""
+        return self._device.type == "cuda" and self._graphs() == "unkept"
+
     def prepare(self) -> None:
         """Find out what all starts here have in common, which takes a while, once: no start waits for it."""
         software(self._device.type)

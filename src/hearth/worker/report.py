@@ -39,13 +39,16 @@ class Reports:
         adapters: WorkerAdapters,
         is_unstaged: Callable[[], bool],
         torch_limit: TorchLimit | None = None,
+        *,
+        lacks_kept_graphs: bool = False,
     ) -> None:
         """`hosted` are the hosted models, kept by whoever calls. `torch_limit`: None: torch has none.
 
-        `is_unstaged`: loads have to pin host memory themselves.
+        `is_unstaged`: loads have to pin host memory themselves. `lacks_kept_graphs`: snapshots have none.
         """
         self._reclaimer, self._hosted, self._turns, self._adapters = reclaimer, hosted, turns, adapters
         self._is_unstaged, self._torch_limit = is_unstaged, torch_limit
+        self._lacks_kept_graphs = lacks_kept_graphs
         #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
         #: whoever counts them never counts back.
         self._slow_models: set[ModelId] = set()
@@ -97,6 +100,7 @@ class Reports:
                 "staging": int(self._is_unstaged()),
                 "graphs_not_restored": sum(map(_num_unrestored, self._hosted.values())),
                 "graphs_restored_in_python": len(self._interpreted_models),
+                "snapshots_without_graphs": int(self._lacks_kept_graphs),
             },
             models=tuple(self._uses(usage.holdings)),
             torch_limit_bytes=None if self._torch_limit is None else self._torch_limit.num_bytes,

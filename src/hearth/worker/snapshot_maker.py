@@ -30,7 +30,7 @@ from hearth.messages import Fact, MakeSnapshot, SnapshotMade, SnapshotProgress
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.standing_threads import StandingThreads
-from hearth.types import ModelId, Rung
+from hearth.types import ModelId, Rung, SnapshotPhase
 from hearth.worker.failure import ModelBroke, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import ServedModel
@@ -172,7 +172,8 @@ class SnapshotMaker:
                 return [_failed(making, failure.reason)]
         model, hosting = making.order.model, making.order.hosting
         num_done = making.num_steps - len(making.shapes)
-        return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
+        phase = SnapshotPhase.MEASURING if making.tuning is None else SnapshotPhase.CHOOSING
+        return [SnapshotProgress(model, hosting, num_done, making.num_steps, phase)]
 
     def _choose_products(self, hosted: HostedModel, engine: Engine, making: _Making, tuning: Tuning) -> None:
         """Choose kernels of products for a moment; behind the last one the engine goes on with all of them.

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,7 @@ import msgspec
 
 from hearth.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer
 from hearth.store.die_with_parent import die_with_parent
+from hearth.worker.open_files import close_all_but
 
 #: Devices that a driver opens when it is initialised, and that a forked process cannot go on with.
 DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")
@@ -60,8 +61,8 @@ def main() -> NoReturn:
                 answer = TemplateAnswer(0, f"it cannot fork: {error}")
             gateway.send(msgspec.json.encode(answer))
         elif request == LOG_HERE:
-            for number in (1, 2):
-                os.dup2(descriptors[0], number)
+            for number, descriptor in itertools.product((1, 2), descriptors):
+                os.dup2(descriptor, number)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -129,6 +130,8 @@ def _forked(
     descriptors: Sequence[int], gateway: socket.socket, become_worker: Callable[[], NoReturn]
 ) -> TemplateAnswer:
     """Fork a worker that becomes a child of the gateway, and return what is to be said of it."""
+    if len(descriptors) <= TEMPLATE_BEACON:  # of those that cannot be opened the kernel leaves the last out
+        return TemplateAnswer(0, f"it can open only {len(descriptors)} of a worker's descriptors")
     if (why := obstacle()) is not None:
         return TemplateAnswer(0, why)
     told, teller = os.pipe()
@@ -172,10 +175,7 @@ def keep_only(descriptors: Sequence[int]) -> None:
     """
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) >= len(descriptors):
-            with suppress(OSError):  # that of the list itself
-                os.close(int(name))
+    close_all_but(range(len(descriptors)))
 
 
 def seed_anew() -> None:

@@ -130,6 +130,7 @@ class WorkerLoop:
             *(self._models.reclaimer, self._hosted, self._turns, self._adapters),
             is_unstaged=lambda: resources.borrower.is_unstaged,
             torch_limit=resources.torch_limit,
+            lacks_kept_graphs=resources.snapshots is not None and resources.snapshots.lacks_graphs,
         )
         self._maker = self._snapshot_maker(resources)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
@@ -244,7 +245,7 @@ class WorkerLoop:
 
     def _make_snapshot(self, order: MakeSnapshot) -> None:
         if self._maker is None:
-            failure = "none are kept: `store.snapshot_bytes` is 0, or `hearth doctor` says why"
+            failure = "its worker keeps none, its log says why"
             self._send(SnapshotMade(order.model, order.hosting, failure=failure))
         else:
             self._maker.order(order)
