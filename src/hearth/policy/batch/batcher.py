@@ -283,6 +283,16 @@ class Batcher:
         self.blocks.remove(extent)
         return moves
 
+    def prepare_commit(self) -> None:
+        """Compute what the next commit needs of its step and knows already, for it has a reader that waits.
+
+        That are the digests of prompts, of which a plan needs few. Whoever does not call this has it all done
+        by the commit.
+        """
+        flight = self._flights[0]
+        for sequence in flight.sequences[flight.plan.num_decode_rows :]:
+            sequence.extend_digests(self.blocks.block_tokens)
+
     def commit(
         self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
     ) -> CommittedStep:
@@ -538,11 +548,16 @@ class Batcher:
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""
-        block_tokens = self.blocks.block_tokens
-        sequence.extend_digests(block_tokens)
+        block_tokens, digests = self.blocks.block_tokens, sequence.digests
+
+        def digest_of(index: int) -> bytes:
+            if index >= len(digests):  # so many at once that a long prefix takes few turns
+                sequence.extend_digests(block_tokens, max(index + 1, 2 * index))
+            return digests[index]
+
         # At least one token is computed, for there must be something to sample from.
         num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // block_tokens
-        sequence.prefix.follow(self.blocks.prefixes, sequence.digests, num_most)
+        sequence.prefix.follow(self.blocks.prefixes, digest_of, num_most)
         return sequence.prefix
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -554,8 +569,8 @@ class Batcher:
         if sequence.slot is None or num_full <= sequence.num_published:
             return  # preempted, and its blocks with it, or nothing is new
         sequence.extend_digests(self.blocks.block_tokens)
-        for index in range(sequence.num_published, num_full):
-            self.blocks.publish(sequence.blocks[index], sequence.digests[index])
+        new = slice(sequence.num_published, num_full)
+        self.blocks.publish(sequence.blocks[new], sequence.digests[new])
         sequence.published(num_full, self.blocks.block_tokens)
 
     def _take(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
