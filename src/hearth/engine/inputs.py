@@ -6,6 +6,7 @@ needs. There are two host copies, because that of the step in flight may still b
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,10 +17,10 @@ from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.sampler import SampleRows
 from hearth.engine.step_shape import StepShape
 from hearth.engine.upload import Uploads
-from hearth.kernels.host_read import read_host
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, cut_tiles
+from hearth.kernels.step_read import read_step
 from hearth.kernels.step_tokens import gather_tokens
 from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrite
@@ -68,15 +69,19 @@ class InputBuffers:
         The step before the last must be done: its inputs are overwritten on the host. Returns the rows that
         sample, in arrays that the step after the next overwrites.
         """
+        writes = None
         if plan.admissions or plan.table_writes:
-            self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
-        return self._fill(plan.decode, plan.prompts, shape)
+            writes = self._table_writes([admission.slot for admission in plan.admissions], plan.table_writes)
+        return self._fill(plan.decode, plan.prompts, shape, writes)
 
     def park(self, shape: StepShape) -> SampleRows:
         """Send a step that is all padding, so that running it touches nobody's KV. No row samples."""
-        return self._fill(DecodeRows(), (), shape)
+        return self._fill(DecodeRows(), (), shape, None)
 
-    def _fill(self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape) -> SampleRows:
+    def _fill(
+        self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape, writes: torch.Tensor | None
+    ) -> SampleRows:
+        """Send rows, and `writes` to the block table as `read_step` takes them."""
         parts, num_decode = PackedInputs.of(shape.num_rows, self._max_seqs), len(decode)
         self._hosts.reverse()
         host, packed = self._hosts[0]
@@ -94,7 +99,8 @@ class InputBuffers:
         if shape.has_prompts:
             rows, num_tiles = self._fill_prompts(packed, parts, rows, prompts, shape)
         packed[parts.counts] = num_decode, num_tiles
-        read_host(self._packed, host, parts.num_words(num_tiles))
+        num_words = parts.num_words(num_tiles)
+        read_step(self._packed, host, num_words, table=self.block_table, writes=writes)
         return rows
 
     def _fill_prompts(
@@ -113,7 +119,7 @@ class InputBuffers:
             assert row.tokens is not None, f"decode row behind prefill rows: {row}"
             slots[span.rows] = row.slot
             positions[span.rows] = np.arange(row.start, row.start + row.num_tokens)
-            tokens[span.rows] = row.tokens
+            tokens[span.rows] = np.frombuffer(array("I", row.tokens), np.int32)  # thrice as fast as numpy
         # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
         logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
         sample_positions = packed[parts.sample_positions]
@@ -180,8 +186,11 @@ class InputBuffers:
             logit_adapters=None if adapters is None else adapters.logit_rows(shape),
         )
 
-    def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:
-        """Write to the block table; rows of `admitted` slots, which have new owners, are cleared before."""
+    def _table_writes(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> torch.Tensor | None:
+        """Return what to write to the block table, as `read_step` takes it; None: nothing.
+
+        Rows of `admitted` slots, which have new owners, are cleared before.
+        """
         width, block_by_entry = self.block_table.shape[1], dict[int, int]()
         for slot in admitted:
             first = slot * width
@@ -192,10 +201,8 @@ class InputBuffers:
             block_by_entry.update(enumerate(write.blocks, start=first))
             end = write.index + len(write.blocks)
             self._num_written[write.slot] = max(self._num_written[write.slot], end)
-        if block_by_entry:
-            # Each entry once: of two writes to one, either could win.
-            at, blocks = self._uploads.ints(list(block_by_entry), list(block_by_entry.values()))
-            self.block_table.view(-1).index_copy_(0, at, blocks.int())
+        # Each entry once: of two writes to one, either could win.
+        return self._uploads.host_rows(block_by_entry, block_by_entry.values()) if block_by_entry else None
 
 
 def _spans(begin: int, rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:

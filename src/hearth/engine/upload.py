@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,15 @@ class Uploads:
         host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=self._is_cuda)
         np.concatenate([np.asarray(column, np.int64) for column in columns], out=host.numpy())
         return self._send(host).split_with_sizes(lengths)
+
+    def host_rows(self, *rows: Collection[int]) -> torch.Tensor:
+        """Return rows of equal length, int32 [rows, length], in memory that this step's kernels may read."""
+        host = torch.empty((len(rows), len(rows[0])), dtype=torch.int32, pin_memory=self._is_cuda)
+        for target, row in zip(host.numpy(), rows, strict=True):
+            target[:] = np.fromiter(row, np.int32, len(row))
+        if self._is_cuda:
+            self._sent.append(host)
+        return host
 
     def floats(self, values: Sequence[float]) -> torch.Tensor:
         return self._send(torch.tensor(values, dtype=torch.float32, pin_memory=self._is_cuda))
