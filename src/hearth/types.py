@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import Literal, NewType
 
@@ -183,7 +182,9 @@ class SamplingParams:
 
     def resolved(self, stop_token_ids: tuple[int, ...], seed: int) -> SamplingParams:
         """Return the same with stop tokens and a seed that are known to be sound, and not checked again."""
-        same = copy(self)
+        same = object.__new__(SamplingParams)  # `copy` takes three times as long
+        for one in fields(self):
+            object.__setattr__(same, one.name, getattr(self, one.name))
         object.__setattr__(same, "stop_token_ids", stop_token_ids)
         object.__setattr__(same, "seed", seed)
         return same

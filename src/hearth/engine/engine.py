@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from hearth.engine.guide import Guides
@@ -433,7 +435,16 @@ def _check_tokens(
 ) -> None:
     """Raise `error` at the first id that is no token of the vocabulary."""
     # The common cases at the speed of C: this stands between a prompt and its first token.
-    if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab_size):
+    if not tokens or (list(map(type, tokens)).count(int) == len(tokens) and _are_below(tokens, vocab_size)):
         return
     bad = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
     raise error(f"`{name}` holds {bad!r}, a token id must be an integer from 0 to {vocab_size - 1}")
+
+
+def _are_below(numbers: Collection[int], limit: int) -> bool:
+    """True if integers are from 0 up to a limit."""
+    try:
+        words = array("I", numbers)
+    except OverflowError:
+        return False
+    return int(np.frombuffer(words, np.uint32).max()) < limit

@@ -6,7 +6,6 @@ needs. There are two host copies, because that of the step in flight may still b
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.sampler import SampleRows
 from hearth.engine.step_shape import StepShape
-from hearth.engine.upload import Uploads
+from hearth.engine.upload import Uploads, int32s
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, cut_tiles
@@ -119,7 +118,7 @@ class InputBuffers:
             assert row.tokens is not None, f"decode row behind prefill rows: {row}"
             slots[span.rows] = row.slot
             positions[span.rows] = np.arange(row.start, row.start + row.num_tokens)
-            tokens[span.rows] = np.frombuffer(array("I", row.tokens), np.int32)  # thrice as fast as numpy
+            tokens[span.rows] = int32s(row.tokens)
         # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
         logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
         sample_positions = packed[parts.sample_positions]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -40,7 +40,7 @@ class Outbox(SimpleQueue[StepOutputs | RequestFailed | Failed]):
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    request: EngineRequest
+    requests: Sequence[EngineRequest]
     outbox: Outbox
 
 
@@ -75,13 +75,16 @@ class StepLoop:
         self._thread.start()
         self.engine = built.result()
 
-    def add(self, request: EngineRequest, outbox: Outbox) -> None:
-        """Start a request; where the engine broke or was closed, `Failed` is all that it gets."""
+    def add(self, requests: Sequence[EngineRequest], outbox: Outbox) -> None:
+        """Start requests, so that no step has some of them while others are still on their way.
+
+        Where the engine broke or was closed, `Failed` is all that each of them gets.
+        """
         with self._gate:
             if not self._is_closed:
-                self._inbox.put(_Add(request, outbox))
+                self._inbox.put(_Add(requests, outbox))
                 return
-        outbox.put(Failed(request.request_id, _closed()))
+        _refuse(requests, outbox, _closed())
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request; outputs that are already in its outbox stay there, and no terminal one follows."""
@@ -125,9 +128,10 @@ class StepLoop:
         """Carry out posted commands, sleeping while the engine is idle; return False once it should stop."""
         while not engine.has_work or not self._inbox.empty():
             match self._inbox.get():
-                case _Add(request, outbox):
-                    self._outboxes[request.request_id] = outbox
-                    engine.add(request)
+                case _Add(requests, outbox):
+                    self._outboxes.update((request.request_id, outbox) for request in requests)
+                    for request in requests:
+                        engine.add(request)
                 case _Cancel(request_id):
                     self._outboxes.pop(request_id, None)
                     engine.cancel(request_id)
@@ -153,7 +157,12 @@ class StepLoop:
         """Answer every further request of a broken engine with `Failed`, until it is closed."""
         while not isinstance(command := self._inbox.get(), _Stop):
             if isinstance(command, _Add):
-                command.outbox.put(Failed(command.request.request_id, cause))
+                _refuse(command.requests, command.outbox, cause)
+
+
+def _refuse(requests: Sequence[EngineRequest], outbox: Outbox, cause: BaseException) -> None:
+    for request in requests:
+        outbox.put(Failed(request.request_id, cause))
 
 
 def _closed() -> EngineFailed:
