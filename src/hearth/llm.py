@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -172,7 +172,7 @@ class LLM:
         """
         asked = _as_prompts(prompts)
         each = zip(asked, _as_params(params, len(asked)), _as_adapters(adapter, len(asked)), strict=True)
-        requests = [replace(self._request(*one), is_streamed=False) for one in each]
+        requests = [self._request(*one, is_streamed=False) for one in each]
         answers = {
             request.request_id: _ReceivedAnswer(request, self._tokenizer, _TEXT_TOKENS + at % _TEXT_TOKENS)
             for at, request in enumerate(requests)
@@ -186,7 +186,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Delta]:
         """Complete one prompt, token by token. Leaving the iterator early ends the request."""
-        return self._stream(self._request(prompt, params or SamplingParams(), adapter))
+        return self._stream(self._request(prompt, params or SamplingParams(), adapter, is_streamed=True))
 
     def _stream(self, request: EngineRequest) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
@@ -245,7 +245,9 @@ class LLM:
                 if answer.finish_reason is None:
                     loop.cancel(request_id)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> EngineRequest:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None, *, is_streamed: bool
+    ) -> EngineRequest:
         if adapter is not None and adapter not in self._adapters:
             known = ", ".join(f"`{name}`" for name in self._adapters) or "none"
             raise UnknownModel(
@@ -259,7 +261,9 @@ class LLM:
         token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
         adapter_id = None if adapter is None else self._adapters[adapter]
         request_id = RequestId(f"r{next(self._numbers)}")
-        return self.engine.request(request_id, token_ids, params, adapter=adapter_id)
+        return self.engine.request(
+            request_id, token_ids, params, adapter=adapter_id, is_streamed=is_streamed
+        )
 
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -273,8 +277,8 @@ class _ReceivedAnswer:
 
     request: EngineRequest
     tokenizer: Tokenizer | None  #: None: it has no text
-    #: So many tokens, if nobody reads along, from which text is made next: not all at the end, when the device
-    #: has nothing to do, nor that of all answers at once.
+    #: The number of tokens with which text is made next, if nobody reads along: not all of it at the end, for
+    #: then the device has nothing to do, nor that of all answers at once.
     read_at: int = _TEXT_TOKENS
     num_read: int = 0  #: tokens whose text is made
     transcript: Transcript | None = None  #: opened with the first text

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
+from operator import attrgetter
 from typing import Literal, NewType
 
 from hearth.errors import BadSampling
@@ -182,13 +183,16 @@ class SamplingParams:
 
     def resolved(self, stop_token_ids: tuple[int, ...], seed: int) -> SamplingParams:
         """Return the same with stop tokens and a seed that are known to be sound, and not checked again."""
-        same = object.__new__(SamplingParams)  # `copy` takes three times as long
-        for one in fields(self):
-            object.__setattr__(same, one.name, getattr(self, one.name))
+        same = object.__new__(SamplingParams)  # `copy` takes six times as long
+        for name, value in zip(_NAMES, _values(self), strict=True):
+            object.__setattr__(same, name, value)
         object.__setattr__(same, "stop_token_ids", stop_token_ids)
         object.__setattr__(same, "seed", seed)
         return same
 
+
+_NAMES = tuple(one.name for one in fields(SamplingParams))
+_values = attrgetter(*_NAMES)
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0

@@ -138,6 +138,8 @@ class Intake:
         guide: GuideSpec | None = None,
         pooling: Pooling | None = None,
         adapter: AdapterId | None = None,
+        *,
+        is_streamed: bool = True,
     ) -> EngineRequest:
         """Check and resolve a request. Touches no state.
 
@@ -153,7 +155,14 @@ class Intake:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         resolved = params.resolved(tuple(sorted(stops)), seed)
         request = EngineRequest(
-            request_id, tuple(prompt), resolved, salt, tuple(output), pooling=pooling, adapter=adapter
+            request_id,
+            tuple(prompt),
+            resolved,
+            salt,
+            tuple(output),
+            pooling=pooling,
+            adapter=adapter,
+            is_streamed=is_streamed,
         )
         self._batcher.check_fits(request)
         return request if guide is None else replace(request, guide=self._guide(guide, params, output))

@@ -7,6 +7,7 @@ needs. There are two host copies, because that of the step in flight may still b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -113,24 +114,27 @@ class InputBuffers:
         """Write prompts behind the decode rows; return all rows that sample, and the number of tiles."""
         slots, positions, tokens = packed[parts.slots], packed[parts.positions], packed[parts.tokens]
         num_decode, num_rows = len(decode), len(decode) + len(prompts)
-        spans = _spans(num_decode, prompts)
-        for span, row in zip(spans, prompts, strict=True):
-            assert row.tokens is not None, f"decode row behind prefill rows: {row}"
-            slots[span.rows] = row.slot
-            positions[span.rows] = np.arange(row.start, row.start + row.num_tokens)
-            tokens[span.rows] = int32s(row.tokens)
+        # All prompts at once: there may be hundreds of them, and the device waits.
+        lengths = np.array([row.num_tokens for row in prompts], np.int64)
+        ends = lengths.cumsum()
+        num_tokens = int(ends[-1]) if prompts else 0
+        filled = slice(num_decode, num_decode + num_tokens)
+        slots[filled] = np.repeat([row.slot for row in prompts], lengths)
+        starts = np.array([row.start for row in prompts], np.int64)
+        positions[filled] = np.arange(num_tokens) + np.repeat(starts + lengths - ends, lengths)
+        tokens[filled] = int32s(chain.from_iterable(map(_tokens_of, prompts)))
         # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
         logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
         sample_positions = packed[parts.sample_positions]
         logit_rows[:num_decode] = np.arange(num_decode)
-        logit_rows[num_decode:num_rows] = [span.rows.stop - 1 for span in spans]
+        logit_rows[num_decode:num_rows] = num_decode + ends - 1
         logit_rows[num_rows : shape.num_logits] = 0
         num_samples = num_rows - sum(not row.samples for row in prompts)
         assert num_samples == num_rows or not prompts[-1].samples, f"not only the last samples not: {prompts}"
         sample_slots[:num_samples] = slots[logit_rows[:num_samples]]
         sample_slots[num_samples : shape.num_logits] = self._dummy_slot
         sample_positions[:num_samples] = positions[logit_rows[:num_samples]]
-        tiles = cut_tiles(spans, self._tile_tokens_of(shape.num_rows))
+        tiles = cut_tiles(_spans(num_decode, prompts), self._tile_tokens_of(shape.num_rows))
         packed[parts.tiles][: len(tiles)] = tiles
         masks = {num_decode + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
         rows = SampleRows(
@@ -202,6 +206,11 @@ class InputBuffers:
             self._num_written[write.slot] = max(self._num_written[write.slot], end)
         # Each entry once: of two writes to one, either could win.
         return self._uploads.host_rows(block_by_entry, block_by_entry.values()) if block_by_entry else None
+
+
+def _tokens_of(row: Row) -> tuple[int, ...]:
+    assert row.tokens is not None, f"decode row behind prefill rows: {row}"
+    return row.tokens
 
 
 def _spans(begin: int, rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:

@@ -305,15 +305,15 @@ def _rules(admission: Admission, vocab_size: int) -> _Rules:
     stop_ids = {token for token in sampling.stop_ids if 0 <= token < vocab_size}
     allowed = sampling.allowed_token_ids or range(vocab_size)
     can_ban = sampling.min_tokens > 0 and not all(token in stop_ids for token in allowed)
-    needs = {
-        _Part.PENALTIES: is_penalised(sampling),
-        _Part.BIAS: is_biased(sampling),
-        _Part.BAN: can_ban and bool(stop_ids),
-        _Part.LOGPROBS: sampling.logprobs is not None,
-        _Part.DRAW: _is_random(sampling),
-    }
+    needs = (
+        (_Part.PENALTIES, is_penalised(sampling)),
+        (_Part.BIAS, is_biased(sampling)),
+        (_Part.BAN, can_ban and bool(stop_ids)),
+        (_Part.LOGPROBS, sampling.logprobs is not None),
+        (_Part.DRAW, _is_random(sampling)),
+    )
     return _Rules(
-        parts=sum(part for part, is_needed in needs.items() if is_needed),
+        parts=sum(part for part, is_needed in needs if is_needed),
         banned=tuple(stop_ids),
         banned_before=admission.num_prompt_tokens + sampling.min_tokens,
         num_logprobs=sampling.logprobs,

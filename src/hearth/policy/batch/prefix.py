@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 
@@ -56,6 +57,7 @@ def extend_digests(
         digests.append(parent)
 
 
+@lru_cache(maxsize=256)
 def _root(salt: bytes, adapter: AdapterId | None) -> bytes:
     # Set apart by `person`, so that no salt can pass for the digest of another chain.
     root = blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
