@@ -107,7 +107,7 @@ def greedy(max_tokens: int | None = 8, **others: object) -> SamplingParams:
 def wait_until_idle(llm: LLM) -> None:
     """A cancellation takes effect at the next step."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while llm.engine.has_work:
+    while llm.engine.has_work or not llm.engine.is_settled:
         assert time.monotonic() < deadline_s, "the engine still has work"
         time.sleep(0.001)
 

@@ -261,9 +261,7 @@ class LLM:
         token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
         adapter_id = None if adapter is None else self._adapters[adapter]
         request_id = RequestId(f"r{next(self._numbers)}")
-        return self.engine.request(
-            request_id, token_ids, params, adapter=adapter_id, is_streamed=is_streamed
-        )
+        return self.engine.request(request_id, token_ids, params, adapter=adapter_id, is_streamed=is_streamed)
 
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -348,9 +348,34 @@ def test_an_idle_loop_waits_for_its_inbox_without_a_timeout(
     loop.add([request(engine, "a")], outbox)
     messages(outbox)
 
+    # Once for a moment, for readers come before the books; then for as long as it takes.
+    assert asleep.get(timeout=PATIENCE_S) == (True, loop_module._READERS_S)
     assert asleep.get(timeout=PATIENCE_S) == (True, None)
     assert asleep.empty()
+    assert engine.is_settled
     loop.close()
+
+
+def test_readers_are_told_before_the_books_are_finished(
+    engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_settle, settle = threading.Event(), engine.batcher.settle
+
+    def wait_and_settle() -> None:
+        if not engine.batcher.is_settled:
+            assert may_settle.wait(PATIENCE_S)
+        settle()
+
+    monkeypatch.setattr(engine.batcher, "settle", wait_and_settle)
+    num_free = engine.batcher.blocks.num_free
+    loop.add([request(engine, "a", num_prompt=9, max_tokens=1)], outbox := Outbox())
+
+    assert len(messages(outbox)) == 1
+    assert engine.batcher.blocks.num_free < num_free
+    may_settle.set()
+    loop.close()
+    assert engine.batcher.blocks.num_available == num_free
+    engine.batcher.check()
 
 
 def test_what_building_raises_is_raised_to_whoever_asked_for_the_loop() -> None:

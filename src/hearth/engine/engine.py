@@ -199,6 +199,8 @@ class Engine:
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
         self.allowance = allowance
+        #: Whoever steps tells readers of their tokens first, and then calls `settle`.
+        self.tells_first = False
         self.samples = StepSamples()  #: of the steps that were measured
         self._marks: StepMarks = NoMarks() if marks is None else marks
         self._vocab_size = vocab_size
@@ -335,6 +337,7 @@ class Engine:
         """
         assert not self.has_work, f"requests are under way: {self.usage}"
         assert not self.is_computing, "a step is under way"
+        self.settle()
         self.batcher.blocks.forget_prefixes()
         self.runner.use_products(products)
 
@@ -366,8 +369,17 @@ class Engine:
         """
         previous, self._flight = self._flight, None
         outcome = self._take_in(previous, launched=None)
+        self.settle()
         self.runner.settle()
         return outcome
+
+    @property
+    def is_settled(self) -> bool:
+        return self.batcher.is_settled
+
+    def settle(self) -> None:
+        """Finish the books of KV, which a step leaves to the next one if readers are told first."""
+        self.batcher.settle()
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
         """Wait for a step, and return what came of it beside one that was launched meanwhile."""
@@ -381,8 +393,10 @@ class Engine:
                 plan, seconds = previous.plan, previous.timer.seconds()
                 self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
                 self.samples.add(plan, seconds)
-            committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
+            committed = self.batcher.take_tokens(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
+        if not self.tells_first:
+            self.batcher.settle()
         return StepOutcome(
             outputs,
             launched.plan.admissions if launched is not None else (),
@@ -394,6 +408,7 @@ class Engine:
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
         self._flight = None
+        self.settle()
         self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
         self._marks.closed()
 

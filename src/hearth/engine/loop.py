@@ -12,13 +12,17 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from hearth.engine.engine import Engine, StepOutputs
 from hearth.errors import EngineFailed, HearthError
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.types import RequestId
+
+#: An engine with nothing to do finishes its books so much later than its readers are told.
+_READERS_S = 0.001
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +113,7 @@ class StepLoop:
         self._run(engine)
 
     def _run(self, engine: Engine) -> None:
+        engine.tells_first = True
         try:
             while self._take_commands(engine):
                 outcome = engine.step()
@@ -127,7 +132,7 @@ class StepLoop:
     def _take_commands(self, engine: Engine) -> bool:
         """Carry out posted commands, sleeping while the engine is idle; return False once it should stop."""
         while not engine.has_work or not self._inbox.empty():
-            match self._inbox.get():
+            match self._next_command(engine):
                 case _Add(requests, outbox):
                     self._outboxes.update((request.request_id, outbox) for request in requests)
                     for request in requests:
@@ -138,6 +143,14 @@ class StepLoop:
                 case _Stop():
                     return False
         return True
+
+    def _next_command(self, engine: Engine) -> _Add | _Cancel | _Stop:
+        if not engine.is_settled:
+            # Readers who were just told get the interpreter first: it is theirs while this thread waits.
+            with suppress(Empty):
+                return self._inbox.get(timeout=_READERS_S)
+            engine.settle()
+        return self._inbox.get()
 
     def _deliver(self, outputs: StepOutputs) -> None:
         rows_by_outbox: defaultdict[Outbox, list[int]] = defaultdict(list)
