@@ -174,7 +174,7 @@ class LLM:
         each = zip(asked, _as_params(params, len(asked)), _as_adapters(adapter, len(asked)), strict=True)
         requests = [self._request(*one, is_streamed=False) for one in each]
         answers = {
-            request.request_id: _ReceivedAnswer(request, self._tokenizer, _TEXT_TOKENS + at % _TEXT_TOKENS)
+            request.request_id: _ReceivedAnswer(request, self._tokenizer, 1 + at % _TEXT_TOKENS)
             for at, request in enumerate(requests)
         }
         ends = self._collect(requests, answers)
@@ -277,7 +277,7 @@ class _ReceivedAnswer:
     tokenizer: Tokenizer | None  #: None: it has no text
     #: The number of tokens with which text is made next, if nobody reads along: not all of it at the end, for
     #: then the device has nothing to do, nor that of all answers at once.
-    read_at: int = _TEXT_TOKENS
+    read_at: int = 1
     num_read: int = 0  #: tokens whose text is made
     transcript: Transcript | None = None  #: opened with the first text
     token_ids: list[int] = field(default_factory=list)
