@@ -266,6 +266,7 @@ class Batcher:
 
     def remove_all_blocks(self) -> None:
         """Have no KV any more. No sequence runs."""
+        self.settle()
         self.blocks.remove_all()
 
     def clear(
@@ -294,10 +295,10 @@ class Batcher:
         return moves
 
     def prepare_commit(self) -> None:
-        """Compute what the next commit needs of its step and knows already, for it has a reader that waits.
+        """Compute the digests of prompts that the next commit publishes, while its step is computed.
 
-        That are the digests of prompts, of which a plan needs few. Whoever does not call this has it all done
-        by the commit.
+        A plan needs few of them, so the others are left to be done beside the device. The commit does what
+        was not done here.
         """
         flight = self._flights[0]
         for sequence in flight.sequences[flight.plan.num_decode_rows :]:
