@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from hearth.errors import (
 from hearth.llm import Delta, Prompt
 from hearth.policy.batch.plan import EngineRequest
 from hearth.text.tokenizer import Tokenizer
+from hearth.text.transcript import Transcript
 from hearth.types import FinishReason
 from tests.engine.harness import assert_greedy, engine_for, reference_logits
 from tests.models.zoo import build
@@ -106,7 +107,7 @@ def greedy(max_tokens: int | None = 8, **others: object) -> SamplingParams:
 def wait_until_idle(llm: LLM) -> None:
     """A cancellation takes effect at the next step."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while llm.engine.has_work:
+    while llm.engine.has_work or not llm.engine.is_settled:
         assert time.monotonic() < deadline_s, "the engine still has work"
         time.sleep(0.001)
 
@@ -387,9 +388,9 @@ def test_the_device_has_all_prompts_before_their_text_is_looked_at(
     def decode(*_: object, **__: object) -> str:
         raise RuntimeError("no text")
 
-    def add(request: EngineRequest, outbox: Outbox) -> None:
-        are_streamed.append(request.is_streamed)
-        StepLoop.add(llm._loop, request, outbox)
+    def add(requests: Sequence[EngineRequest], outbox: Outbox) -> None:
+        are_streamed.extend(request.is_streamed for request in requests)
+        StepLoop.add(llm._loop, requests, outbox)
 
     monkeypatch.setattr(llm._loop, "add", add)
     monkeypatch.setattr(Tokenizer, "decode", decode)
@@ -400,6 +401,46 @@ def test_the_device_has_all_prompts_before_their_text_is_looked_at(
         next(llm.stream([5, 6], params))
     monkeypatch.undo()
     assert are_streamed == [False, False, True]
+    wait_until_idle(llm)
+
+
+def test_the_text_of_long_answers_is_made_in_small_parts_and_is_that_of_a_stream(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end, when the device has nothing to do, little of it is left."""
+    sizes: list[int] = []
+
+    def push_all(transcript: Transcript, tokens: Sequence[int], reason: FinishReason | None) -> str:
+        sizes.append(len(tokens))
+        return whole(transcript, tokens, reason)
+
+    whole = Transcript.push_all
+    monkeypatch.setattr(Transcript, "push_all", push_all)
+    params = [SamplingParams(temperature=1.0, seed=n, max_tokens=20 + 9 * n, ignore_eos=True) for n in (0, 5)]
+
+    answers = llm.generate([[50, 60], [70, 80]], params)
+
+    assert [len(answer.token_ids) for answer in answers] == [20, 65]
+    assert (sum(sizes), max(sizes)) == (85, 16)
+    streams = [llm.stream(prompt, one) for prompt, one in zip([[50, 60], [70, 80]], params, strict=True)]
+    assert [answer.text for answer in answers] == ["".join(d.text for d in stream) for stream in streams]
+
+
+def test_only_an_answer_that_its_text_ends_has_to_be_cancelled(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    (whole,) = llm.generate("hearth", params)
+    cancelled: list[str] = []
+    monkeypatch.setattr(llm._loop, "cancel", cancelled.append)
+
+    assert llm.generate(["hearth", "other"], params)[0] == whole
+    assert not cancelled
+
+    (cut,) = llm.generate("hearth", replace(params, stop=whole.text[2:4]))
+    assert cut.finish_reason is STOP
+    assert len(cancelled) == 1
+    monkeypatch.undo()
     wait_until_idle(llm)
 
 

@@ -1,10 +1,11 @@
 """Where does the time from a prompt to its first token go, on the host and on the device?
 
-    python -m bench.engine.first_token [--shape 7B] [--prompts 128 2048] [--runs 12]
+    python -m bench.engine.first_token [--shape 7B] [--prompts 128 2048] [--runs 12] [--many 256x128 64x3500]
 
 Random weights on one GPU, asked through `LLM.stream`, one prompt after the other. Prints a JSON line for each
 length, medians: when each part of the way was done, in ms since the prompt was handed over, and likewise for
-the device, since the launch began.
+the device, since the launch began. Then many at once through `LLM.generate`, eight tokens each: when the
+first step was launched, and how long the host took behind the last.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 import json
 import time
 from argparse import ArgumentParser
-from collections import defaultdict
 from collections.abc import Callable
 from statistics import median
 
@@ -28,6 +28,9 @@ from hearth import SamplingParams
 from hearth.engine.runner import PendingStep
 
 NUM_WARM = 3
+NUM_NEW, NUM_MANY_RUNS = 8, 3  #: tokens of each of many, and how often these are asked after once
+#: The parts that many requests have in front of their first step.
+FIRST = ("drawn up", "taken by the thread that steps", "planned", "launch begins", "inputs sent", "launched")
 
 
 class Marks:
@@ -59,6 +62,18 @@ class Marks:
 
         setattr(owner, method, noted)
 
+    def last(self, owner: object, method: str, name: str) -> None:
+        """Note when the last call of a method returns."""
+        called: Callable[..., object] = getattr(owner, method)
+
+        def noted(*args: object, **kwargs: object) -> object:
+            try:
+                return called(*args, **kwargs)
+            finally:
+                self.done_s[name] = time.perf_counter()
+
+        setattr(owner, method, noted)
+
     def note(self, name: str, *, has_event: bool = False) -> None:
         if name in self.done_s:
             return
@@ -71,15 +86,18 @@ class Marks:
 def watch(rig: Rig) -> Marks:
     marks, engine, runner = Marks(), rig.engine, rig.engine.runner
     marks.after(rig.llm, "_request", "checked")
+    marks.before(rig.llm._loop, "add", "drawn up")
     marks.before(engine, "add", "taken by the thread that steps")
     marks.after(engine.batcher, "plan", "planned")
     marks.before(runner, "launch", "launch begins", has_event=True)
-    marks.after(runner._inputs, "_write_table", "table sent")
     marks.after(runner._inputs, "fill", "inputs sent", has_event=True)
     marks.after(runner, "_run", "graphs queued", has_event=True)
     marks.after(runner, "launch", "launched", has_event=True)
     marks.after(PendingStep, "wait", "waited")
-    marks.after(engine.batcher, "commit", "committed")
+    commit = "take_tokens" if hasattr(engine.batcher, "take_tokens") else "commit"  # as sources before had it
+    marks.after(engine.batcher, commit, "committed")
+    marks.last(PendingStep, "wait", "last waited")
+    marks.last(engine.batcher, commit, "last committed")
     return marks
 
 
@@ -96,28 +114,44 @@ def ask(rig: Rig, marks: Marks, prompt: list[int]) -> tuple[dict[str, float], di
     return host, {name: first.elapsed_time(event) for name, event in events.items() if event is not first}
 
 
+def ask_many(rig: Rig, marks: Marks, prompts: list[list[int]]) -> dict[str, float]:
+    marks.done_s.clear()
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    began_s = time.perf_counter()
+    rig.llm.generate(prompts, params)
+    ended_s = time.perf_counter()
+    time.sleep(0.005)
+    done_s, last = marks.done_s, ("last waited", "last committed")
+    found = {name: 1e3 * (at_s - began_s) for name, at_s in done_s.items() if name in FIRST}
+    return found | {f"{name}, before the end": 1e3 * (ended_s - done_s[name]) for name in last}
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(median(row[name] for row in rows), 3) for name in rows[0]}
+
+
 def main() -> None:
     parser = ArgumentParser("python -m bench.engine.first_token")
     parser.add_argument("--shape", default="7B")
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 2048])
     parser.add_argument("--runs", type=int, default=12)
+    parser.add_argument("--many", nargs="*", default=[], metavar="NUMBERxLENGTH")
     given = parser.parse_args()
     with opened(GPU.shapes[given.shape], GPU, torch.device("cuda", 0)) as rig:
         for length in given.prompts:
             unwatched = rig.first_tokens_ms(length, given.runs)
-            print(json.dumps({"prompt": length, "unwatched_ms": round(median(unwatched), 3)}), flush=True)
+            spread = {"median": round(median(unwatched), 3), "least": round(min(unwatched), 3)}
+            print(json.dumps({"prompt": length, "unwatched_ms": spread}), flush=True)
         marks = watch(rig)
         for length in given.prompts:
-            host, device = defaultdict(list), defaultdict(list)
-            for prompt in rig.prompts.take(NUM_WARM + given.runs, length)[NUM_WARM:]:
-                for found, into in zip(ask(rig, marks, prompt), (host, device), strict=True):
-                    for name, value in found.items():
-                        into[name].append(value)
-            told = {
-                kind: {name: round(median(values), 3) for name, values in into.items()}
-                for kind, into in (("host", host), ("device", device))
-            }
+            asked = rig.prompts.take(NUM_WARM + given.runs, length)
+            found = [ask(rig, marks, prompt) for prompt in asked][NUM_WARM:]
+            told = {"host": medians([one[0] for one in found]), "device": medians([one[1] for one in found])}
             print(json.dumps({"prompt": length, **told}), flush=True)
+        for many in given.many:
+            number, length = map(int, many.split("x"))
+            rows = [ask_many(rig, marks, rig.prompts.take(number, length)) for _ in range(1 + NUM_MANY_RUNS)]
+            print(json.dumps({"many": many, **medians(rows[1:])}), flush=True)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ def parts_us(engine: Engine) -> dict[str, float]:
         (runner, "_run"),
         (runner._sampler, "sample"),
         (engine.allowance, "measured"),
-        (engine.batcher, "commit"),
+        (engine.batcher, "take_tokens"),
+        (engine.batcher, "settle"),
         (engine, "_outputs"),
     ]
     for owner, method in wrapped:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,9 @@ from hearth.types import (
 )
 
 Prompt = str | Sequence[int]
+
+#: Tokens of an answer whose text is made at once where nobody sees one before the last.
+_TEXT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,24 +172,28 @@ class LLM:
         """
         asked = _as_prompts(prompts)
         each = zip(asked, _as_params(params, len(asked)), _as_adapters(adapter, len(asked)), strict=True)
-        requests = [replace(self._request(*one), is_streamed=False) for one in each]
-        answers = dict[RequestId, _ReceivedAnswer]()
+        requests = [self._request(*one, is_streamed=False) for one in each]
+        answers = {
+            request.request_id: _ReceivedAnswer(request, self._tokenizer, 1 + at % _TEXT_TOKENS)
+            for at, request in enumerate(requests)
+        }
         ends = self._collect(requests, answers)
-        for _ in track(ends, "generating", total=len(requests), disable=not progress):
+        for _ in track(ends, "generating", total=len(requests)) if progress else ends:
             pass
-        return [answers[request.request_id].completion() for request in requests]
+        return [answer.completion() for answer in answers.values()]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Delta]:
         """Complete one prompt, token by token. Leaving the iterator early ends the request."""
-        return self._stream(self._request(prompt, params or SamplingParams(), adapter))
+        return self._stream(self._request(prompt, params or SamplingParams(), adapter, is_streamed=True))
 
     def _stream(self, request: EngineRequest) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
-        loop.add(request, outbox)
+        loop.add([request], outbox)
         try:
-            answer = _ReceivedAnswer(request, self._transcript(request))  # while the device computes
+            answer = _ReceivedAnswer(request, self._tokenizer)
+            answer.open_transcript()  # while the device computes
             while answer.finish_reason is None:
                 message = _received(outbox)
                 if isinstance(message, RequestFailed):
@@ -211,15 +218,12 @@ class LLM:
         self.close()
 
     def _collect(
-        self, requests: Sequence[EngineRequest], answers: dict[RequestId, _ReceivedAnswer]
+        self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _ReceivedAnswer]
     ) -> Iterator[None]:
         """Run the requests, fill in their answers and yield at the end of each. Whatever happens, all end."""
         loop, outbox, num_open = self._loop, Outbox(), len(requests)
-        for request in requests:
-            loop.add(request, outbox)
+        loop.add(requests, outbox)
         try:
-            # While the device computes: to continue the text of a prompt its end is read.
-            answers.update((r.request_id, _ReceivedAnswer(r, self._transcript(r))) for r in requests)
             while num_open:
                 message = _received(outbox)
                 if isinstance(message, RequestFailed):
@@ -232,16 +236,18 @@ class LLM:
                         continue  # likewise
                     answer.note(message, row)
                     if answer.finish_reason is not None:
-                        loop.cancel(request_id)
+                        if request_id not in message.finished:  # but ended by its text
+                            loop.cancel(request_id)
                         num_open -= 1
                         yield
         finally:
-            ended = {name for name, answer in answers.items() if answer.finish_reason is not None}
-            for request in requests:
-                if request.request_id not in ended:
-                    loop.cancel(request.request_id)
+            for request_id, answer in answers.items():
+                if answer.finish_reason is None:
+                    loop.cancel(request_id)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> EngineRequest:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None, *, is_streamed: bool
+    ) -> EngineRequest:
         if adapter is not None and adapter not in self._adapters:
             known = ", ".join(f"`{name}`" for name in self._adapters) or "none"
             raise UnknownModel(
@@ -255,17 +261,12 @@ class LLM:
         token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
         adapter_id = None if adapter is None else self._adapters[adapter]
         request_id = RequestId(f"r{next(self._numbers)}")
-        return self.engine.request(request_id, token_ids, params, adapter=adapter_id)
+        return self.engine.request(request_id, token_ids, params, adapter=adapter_id, is_streamed=is_streamed)
 
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:
             raise BadPrompt("the model was loaded with `skip_tokenizer`, so prompts must be token ids")
         return self._tokenizer
-
-    def _transcript(self, request: EngineRequest) -> Transcript | None:
-        if self._tokenizer is None:
-            return None
-        return Transcript(self._tokenizer, request.sampling, request.prompt)
 
 
 @dataclass(slots=True)
@@ -273,12 +274,23 @@ class _ReceivedAnswer:
     """The answer to one request as far as it was received. Mutable; written by the thread that asked."""
 
     request: EngineRequest
-    transcript: Transcript | None
+    tokenizer: Tokenizer | None  #: None: it has no text
+    #: The number of tokens with which text is made next, if nobody reads along: not all of it at the end, for
+    #: then the device has nothing to do, nor that of all answers at once.
+    read_at: int = 1
+    num_read: int = 0  #: tokens whose text is made
+    transcript: Transcript | None = None  #: opened with the first text
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     reading: PromptReading | None = None
+
+    def open_transcript(self) -> Transcript | None:
+        """Return the transcript; to continue the text of a prompt, its end is read first."""
+        if self.transcript is None and self.tokenizer is not None:
+            self.transcript = Transcript(self.tokenizer, self.request.sampling, self.request.prompt)
+        return self.transcript
 
     def take(self, output: Output) -> Delta:
         """Add a token, and return what is new."""
@@ -287,8 +299,8 @@ class _ReceivedAnswer:
         if self._has_no_tokens:
             self.finish_reason = FinishReason.LENGTH  # whatever the token is that nobody is told of
             return Delta("", (), self.finish_reason, None)
-        if self.transcript is not None:
-            delta = self.transcript.push(output.token, output.finish_reason)
+        if (transcript := self.open_transcript()) is not None:
+            delta = transcript.push(output.token, output.finish_reason)
             text, self.finish_reason = delta.text, delta.finish_reason
         self.token_ids.append(output.token)
         self.texts.append(text)
@@ -298,8 +310,7 @@ class _ReceivedAnswer:
 
     def note(self, outputs: StepOutputs, row: int) -> None:
         """Add one of the tokens of a step, of which nobody wants to see the text before the end."""
-        has_stops = self.transcript is not None and self.transcript.has_stop_strings
-        if has_stops or self._has_no_tokens:
+        if self.request.sampling.stop or self._has_no_tokens:
             self.take(outputs[row])
             return
         self.reading = self.reading or outputs.readings.get(outputs.request_ids[row])
@@ -307,8 +318,15 @@ class _ReceivedAnswer:
         if outputs.logprobs is not None and (own := outputs.logprobs[row]) is not None:
             self.logprobs.append(own)
         self.finish_reason = outputs.finished.get(outputs.request_ids[row])
-        if self.transcript is not None and self.finish_reason is not None:
-            self.texts.append(self.transcript.whole(self.token_ids, self.finish_reason))
+        if self.finish_reason is not None or len(self.token_ids) >= self.read_at:
+            self._read()
+
+    def _read(self) -> None:
+        """Make text of the tokens that have none yet."""
+        if (transcript := self.open_transcript()) is not None:
+            self.texts.append(transcript.push_all(self.token_ids[self.num_read :], self.finish_reason))
+        self.num_read = len(self.token_ids)
+        self.read_at = self.num_read + _TEXT_TOKENS
 
     @property
     def _has_no_tokens(self) -> bool:

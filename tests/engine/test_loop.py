@@ -14,7 +14,7 @@ from hearth.engine import loop as loop_module
 from hearth.engine.engine import Engine, Output, StepOutcome, StepOutputs
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import DeviceError, EngineFailed, LogitsNotFinite
-from hearth.policy.batch.plan import EngineRequest, RequestFailed
+from hearth.policy.batch.plan import EngineRequest, RequestFailed, StepPlan
 from hearth.types import FinishReason, RequestId
 from tests.engine.harness import engine_for, greedy
 
@@ -64,7 +64,7 @@ def rest(outbox: Outbox) -> list[Output | RequestFailed | Failed]:
 
 def test_a_request_gets_its_tokens_and_one_end(engine: Engine, loop: StepLoop) -> None:
     outbox: Outbox = SimpleQueue()
-    loop.add(request(engine, "a", max_tokens=5), outbox)
+    loop.add([request(engine, "a", max_tokens=5)], outbox)
 
     received = messages(outbox)
 
@@ -79,8 +79,8 @@ def test_the_tokens_of_a_step_come_as_one_message_to_each_outbox(engine: Engine,
     shared, own = Outbox(), Outbox()
     mine = [request(engine, name, max_tokens=3) for name in ("a", "b", "c")]
     other = request(engine, "d", max_tokens=3)
-    for one, outbox in [*((one, shared) for one in mine), (other, own)]:
-        loop.add(one, outbox)
+    loop.add(mine, shared)
+    loop.add([other], own)
 
     assert len(messages(own)) == 3
     steps: list[StepOutputs] = []
@@ -96,6 +96,36 @@ def test_the_tokens_of_a_step_come_as_one_message_to_each_outbox(engine: Engine,
     assert all(step.finished.keys() <= set(step.request_ids) for step in steps)
 
 
+@pytest.mark.parametrize("attempt", range(5))
+def test_the_first_step_has_all_requests_that_were_added_together(
+    engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch, attempt: int
+) -> None:
+    plans, plan = list[StepPlan | None](), engine.batcher.plan
+
+    def noted(max_prompt_tokens: int | None, max_lone_tokens: int | None) -> StepPlan | None:
+        plans.append(plan(max_prompt_tokens, max_lone_tokens))
+        return plans[-1]
+
+    monkeypatch.setattr(engine.batcher, "plan", noted)
+    asked = [request(engine, str(number), num_prompt=2, max_tokens=1) for number in range(4)]
+    loop.add(asked, outbox := Outbox())
+
+    assert len(messages(outbox)) == 4
+    assert plans[0] is not None
+    assert plans[0].request_ids == [one.request_id for one in asked]
+
+
+def test_requests_that_were_added_together_all_fail_where_one_breaks_the_engine(
+    engine: Engine, loop: StepLoop
+) -> None:
+    asked = [request(engine, name) for name in ("a", "b", "b", "c")]  # by one that is there twice
+    loop.add(asked, outbox := Outbox())
+
+    loop.close()
+
+    assert sorted(end.request_id for end in rest(outbox) if isinstance(end, Failed)) == ["a", "b", "c"]
+
+
 def test_whatever_threads_add_and_cancel_every_request_ends_exactly_once(
     engine: Engine, loop: StepLoop
 ) -> None:
@@ -107,7 +137,7 @@ def test_whatever_threads_add_and_cancel_every_request_ends_exactly_once(
         for number in range(12):
             asked = request(engine, f"{thread}-{number}", chance.randint(1, 20), chance.randint(1, 8))
             outbox = outboxes[asked.request_id] = SimpleQueue()
-            loop.add(asked, outbox)
+            loop.add([asked], outbox)
             if chance.random() < 0.4:
                 cancelled.add(asked.request_id)
                 if chance.random() < 0.5:
@@ -138,8 +168,8 @@ def test_a_request_that_fails_is_told_so_and_the_others_go_on(engine: Engine, lo
     assert weights.embed is not None
     weights.embed[9] = torch.nan
     broken, sound = Outbox(), Outbox()
-    loop.add(request(engine, "broken", num_prompt=9), broken)
-    loop.add(request(engine, "sound", num_prompt=4), sound)
+    loop.add([request(engine, "broken", num_prompt=9)], broken)
+    loop.add([request(engine, "sound", num_prompt=4)], sound)
 
     (failed,) = messages(broken)
 
@@ -155,12 +185,12 @@ def test_cancelling_what_is_not_live_is_harmless(engine: Engine, loop: StepLoop,
     outbox: Outbox = SimpleQueue()
     if when == "before it was added":
         loop.cancel(RequestId("a"))
-    loop.add(request(engine, "a"), outbox)
+    loop.add([request(engine, "a")], outbox)
     received = messages(outbox)
     loop.cancel(RequestId("a"))
     loop.cancel(RequestId("a"))
 
-    loop.add(request(engine, "b"), outbox)
+    loop.add([request(engine, "b")], outbox)
 
     assert len(messages(outbox)) == len(received) == 5
 
@@ -178,12 +208,12 @@ def test_a_cancelled_request_gets_no_end_and_leaves_nothing_behind(
 
     monkeypatch.setattr(engine, "step", held_step)
     outbox: Outbox = SimpleQueue()
-    loop.add(request(engine, "a", max_tokens=100), outbox)
+    loop.add([request(engine, "a", max_tokens=100)], outbox)
     stepping.wait(PATIENCE_S)
     loop.cancel(RequestId("a"))
     may_go_on.set()
     other: Outbox = SimpleQueue()
-    loop.add(request(engine, "b"), other)
+    loop.add([request(engine, "b")], other)
 
     assert len(messages(other)) == 5
     loop.close()
@@ -215,12 +245,12 @@ def test_when_a_step_raises_every_live_request_fails_and_later_ones_too(
 ) -> None:
     live: list[Outbox] = [SimpleQueue() for _ in range(12)]
     for number, outbox in enumerate(live):
-        loop.add(request(engine, f"live-{number}", max_tokens=50), outbox)
+        loop.add([request(engine, f"live-{number}", max_tokens=50)], outbox)
     broken.set()
     ends = [messages(outbox)[-1] for outbox in live]
     later: Outbox = SimpleQueue()
     loop.cancel(RequestId("live-0"))
-    loop.add(request(engine, "later"), later)
+    loop.add([request(engine, "later")], later)
     ends.append(messages(later)[-1])
 
     assert [end.request_id for end in ends] == [*(f"live-{number}" for number in range(12)), "later"]
@@ -234,7 +264,7 @@ def test_an_engine_that_is_stuck_fails_its_requests_instead_of_spinning(
 ) -> None:
     monkeypatch.setattr(engine.batcher, "plan", lambda max_prompt_tokens, max_lone_tokens: None)
     outbox: Outbox = SimpleQueue()
-    loop.add(request(engine, "a"), outbox)
+    loop.add([request(engine, "a")], outbox)
 
     (end,) = messages(outbox)
 
@@ -247,11 +277,11 @@ def test_a_broken_loop_closes_and_says_so_to_whoever_comes_after(
 ) -> None:
     broken.set()
     outbox: Outbox = SimpleQueue()
-    loop.add(request(engine, "a", max_tokens=50), outbox)
+    loop.add([request(engine, "a", max_tokens=50)], outbox)
     messages(outbox)
     loop.close()
 
-    loop.add(request(engine, "b"), outbox)
+    loop.add([request(engine, "b")], outbox)
 
     assert isinstance(messages(outbox)[-1], Failed)
 
@@ -260,7 +290,7 @@ def test_closing_fails_what_is_live(engine: Engine, loop: StepLoop, monkeypatch:
     monkeypatch.setattr(engine, "step", lambda: StepOutcome(StepOutputs(), (), ()))  # never gets anywhere
     outboxes: list[Outbox] = [SimpleQueue() for _ in range(3)]
     for number, outbox in enumerate(outboxes):
-        loop.add(request(engine, str(number)), outbox)
+        loop.add([request(engine, str(number))], outbox)
 
     loop.close()
 
@@ -273,7 +303,7 @@ def test_closing_twice_is_harmless_and_what_comes_after_fails_at_once(engine: En
     loop.close()
     outbox: Outbox = SimpleQueue()
 
-    loop.add(request(engine, "late"), outbox)
+    loop.add([request(engine, "late")], outbox)
     loop.cancel(RequestId("late"))
 
     (end,) = rest(outbox)
@@ -287,7 +317,7 @@ def test_requests_that_race_with_the_closing_all_end(engine: Engine, loop: StepL
 
     def add_all() -> None:
         for number, outbox in enumerate(outboxes):
-            loop.add(request(engine, str(number), max_tokens=1), outbox)
+            loop.add([request(engine, str(number), max_tokens=1)], outbox)
 
     adder = threading.Thread(target=add_all)
     adder.start()
@@ -315,12 +345,37 @@ def test_an_idle_loop_waits_for_its_inbox_without_a_timeout(
         loop = StepLoop(lambda: engine)
     assert asleep.get(timeout=PATIENCE_S) == (True, None)
     outbox: Outbox = SimpleQueue()
-    loop.add(request(engine, "a"), outbox)
+    loop.add([request(engine, "a")], outbox)
     messages(outbox)
 
+    # Once for a moment, for readers come before the books; then for as long as it takes.
+    assert asleep.get(timeout=PATIENCE_S) == (True, loop_module._READERS_S)
     assert asleep.get(timeout=PATIENCE_S) == (True, None)
     assert asleep.empty()
+    assert engine.is_settled
     loop.close()
+
+
+def test_readers_are_told_before_the_books_are_finished(
+    engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_settle, settle = threading.Event(), engine.batcher.settle
+
+    def wait_and_settle() -> None:
+        if not engine.batcher.is_settled:
+            assert may_settle.wait(PATIENCE_S)
+        settle()
+
+    monkeypatch.setattr(engine.batcher, "settle", wait_and_settle)
+    num_free = engine.batcher.blocks.num_free
+    loop.add([request(engine, "a", num_prompt=9, max_tokens=1)], outbox := Outbox())
+
+    assert len(messages(outbox)) == 1
+    assert engine.batcher.blocks.num_free < num_free
+    may_settle.set()
+    loop.close()
+    assert engine.batcher.blocks.num_available == num_free
+    engine.batcher.check()
 
 
 def test_what_building_raises_is_raised_to_whoever_asked_for_the_loop() -> None:

@@ -18,7 +18,7 @@ from hearth.engine import inputs
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
-from hearth.kernels.host_read import read_host
+from hearth.kernels.step_read import read_step
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import StepLimits
 from hearth.types import Pooling, RequestId
@@ -202,11 +202,18 @@ def test_what_is_sent_stays_on_the_host_until_a_slow_device_has_read_it(
     engine = padded("llama-gqa", replace(ROOMY, max_batch_tokens=8, max_seqs=2), FirstWork())
     unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the host, and what was to be read there
 
-    def sent(out: torch.Tensor, host: torch.Tensor, count: int) -> None:
+    def sent(
+        out: torch.Tensor,
+        host: torch.Tensor,
+        count: int,
+        *,
+        table: torch.Tensor,
+        writes: torch.Tensor | None,
+    ) -> None:
         unread.append((host[:count], host[:count].clone()))
-        read_host(out, host, count)
+        read_step(out, host, count, table=table, writes=writes)
 
-    monkeypatch.setattr(inputs, "read_host", sent)
+    monkeypatch.setattr(inputs, "read_step", sent)
     monkeypatch.setattr(engine.runner, "synchronize", unread.clear)
     engine.runner.capture_all()
     for position in (0, 1):

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hearth.kernels import activation, decode_attention, host_read, linear, norm, quantized, rotary
+from hearth.kernels import (
+    activation,
+    decode_attention,
+    host_read,
+    linear,
+    norm,
+    quantized,
+    rotary,
+    step_read,
+)
 from hearth.kernels.paged import Heads, PagedRows
 from tests.kernels.test_decode_attention import scratch_for
 
@@ -75,6 +84,16 @@ KERNELS: dict[str, tuple[Any, Callable[[int], None]]] = {
         lambda rows: host_read.read_host_triton(
             torch.zeros(rows, dtype=torch.int32, device="cuda"),
             torch.zeros(rows, dtype=torch.int32).pin_memory(),
+        ),
+    ),
+    "step read": (
+        step_read._read_step_kernel,
+        lambda rows: step_read.read_step_triton(
+            torch.zeros(rows, dtype=torch.int32, device="cuda"),
+            torch.zeros(rows, dtype=torch.int32).pin_memory(),
+            rows,
+            table=torch.zeros(64, dtype=torch.int32, device="cuda"),
+            writes=torch.arange(2 * min(rows, 64), dtype=torch.int32).view(2, -1).pin_memory(),
         ),
     ),
 }

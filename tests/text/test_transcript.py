@@ -47,7 +47,7 @@ def test_the_pieces_are_the_text_and_only_the_last_has_a_finish_reason(tokenizer
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 @pytest.mark.parametrize("last", [STOP, LENGTH])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(include_stop_str_in_output=True)])
-def test_an_answer_read_as_a_whole_has_the_text_of_its_pieces(
+def test_an_answer_read_in_parts_has_the_text_of_its_pieces(
     tokenizers: dict[str, Tokenizer], kind: str, last: FinishReason, params: SamplingParams
 ) -> None:
     tokenizer = tokenizers[kind]
@@ -56,7 +56,10 @@ def test_an_answer_read_as_a_whole_has_the_text_of_its_pieces(
         for answer in (ids[:end], [*ids[-end:], 10**6, 0]):
             pieces = read(tokenizer, answer, params, last, prompt)
 
-            assert Transcript(tokenizer, params, prompt).whole(answer, last) == text_of(pieces)
+            for cut in range(len(answer)):
+                transcript = Transcript(tokenizer, params, prompt)
+                begun = transcript.push_all(answer[:cut], None) if cut else ""
+                assert begun + transcript.push_all(answer[cut:], last) == text_of(pieces)
 
 
 def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:

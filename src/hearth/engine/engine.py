@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from hearth.engine.guide import Guides
@@ -136,6 +138,8 @@ class Intake:
         guide: GuideSpec | None = None,
         pooling: Pooling | None = None,
         adapter: AdapterId | None = None,
+        *,
+        is_streamed: bool = True,
     ) -> EngineRequest:
         """Check and resolve a request. Touches no state.
 
@@ -151,7 +155,14 @@ class Intake:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         resolved = params.resolved(tuple(sorted(stops)), seed)
         request = EngineRequest(
-            request_id, tuple(prompt), resolved, salt, tuple(output), pooling=pooling, adapter=adapter
+            request_id,
+            tuple(prompt),
+            resolved,
+            salt,
+            tuple(output),
+            pooling=pooling,
+            adapter=adapter,
+            is_streamed=is_streamed,
         )
         self._batcher.check_fits(request)
         return request if guide is None else replace(request, guide=self._guide(guide, params, output))
@@ -188,6 +199,8 @@ class Engine:
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
         self.allowance = allowance
+        #: Whoever steps tells readers of their tokens first, and then calls `settle`.
+        self.tells_first = False
         self.samples = StepSamples()  #: of the steps that were measured
         self._marks: StepMarks = NoMarks() if marks is None else marks
         self._vocab_size = vocab_size
@@ -324,6 +337,7 @@ class Engine:
         """
         assert not self.has_work, f"requests are under way: {self.usage}"
         assert not self.is_computing, "a step is under way"
+        self.settle()
         self.batcher.blocks.forget_prefixes()
         self.runner.use_products(products)
 
@@ -355,13 +369,23 @@ class Engine:
         """
         previous, self._flight = self._flight, None
         outcome = self._take_in(previous, launched=None)
+        self.settle()
         self.runner.settle()
         return outcome
+
+    @property
+    def is_settled(self) -> bool:
+        return self.batcher.is_settled
+
+    def settle(self) -> None:
+        """Finish the books of KV, which a step leaves to the next one if readers are told first."""
+        self.batcher.settle()
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
         """Wait for a step, and return what came of it beside one that was launched meanwhile."""
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
+            self.batcher.prepare_commit()  # while the device computes
             result = previous.pending.wait()
             if not previous.pending.is_computed:
                 self._marks.done()
@@ -369,8 +393,10 @@ class Engine:
                 plan, seconds = previous.plan, previous.timer.seconds()
                 self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
                 self.samples.add(plan, seconds)
-            committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
+            committed = self.batcher.take_tokens(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
+        if not self.tells_first:
+            self.batcher.settle()
         return StepOutcome(
             outputs,
             launched.plan.admissions if launched is not None else (),
@@ -382,6 +408,7 @@ class Engine:
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
         self._flight = None
+        self.settle()
         self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
         self._marks.closed()
 
@@ -432,7 +459,16 @@ def _check_tokens(
 ) -> None:
     """Raise `error` at the first id that is no token of the vocabulary."""
     # The common cases at the speed of C: this stands between a prompt and its first token.
-    if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab_size):
+    if not tokens or (list(map(type, tokens)).count(int) == len(tokens) and _are_below(tokens, vocab_size)):
         return
     bad = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
     raise error(f"`{name}` holds {bad!r}, a token id must be an integer from 0 to {vocab_size - 1}")
+
+
+def _are_below(numbers: Collection[int], limit: int) -> bool:
+    """True if integers are from 0 up to a limit."""
+    try:
+        words = array("I", numbers)
+    except OverflowError:
+        return False
+    return int(np.frombuffer(words, np.uint32).max()) < limit

@@ -7,6 +7,7 @@ needs. There are two host copies, because that of the step in flight may still b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +16,11 @@ import torch
 from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.sampler import SampleRows
 from hearth.engine.step_shape import StepShape
-from hearth.engine.upload import Uploads
-from hearth.kernels.host_read import read_host
+from hearth.engine.upload import Uploads, int32s
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, cut_tiles
+from hearth.kernels.step_read import read_step
 from hearth.kernels.step_tokens import gather_tokens
 from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrite
@@ -68,15 +69,19 @@ class InputBuffers:
         The step before the last must be done: its inputs are overwritten on the host. Returns the rows that
         sample, in arrays that the step after the next overwrites.
         """
+        writes = None
         if plan.admissions or plan.table_writes:
-            self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
-        return self._fill(plan.decode, plan.prompts, shape)
+            writes = self._table_writes([admission.slot for admission in plan.admissions], plan.table_writes)
+        return self._fill(plan.decode, plan.prompts, shape, writes)
 
     def park(self, shape: StepShape) -> SampleRows:
         """Send a step that is all padding, so that running it touches nobody's KV. No row samples."""
-        return self._fill(DecodeRows(), (), shape)
+        return self._fill(DecodeRows(), (), shape, None)
 
-    def _fill(self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape) -> SampleRows:
+    def _fill(
+        self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape, writes: torch.Tensor | None
+    ) -> SampleRows:
+        """Send rows, and `writes` to the block table as `read_step` takes them."""
         parts, num_decode = PackedInputs.of(shape.num_rows, self._max_seqs), len(decode)
         self._hosts.reverse()
         host, packed = self._hosts[0]
@@ -94,7 +99,8 @@ class InputBuffers:
         if shape.has_prompts:
             rows, num_tiles = self._fill_prompts(packed, parts, rows, prompts, shape)
         packed[parts.counts] = num_decode, num_tiles
-        read_host(self._packed, host, parts.num_words(num_tiles))
+        num_words = parts.num_words(num_tiles)
+        read_step(self._packed, host, num_words, table=self.block_table, writes=writes)
         return rows
 
     def _fill_prompts(
@@ -108,24 +114,27 @@ class InputBuffers:
         """Write prompts behind the decode rows; return all rows that sample, and the number of tiles."""
         slots, positions, tokens = packed[parts.slots], packed[parts.positions], packed[parts.tokens]
         num_decode, num_rows = len(decode), len(decode) + len(prompts)
-        spans = _spans(num_decode, prompts)
-        for span, row in zip(spans, prompts, strict=True):
-            assert row.tokens is not None, f"decode row behind prefill rows: {row}"
-            slots[span.rows] = row.slot
-            positions[span.rows] = np.arange(row.start, row.start + row.num_tokens)
-            tokens[span.rows] = row.tokens
+        # All prompts at once: there may be hundreds of them, and the device waits.
+        lengths = np.array([row.num_tokens for row in prompts], np.int64)
+        ends = lengths.cumsum()
+        num_tokens = int(ends[-1]) if prompts else 0
+        filled = slice(num_decode, num_decode + num_tokens)
+        slots[filled] = np.repeat([row.slot for row in prompts], lengths)
+        starts = np.array([row.start for row in prompts], np.int64)
+        positions[filled] = np.arange(num_tokens) + np.repeat(starts + lengths - ends, lengths)
+        tokens[filled] = int32s(chain.from_iterable(map(_tokens_of, prompts)))
         # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
         logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
         sample_positions = packed[parts.sample_positions]
         logit_rows[:num_decode] = np.arange(num_decode)
-        logit_rows[num_decode:num_rows] = [span.rows.stop - 1 for span in spans]
+        logit_rows[num_decode:num_rows] = num_decode + ends - 1
         logit_rows[num_rows : shape.num_logits] = 0
         num_samples = num_rows - sum(not row.samples for row in prompts)
         assert num_samples == num_rows or not prompts[-1].samples, f"not only the last samples not: {prompts}"
         sample_slots[:num_samples] = slots[logit_rows[:num_samples]]
         sample_slots[num_samples : shape.num_logits] = self._dummy_slot
         sample_positions[:num_samples] = positions[logit_rows[:num_samples]]
-        tiles = cut_tiles(spans, self._tile_tokens_of(shape.num_rows))
+        tiles = cut_tiles(_spans(num_decode, prompts), self._tile_tokens_of(shape.num_rows))
         packed[parts.tiles][: len(tiles)] = tiles
         masks = {num_decode + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
         rows = SampleRows(
@@ -180,8 +189,11 @@ class InputBuffers:
             logit_adapters=None if adapters is None else adapters.logit_rows(shape),
         )
 
-    def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:
-        """Write to the block table; rows of `admitted` slots, which have new owners, are cleared before."""
+    def _table_writes(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> torch.Tensor | None:
+        """Return what to write to the block table, as `read_step` takes it; None: nothing.
+
+        Rows of `admitted` slots, which have new owners, are cleared before.
+        """
         width, block_by_entry = self.block_table.shape[1], dict[int, int]()
         for slot in admitted:
             first = slot * width
@@ -192,10 +204,13 @@ class InputBuffers:
             block_by_entry.update(enumerate(write.blocks, start=first))
             end = write.index + len(write.blocks)
             self._num_written[write.slot] = max(self._num_written[write.slot], end)
-        if block_by_entry:
-            # Each entry once: of two writes to one, either could win.
-            at, blocks = self._uploads.ints(list(block_by_entry), list(block_by_entry.values()))
-            self.block_table.view(-1).index_copy_(0, at, blocks.int())
+        # Each entry once: of two writes to one, either could win.
+        return self._uploads.host_rows(block_by_entry, block_by_entry.values()) if block_by_entry else None
+
+
+def _tokens_of(row: Row) -> tuple[int, ...]:
+    assert row.tokens is not None, f"decode row behind prefill rows: {row}"
+    return row.tokens
 
 
 def _spans(begin: int, rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from hearth.engine.engine import Engine, StepOutputs
 from hearth.errors import EngineFailed, HearthError
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.types import RequestId
+
+#: An engine with nothing to do finishes its books so much later than its readers are told.
+_READERS_S = 0.001
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class Outbox(SimpleQueue[StepOutputs | RequestFailed | Failed]):
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    request: EngineRequest
+    requests: Sequence[EngineRequest]
     outbox: Outbox
 
 
@@ -75,13 +79,16 @@ class StepLoop:
         self._thread.start()
         self.engine = built.result()
 
-    def add(self, request: EngineRequest, outbox: Outbox) -> None:
-        """Start a request; where the engine broke or was closed, `Failed` is all that it gets."""
+    def add(self, requests: Sequence[EngineRequest], outbox: Outbox) -> None:
+        """Start requests, so that no step has some of them while others are still on their way.
+
+        Where the engine broke or was closed, `Failed` is all that each of them gets.
+        """
         with self._gate:
             if not self._is_closed:
-                self._inbox.put(_Add(request, outbox))
+                self._inbox.put(_Add(requests, outbox))
                 return
-        outbox.put(Failed(request.request_id, _closed()))
+        _refuse(requests, outbox, _closed())
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request; outputs that are already in its outbox stay there, and no terminal one follows."""
@@ -106,6 +113,7 @@ class StepLoop:
         self._run(engine)
 
     def _run(self, engine: Engine) -> None:
+        engine.tells_first = True
         try:
             while self._take_commands(engine):
                 outcome = engine.step()
@@ -124,16 +132,25 @@ class StepLoop:
     def _take_commands(self, engine: Engine) -> bool:
         """Carry out posted commands, sleeping while the engine is idle; return False once it should stop."""
         while not engine.has_work or not self._inbox.empty():
-            match self._inbox.get():
-                case _Add(request, outbox):
-                    self._outboxes[request.request_id] = outbox
-                    engine.add(request)
+            match self._next_command(engine):
+                case _Add(requests, outbox):
+                    self._outboxes.update((request.request_id, outbox) for request in requests)
+                    for request in requests:
+                        engine.add(request)
                 case _Cancel(request_id):
                     self._outboxes.pop(request_id, None)
                     engine.cancel(request_id)
                 case _Stop():
                     return False
         return True
+
+    def _next_command(self, engine: Engine) -> _Add | _Cancel | _Stop:
+        if not engine.is_settled:
+            # Readers who were just told get the interpreter first: it is theirs while this thread waits.
+            with suppress(Empty):
+                return self._inbox.get(timeout=_READERS_S)
+            engine.settle()
+        return self._inbox.get()
 
     def _deliver(self, outputs: StepOutputs) -> None:
         rows_by_outbox: defaultdict[Outbox, list[int]] = defaultdict(list)
@@ -153,7 +170,12 @@ class StepLoop:
         """Answer every further request of a broken engine with `Failed`, until it is closed."""
         while not isinstance(command := self._inbox.get(), _Stop):
             if isinstance(command, _Add):
-                command.outbox.put(Failed(command.request.request_id, cause))
+                _refuse(command.requests, command.outbox, cause)
+
+
+def _refuse(requests: Sequence[EngineRequest], outbox: Outbox, cause: BaseException) -> None:
+    for request in requests:
+        outbox.put(Failed(request.request_id, cause))
 
 
 def _closed() -> EngineFailed:

@@ -53,12 +53,13 @@ class Transcript:
         rest = self._stops.flush() if finish_reason is not None else ""
         return TextDelta(safe + rest, finish_reason, offset)
 
-    def whole(self, tokens: Sequence[int], finish_reason: FinishReason) -> str:
-        """Return the text of an answer that is complete, of which no token was pushed.
+    def push_all(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
+        """Take some tokens at once, of which a reason ends the last; return the text that they add.
 
-        Only where there are no stop strings: with them, the text says which token was the last.
+        Only where there are no stop strings, for every token: with them, the text says which was the last.
         """
         assert not self.has_stop_strings, "stop strings are looked for token by token"
-        assert not self._num_tokens, f"{self._num_tokens=}"
+        assert not self._num_tokens, f"{self._num_tokens=} were taken one by one"
         is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token
-        return self._detokenizer.push_all(tokens[:-1] if is_hidden else tokens) + self._detokenizer.flush()
+        text = self._detokenizer.push_all(tokens[:-1] if is_hidden else tokens)
+        return text if finish_reason is None else text + self._detokenizer.flush()

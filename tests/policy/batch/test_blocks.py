@@ -21,8 +21,7 @@ def allocate(book: BlockBook, num_blocks: int) -> list[int]:
 def cached(book: BlockBook, *digests: bytes) -> list[int]:
     """Blocks that were published under the digests, in order, and then released."""
     blocks = allocate(book, len(digests))
-    for block, digest in zip(blocks, digests, strict=True):
-        book.publish(block, digest)
+    book.publish(blocks, digests)
     book.release(blocks)
     return blocks
 
@@ -66,8 +65,8 @@ def test_evicts_the_least_recently_used_prefix_and_forgets_its_digest() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
     first = allocate(book, 1)
     second = allocate(book, 1)
-    book.publish(first[0], b"first")
-    book.publish(second[0], b"second")
+    book.publish([first[0]], [b"first"])
+    book.publish([second[0]], [b"second"])
     book.release(second)
     book.release(first)
     assert allocate(book, 1) == second
@@ -85,7 +84,7 @@ def test_evicts_the_tail_of_a_sequence_before_its_head() -> None:
 def test_a_shared_block_stays_live_until_its_last_holder_lets_go() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
     blocks = allocate(book, 1)
-    book.publish(blocks[0], b"a")
+    book.publish([blocks[0]], [b"a"])
     book.take(blocks)
     book.release(blocks)
     assert book.num_available == 1
@@ -112,8 +111,7 @@ def test_can_allocate_does_not_count_blocks_that_are_about_to_be_taken() -> None
 def test_of_two_blocks_with_the_same_content_the_first_stays() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
     blocks = allocate(book, 2)
-    for block in blocks:
-        book.publish(block, b"same")
+    book.publish(blocks, [b"same", b"same"])
     assert book.prefixes.match([b"same"]) == [1]
     book.release(blocks)
     assert 2 not in book.prefixes
@@ -131,7 +129,7 @@ def test_releasing_too_often_is_refused() -> None:
 def test_check_names_a_block_that_is_both_free_and_live() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
     allocate(book, 1)
-    book._free.add(1)
+    book._free.add([1])
     with pytest.raises(AssertionError, match=r"\[1, 1, 2\]"):
         book.check()
 
@@ -198,8 +196,7 @@ def test_no_block_is_lost_or_held_twice_under_any_order_of_calls(data: st.DataOb
                 blocks = allocate(book, num_new)
                 assert not set(blocks) & {block for other in held for block in other}
                 held.append(hits + blocks)
-                for block, digest in zip(blocks, digests[len(hits) :], strict=True):
-                    book.publish(block, digest)
+                book.publish(blocks, digests[len(hits) :])
         book.check()
     for blocks in held:
         book.release(blocks)
@@ -265,7 +262,7 @@ def test_what_was_never_given_cannot_be_taken_away() -> None:
 def test_a_block_moves_with_its_holders_and_its_digest() -> None:
     book = elastic(range(1, 5))
     blocks = allocate(book, 1)
-    book.publish(blocks[0], b"a")
+    book.publish([blocks[0]], [b"a"])
     book.take(blocks)
     book.move([BlockMove(1, 3)])
     assert (book.num_holders(1), book.num_holders(3)) == (0, 2)
@@ -324,7 +321,7 @@ def test_no_block_is_lost_however_often_extents_come_and_go(data: st.DataObject)
             case "hold" if book.num_available:
                 blocks = allocate(book, data.draw(st.integers(1, book.num_available)))
                 held.append(blocks)
-                book.publish(blocks[0], bytes([number]))
+                book.publish([blocks[0]], [bytes([number])])
             case "release" if held:
                 book.release(held.pop())
         book.check()

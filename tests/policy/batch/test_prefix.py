@@ -32,8 +32,7 @@ def test_what_is_known_of_a_prefix_is_what_a_lookup_would_find(data: st.DataObje
                 if book.can_allocate(len(chain) - len(hits), beside=hits):
                     book.take(hits)
                     new = book.allocate(len(chain) - len(hits)) or []
-                    for block, digest in zip(new, chain[len(hits) :], strict=True):
-                        book.publish(block, digest)
+                    book.publish(new, chain[len(hits) :])
                     held.append(hits + new)
             case "release" if held:
                 book.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
@@ -56,12 +55,12 @@ def test_what_is_known_of_a_prefix_is_what_a_lookup_would_find(data: st.DataObje
                 extents = []
             case _:
                 index = data.draw(st.integers(0, len(CHAINS) - 1))
-                prefixes[index].follow(book.prefixes, CHAINS[index], len(CHAINS[index]))
+                prefixes[index].follow(book.prefixes, CHAINS[index].__getitem__, len(CHAINS[index]))
                 assert prefixes[index].blocks == book.prefixes.match(CHAINS[index])
         book.check()
     collected: set[int] = set()
     for prefix, chain in zip(prefixes, CHAINS, strict=True):
-        prefix.follow(book.prefixes, chain, len(chain))
+        prefix.follow(book.prefixes, chain.__getitem__, len(chain))
         assert prefix.blocks == book.prefixes.match(chain)
         prefix.collect(collected)
     assert collected == {block for prefix in prefixes for block in prefix.blocks}
@@ -110,15 +109,32 @@ def test_who_has_not_looked_for_long_looks_at_all_of_it_anew() -> None:
     for number in range(KEPT_FORGOTTEN + 4):
         (digest,) = block_digests([number], b"", 1)
         blocks = book.allocate(1) or []
-        book.publish(blocks[0], digest)
+        book.publish([blocks[0]], [digest])
         book.release(blocks)
         if number == 0:
-            prefix.follow(book.prefixes, [digest], 1)
+            prefix.follow(book.prefixes, [digest].__getitem__, 1)
             assert len(prefix) == 1
-    prefix.follow(book.prefixes, block_digests([0], b"", 1), 1)
+    prefix.follow(book.prefixes, block_digests([0], b"", 1).__getitem__, 1)
 
     assert book.prefixes.forgotten_since(0) is None
     assert len(prefix) == 0
+
+
+@given(st.integers(0, 6), st.integers(0, 6))
+@settings(derandomize=True, deadline=None)
+def test_no_digest_is_asked_for_behind_the_first_that_nobody_knows(num_known: int, num_most: int) -> None:
+    book, prefix, chain = BlockBook.fixed(8, block_tokens=1), KnownPrefix(), CHAINS[0]
+    book.publish(book.allocate(num_known) or [], chain[:num_known])
+    asked: list[int] = []
+
+    def digest_of(index: int) -> bytes:
+        asked.append(index)
+        return chain[index]
+
+    prefix.follow(book.prefixes, digest_of, num_most)
+
+    assert len(prefix) == min(num_known, num_most)
+    assert asked == list(range(min(num_known + 1, num_most)))
 
 
 def test_blocks_that_come_and_go_leave_nothing_behind() -> None:

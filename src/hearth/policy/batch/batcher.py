@@ -47,8 +47,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
@@ -106,6 +107,8 @@ class Batcher:
         self._flights: deque[PlannedStep] = deque()
         self._num_steps = 0
         self._last_decode = DecodedSequences()  #: of the step that was planned last
+        #: What `settle` has to do to the books of blocks, in order. Whatever reads them here does it first.
+        self._unsettled: list[Callable[[], None]] = []
 
     @property
     def _max_length(self) -> int:
@@ -175,7 +178,9 @@ class Batcher:
         """End a request now, whatever it is doing; what it still samples is dropped. False if unknown."""
         if request_id not in self._sequences:
             return False
+        self.settle()  # which may publish blocks of it
         self._end(self._sequences[request_id])
+        self.settle()
         return True
 
     def plan(
@@ -187,6 +192,7 @@ class Batcher:
         the larger of both where nobody sees the tokens of those who do; a block at least. None: what fits.
         """
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
+        self.settle()
         for sequence in self._in_the_way():
             self._preempt(sequence)
         draft = PlanDraft(self.blocks.block_tokens, self.limits.step_sizes)
@@ -207,6 +213,7 @@ class Batcher:
 
     def kv_use(self) -> KvUse:
         """Return how KV is used between two steps, for `Elastic` to decide by."""
+        self.settle()
         return KvUse(
             num_blocks=self.blocks.num_blocks,
             num_live=self.blocks.num_live,
@@ -220,6 +227,7 @@ class Batcher:
 
         A prompt counts with all that is left of it, for it is not admitted without room for that.
         """
+        self.settle()
         tokens_left, num_wanted = self.limits.max_batch_tokens, 0
         for sequence in self._sequences.decoding():
             num_planned = sequence.num_planned
@@ -246,6 +254,7 @@ class Batcher:
 
     def cached_to_spare(self) -> int:
         """Return how many cached blocks the next plan could hand out: not what those who wait would read."""
+        self.settle()
         hits: set[int] = set()
         for sequence in self._sequences.next_in_line(self._num_committed):
             self._known_prefix(sequence).collect(hits)
@@ -257,6 +266,7 @@ class Batcher:
 
     def remove_all_blocks(self) -> None:
         """Have no KV any more. No sequence runs."""
+        self.settle()
         self.blocks.remove_all()
 
     def clear(
@@ -267,6 +277,7 @@ class Batcher:
         `keeps_floor`: nobody is preempted where less than what is promised would be left. What is returned
         has to be copied on the device behind the steps in flight and before the next one.
         """
+        self.settle()
         if keeps_floor and self.blocks.num_blocks - len(extent) < self.blocks.floor_blocks:
             may_preempt = False
         running = self._sequences.running()
@@ -283,6 +294,16 @@ class Batcher:
         self.blocks.remove(extent)
         return moves
 
+    def prepare_commit(self) -> None:
+        """Compute the digests of prompts that the next commit publishes, while its step is computed.
+
+        A plan needs few of them, so the others are left to be done beside the device. The commit does what
+        was not done here.
+        """
+        flight = self._flights[0]
+        for sequence in flight.sequences[flight.plan.num_decode_rows :]:
+            sequence.extend_digests(self.blocks.block_tokens)
+
     def commit(
         self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
     ) -> CommittedStep:
@@ -291,6 +312,29 @@ class Batcher:
         `broken_rows` are the indices of rows behind which the logits were not finite. Their tokens mean
         nothing, their KV may be wrong, and their requests fail.
         """
+        committed = self.take_tokens(plan, tokens, broken_rows)
+        self.settle()
+        return committed
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the books of blocks are those of all that was committed."""
+        return not self._unsettled
+
+    def settle(self) -> None:
+        """Publish and release blocks, which `take_tokens` has left to be done."""
+        for change in self._unsettled:
+            change()
+        self._unsettled.clear()  # not before: who looks from outside sees books that are not finished
+
+    def take_tokens(
+        self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
+    ) -> CommittedStep:
+        """Commit all but the books of blocks: a long prompt has many, and its reader waits for a token.
+
+        Until `settle` is called, here or by whatever needs these books, blocks of who has ended are held.
+        """
+        self.settle()
         flight = self._flights.popleft()
         assert flight.plan is plan, f"{plan.step_id=} committed before {flight.plan.step_id=}"
         num_samples = plan.num_samples
@@ -324,6 +368,7 @@ class Batcher:
         more; beyond `max_steps` there may be further such steps. None of them, where a step is in flight that
         does anything else.
         """
+        self.settle()
         running = self._sequences.running()
         request_ids = tuple(s.request_id for s in running)
         run = DecodeRun(0, request_ids, sum(s.num_planned + 1 for s in running))
@@ -373,6 +418,7 @@ class Batcher:
         for _, is_commit, sequence in sorted(due, key=lambda one: one[:2]):  # stable: the oldest first
             if is_commit:
                 self._publish(sequence, (sequence.num_published + 1) * block_tokens)
+                self.settle()
             else:
                 blocks = self.blocks.allocate(1)
                 assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
@@ -395,6 +441,7 @@ class Batcher:
 
     def check(self) -> None:
         """Raise if the books disagree with each other. Tests call it after every change."""
+        self.settle()
         flights = [flight.sequences for flight in self._flights]
         self._sequences.check(flights, self._num_committed, self.blocks.block_tokens)
         self.blocks.check(Counter(block for s in self._sequences.running() for block in s.blocks))
@@ -538,11 +585,16 @@ class Batcher:
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""
-        block_tokens = self.blocks.block_tokens
-        sequence.extend_digests(block_tokens)
+        block_tokens, digests = self.blocks.block_tokens, sequence.digests
+
+        def digest_of(index: int) -> bytes:
+            if index >= len(digests):  # so many at once that a long prefix takes few turns
+                sequence.extend_digests(block_tokens, max(index + 1, 2 * index))
+            return digests[index]
+
         # At least one token is computed, for there must be something to sample from.
         num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // block_tokens
-        sequence.prefix.follow(self.blocks.prefixes, sequence.digests, num_most)
+        sequence.prefix.follow(self.blocks.prefixes, digest_of, num_most)
         return sequence.prefix
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -554,8 +606,8 @@ class Batcher:
         if sequence.slot is None or num_full <= sequence.num_published:
             return  # preempted, and its blocks with it, or nothing is new
         sequence.extend_digests(self.blocks.block_tokens)
-        for index in range(sequence.num_published, num_full):
-            self.blocks.publish(sequence.blocks[index], sequence.digests[index])
+        new = slice(sequence.num_published, num_full)
+        self._unsettled.append(partial(self.blocks.publish, sequence.blocks[new], sequence.digests[new]))
         sequence.published(num_full, self.blocks.block_tokens)
 
     def _take(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
@@ -569,7 +621,7 @@ class Batcher:
     def _lose(self, sequence: LiveSequence, committed: CommittedStep) -> None:
         """Have the row of a sequence count for nothing: it has ended, or it fails now for its logits."""
         if not sequence.is_ended:
-            self.blocks.withdraw(sequence.blocks)
+            self._unsettled.append(partial(self.blocks.withdraw, tuple(sequence.blocks)))
             self._fail(sequence, _not_finite(sequence), committed)
 
     def _go_on_or_end(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
@@ -603,7 +655,7 @@ class Batcher:
 
     def _end(self, sequence: LiveSequence) -> None:
         self._last_decode = DecodedSequences()  # or it would keep the text of who has ended
-        self.blocks.release(self._sequences.end(sequence))
+        self._unsettled.append(partial(self.blocks.release, self._sequences.end(sequence)))
 
 
 def _preempted_for(

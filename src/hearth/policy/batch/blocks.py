@@ -42,9 +42,10 @@ class FreeBlocks:
     def __iter__(self) -> Iterator[int]:
         return iter(self._free)
 
-    def add(self, block: int) -> None:
-        self._free.add(block)
-        heapq.heappush(self._heap, block)
+    def add(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._free.add(block)
+            heapq.heappush(self._heap, block)
         self._trim_heap()
 
     def remove(self, blocks: Iterable[int]) -> None:
@@ -170,8 +171,7 @@ class BlockBook:
         known = self._blocks.intersection(extent)
         assert not known, f"given twice: {sorted(known)}"
         self._blocks.update(extent)
-        for block in extent:
-            self._free.add(block)
+        self._free.add(extent)
 
     def remove(self, extent: range) -> None:
         """Have these blocks no more. None is live; those that are cached are forgotten."""
@@ -179,8 +179,7 @@ class BlockBook:
         live = self.live_in(extent)
         assert not live, f"live blocks cannot be taken away: {live}"
         self._blocks.difference_update(extent)
-        for block in self.cached_among(extent):
-            self._forget(block)
+        self._forget(self.cached_among(extent))
         self._free.remove(extent)
 
     def remove_all(self) -> None:
@@ -194,9 +193,9 @@ class BlockBook:
     def forget_prefixes(self) -> None:
         """Have all cached blocks free. No sequence runs."""
         assert not self._num_holders, f"live blocks have prefixes, too: {sorted(self._num_holders)}"
-        for block in list(self._cached):
-            self._forget(block)
-            self._free.add(block)
+        cached = list(self._cached)
+        self._forget(cached)
+        self._free.add(cached)
 
     def move(self, moves: Sequence[BlockMove]) -> None:
         """Have live blocks elsewhere, with their holders and their digests; they leave free blocks behind.
@@ -207,11 +206,11 @@ class BlockBook:
             source, target = move.source, move.target
             assert source in self._num_holders, f"only a live block has to move: {move}"
             if target in self._cached:
-                self._forget(target)
+                self._forget((target,))
             else:
                 assert target in self._free, f"the target of a move must be free or cached: {move}"
                 self._free.remove((target,))
-            self._free.add(source)
+            self._free.add((source,))
             self._num_holders[target] = self._num_holders.pop(source)
             self.prefixes.move(source, target)
 
@@ -233,30 +232,33 @@ class BlockBook:
         if num_blocks > self.num_available:
             return None
         blocks = self._free.pop_lowest(num_blocks)
-        for block in list(islice(self._cached, num_blocks - len(blocks))):
-            self._forget(block)
-            blocks.append(block)
+        if len(blocks) < num_blocks:
+            evicted = list(islice(self._cached, num_blocks - len(blocks)))
+            self._forget(evicted)
+            blocks += evicted
         self._num_holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
         """Let go of a sequence's blocks, given head first; its tail will be evicted first."""
+        # Column by column: a sequence that ends may have thousands of blocks, and somebody waits for its end.
+        num_holders, unheld = self._num_holders, list[int]()
         for block in reversed(blocks):
-            num_holders = self.num_holders(block)
-            assert num_holders > 0, f"released more often than taken: {block=}"
-            if num_holders > 1:
-                self._num_holders[block] = num_holders - 1
-                continue
-            del self._num_holders[block]
-            if block in self.prefixes:
-                self._cached[block] = None
+            num_before = num_holders.get(block, 0)
+            assert num_before > 0, f"released more often than taken: {block=}"
+            if num_before > 1:
+                num_holders[block] = num_before - 1
             else:
-                self._free.add(block)
+                del num_holders[block]
+                unheld.append(block)
+        known = self.prefixes.blocks
+        self._cached.update(dict.fromkeys([block for block in unheld if block in known]))
+        self._free.add([block for block in unheld if block not in known])
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Let others find a live block by its content. Of two with the same content the first stays."""
-        assert block in self._num_holders, f"only a live block can be published: {block=}"
-        self.prefixes.add(block, digest)
+    def publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Let others find live blocks by their content. Of two with the same content the first stays."""
+        assert self._num_holders.keys() >= set(blocks), f"only a live block can be published: {blocks=}"
+        self.prefixes.add(blocks, digests)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
         """Let nobody find live blocks any more whose content may be wrong.
@@ -264,9 +266,8 @@ class BlockBook:
         Not those with several holders: where such a one is wrong, all its readers fail, and the last one
         withdraws it.
         """
-        for block in blocks:
-            if self._num_holders[block] == 1 and block in self.prefixes:
-                self.prefixes.forget(block)
+        known = self.prefixes.blocks
+        self.prefixes.forget([one for one in blocks if self._num_holders[one] == 1 and one in known])
 
     def check(self, num_holders: dict[int, int] | None = None) -> None:
         """Raise if a block is not exactly one of free, live and cached, or the digests disagree.
@@ -292,7 +293,8 @@ class BlockBook:
             assert held == count, f"{block=} held {held} times, in the book {count}"
             assert count <= 1 or block in self.prefixes, f"{block=} shared without digest"
 
-    def _forget(self, block: int) -> None:
-        """Have the content of a cached block be worth nothing; the caller says what becomes of the block."""
-        del self._cached[block]
-        self.prefixes.forget(block)
+    def _forget(self, blocks: Sequence[int]) -> None:
+        """Have the content of cached blocks be worth nothing; the caller says what becomes of the blocks."""
+        for block in blocks:
+            del self._cached[block]
+        self.prefixes.forget(blocks)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 
@@ -35,15 +36,19 @@ def extend_digests(
     salt: bytes,
     block_tokens: int,
     adapter: AdapterId | None = None,
+    num_blocks: int | None = None,
 ) -> None:
     """Append the digests of the full blocks of `tokens` that `digests` does not cover yet.
 
-    Prefixes of different salts or adapters have no digest in common.
+    `num_blocks`: only of so many of the first blocks. Prefixes of different salts or adapters have no digest
+    in common.
     """
-    if len(tokens) < (len(digests) + 1) * block_tokens:
+    num_full = len(tokens) // block_tokens
+    first = len(digests) * block_tokens
+    last = (num_full if num_blocks is None else min(num_blocks, num_full)) * block_tokens
+    if last <= first:
         return
     parent = digests[-1] if digests else _root(salt, adapter)
-    first, last = len(digests) * block_tokens, len(tokens) // block_tokens * block_tokens
     content = array("I", tokens[first:last])
     stride = block_tokens * content.itemsize
     content_bytes = content.tobytes()
@@ -52,6 +57,7 @@ def extend_digests(
         digests.append(parent)
 
 
+@lru_cache(maxsize=256)
 def _root(salt: bytes, adapter: AdapterId | None) -> bytes:
     # Set apart by `person`, so that no salt can pass for the digest of another chain.
     root = blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
@@ -93,24 +99,32 @@ class PrefixIndex:
             return None
         return list(islice(reversed(self._forgotten), num_new))
 
-    def add(self, block: int, digest: bytes) -> None:
-        """Let a block be found by its content. Of two with the same content the first stays."""
-        assert block not in self, f"published twice: {block=}"
-        if digest not in self._block_by_digest:
-            self._digest_by_block[block] = digest
-            self._block_by_digest[digest] = block
+    @property
+    def blocks(self) -> Set[int]:
+        """The blocks that a digest leads to."""
+        return self._digest_by_block.keys()
 
-    def forget(self, block: int) -> None:
-        """No longer lead to a block whose content is lost."""
-        del self._block_by_digest[self._digest_by_block.pop(block)]
-        self._note_forgotten(block)
+    def add(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Let blocks be found by their content. Of two with the same content the first stays."""
+        digest_by_block, block_by_digest = self._digest_by_block, self._block_by_digest
+        for block, digest in zip(blocks, digests, strict=True):
+            assert block not in digest_by_block, f"published twice: {block=}"
+            if digest not in block_by_digest:
+                digest_by_block[block] = digest
+                block_by_digest[digest] = block
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """No longer lead to blocks whose content is lost."""
+        for block in blocks:
+            del self._block_by_digest[self._digest_by_block.pop(block)]
+        self._note_forgotten(blocks)
 
     def move(self, source: int, target: int) -> None:
         """Lead to `target` where a digest has led to `source`, if one has."""
         if (digest := self._digest_by_block.pop(source, None)) is not None:
             self._digest_by_block[target] = digest
             self._block_by_digest[digest] = target
-            self._note_forgotten(source)
+            self._note_forgotten((source,))
 
     def clear(self) -> None:
         """Forget all blocks at once."""
@@ -124,9 +138,9 @@ class PrefixIndex:
         inverse = {block: digest for digest, block in self._block_by_digest.items()}
         assert self._digest_by_block == inverse, f"{self._digest_by_block=} {inverse=}"
 
-    def _note_forgotten(self, block: int) -> None:
-        self._forgotten.append(block)
-        self.num_forgotten += 1
+    def _note_forgotten(self, blocks: Sequence[int]) -> None:
+        self._forgotten.extend(blocks)
+        self.num_forgotten += len(blocks)
 
 
 class KnownPrefix:
@@ -149,8 +163,12 @@ class KnownPrefix:
     def __len__(self) -> int:
         return len(self._indices)
 
-    def follow(self, index: PrefixIndex, digests: Sequence[bytes], num_most: int) -> None:
-        """Take in what has changed since the last call; `digests` are the same as then, or more."""
+    def follow(self, index: PrefixIndex, digest_of: Callable[[int], bytes], num_most: int) -> None:
+        """Take in what has changed since the last call; blocks have the same digests as then.
+
+        No digest is asked for behind the first that leads nowhere: whoever waits for a long prompt that
+        nobody knows need not wait for all of them.
+        """
         forgotten = index.forgotten_since(self._num_seen)
         self._num_seen = index.num_forgotten
         if forgotten is None:
@@ -160,7 +178,7 @@ class KnownPrefix:
                 while len(self._indices) > at:
                     self._indices.popitem()
         while (num_known := len(self._indices)) < num_most:
-            found = index.match(digests[num_known : num_known + 1])
+            found = index.match((digest_of(num_known),))
             if not found:
                 break
             self._indices[found[0]] = num_known

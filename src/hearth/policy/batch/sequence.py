@@ -96,9 +96,10 @@ class LiveSequence:
             return None
         return RowReading(pooling, num_logprobs, () if num_logprobs is None else prompt[start + 1 : end + 1])
 
-    def extend_digests(self, block_tokens: int) -> None:
-        """Have the digests of all full blocks of the tokens."""
-        extend_digests(self.digests, self.tokens, self.request.salt, block_tokens, self.request.adapter)
+    def extend_digests(self, block_tokens: int, num_blocks: int | None = None) -> None:
+        """Have the digests of all full blocks of the tokens, or of so many of the first."""
+        request = self.request
+        extend_digests(self.digests, self.tokens, request.salt, block_tokens, request.adapter, num_blocks)
 
     def allow_next(self) -> None:
         """Set how far steps may be planned, now that all of `tokens` is known.
