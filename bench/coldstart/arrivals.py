@@ -80,11 +80,8 @@ def burst(setting: Setting) -> Part:
         with step(f"burst, {name}"):
             service = _new_worker(setting, has_snapshots=has_snapshots)
             watch = setting.watch(service)
-            prompts = setting.prompts(MODEL).take(scale.burst_requests)
-            questions = [completion(MODEL, prompt, scale.burst_tokens) for prompt in prompts]
-            with asyncio.Runner() as runner:
-                answers = [good(reply) for reply in runner.run(ask_all(service.port, questions))]
-        used, steps = watch.use(int(has_snapshots)), first_steps(answers)
+            steps = ask_at_once(setting, service)
+        used = watch.use(int(has_snapshots))
         if (problem := _problem(used, has_snapshots=has_snapshots)) is not None:
             problems.append(f"{name}: {problem}")
         found[name] = {**asdict(steps), "snapshots": used.as_json()}
@@ -97,6 +94,15 @@ def burst(setting: Setting) -> Part:
             Row(f"{what}, {name}: until the last is answered", "s", steps.total_s),
         ]
     return Part(rows, found, "; ".join(problems) or None)
+
+
+def ask_at_once(setting: Setting, service: Service) -> FirstSteps:
+    """Ask for many streams, and return how even their steps were."""
+    scale = setting.scale
+    prompts = setting.prompts(MODEL).take(scale.burst_requests)
+    questions = [completion(MODEL, prompt, scale.burst_tokens) for prompt in prompts]
+    with asyncio.Runner() as runner:
+        return first_steps([good(reply) for reply in runner.run(ask_all(service.port, questions))])
 
 
 def first_steps(answers: Sequence[Answer]) -> FirstSteps:

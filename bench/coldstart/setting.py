@@ -143,9 +143,10 @@ class _Running:
 class Setting:
     """The models and services of one run. Mutable; the parts call it, one after the other."""
 
-    def __init__(self, scale: Scale, place: Path) -> None:
-        """`place` is where models and the data directory are made."""
+    def __init__(self, scale: Scale, place: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`place` is where models and the data directory are made; services have `environment` besides."""
         self.scale, self.place, self.data_dir = scale, place, place / "data"
+        self._environment = environment
         #: What it took to make each model ready, in seconds and bytes.
         self.made: dict[str, dict[str, object]] = {}
         self.failures: dict[str, str] = {}  #: why models could not be made ready
@@ -279,7 +280,7 @@ class Setting:
             flags += _NO_SNAPSHOTS
             self._services.enter_context(_aside(DataDir(self.data_dir).snapshots_path))
         began_s = time.time()
-        service = self._services.enter_context(serving(self.data_dir, flags))
+        service = self._services.enter_context(serving(self.data_dir, flags, environment=self._environment))
         self.starts.append(Start(time.time() - began_s, breakdown(self.log, began_s)))
         self._running, self._is_rested, self._worker_since_s = _Running(service, kind), False, began_s
 
@@ -288,8 +289,8 @@ class Setting:
         self._running = None
         self._services.close()
 
-    def replace_worker(self) -> dict[str, float]:
-        """Kill the worker of the service that runs, and wait until the next one has come to rest.
+    def replace_worker(self, *, does_rest: bool = True) -> dict[str, float]:
+        """Kill the worker of the service that runs, and wait until the next one is ready or has come to rest.
 
         Returns the parts of its start, as in `breakdown`, from when the other one was killed.
         """
@@ -301,7 +302,8 @@ class Setting:
             time.sleep(_LOOK_S)
         service.wait_ready()
         self._is_rested, self._worker_since_s = False, began_s
-        self.rest()
+        if does_rest:
+            self.rest()
         return breakdown(self.log, began_s)
 
     def rest(self) -> None:
