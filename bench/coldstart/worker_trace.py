@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _LOOP = "hearth.worker.worker_loop"
 _PLACE = "BENCH_TRACE_PLACE"  #: a variable of the service's processes: where notes go
 _PATIENCE_S, _LOOK_S = 30.0, 0.02
+_GRAPHS_THREAD = "hearth-graphs"
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -84,15 +86,82 @@ def _trace_when_made(loop_class: Any) -> None:
     """Trace a worker from when its loop is made: before it is ready, and long after all imports."""
     make = loop_class.__init__
 
-    def traced(loop: Any, *given: Any) -> None:
+    def traced(loop: Any, resources: Any, *given: Any) -> None:
         loop_class.__init__ = make
-        _trace(Path(os.environ[_PLACE]))
-        make(loop, *given)
+        _trace(Path(os.environ[_PLACE]), resources)
+        make(loop, resources, *given)
 
     loop_class.__init__ = traced
 
 
-def _trace(place: Path) -> None:
+def choose(place: Path, variant: str) -> None:
+    """Have workers that start from now on restore graphs in another way, of `VARIANTS`."""
+    (place / "variant").write_text(variant)
+
+
+def _rehearse_between_products(ring: Any, launches: Any) -> None:
+    """Have rehearsals give way to launches before each product, not between layers alone."""
+    from hearth.models import decoder
+
+    def giving_way(call: Any) -> Any:
+        def noted(*given: Any, **named: Any) -> Any:
+            if threading.current_thread().name.startswith(_GRAPHS_THREAD):
+                with ring.span("gives way"):
+                    launches.give_way()
+            return call(*given, **named)
+
+        return noted
+
+    for name in ("linear", "add_linear"):
+        setattr(decoder, name, giving_way(getattr(decoder, name)))
+
+
+def _rehearse_when_idle(ring: Any, launches: Any) -> None:
+    """Have rehearsals of graphs that nobody wants wait until no step is launched, for two seconds in all."""
+    from hearth.snapshot.restored_graphs import RestoredGraphs
+
+    rehearse, left_s = RestoredGraphs._rehearse, [2.0]
+
+    def noted(graphs: Any, *given: Any, **named: Any) -> bool:
+        began_s = time.monotonic()
+        with ring.span("waits for idleness"):
+            while not graphs.is_any_wanted and time.monotonic() - began_s < left_s[0]:
+                if launches._begun_s is None and time.monotonic() - launches._ended_s > 0.02:
+                    break
+                time.sleep(0.002)
+        left_s[0] -= time.monotonic() - began_s
+        return rehearse(graphs, *given, **named)
+
+    RestoredGraphs._rehearse = noted  # type: ignore[method-assign]
+
+
+VARIANTS = {
+    "products": _rehearse_between_products,
+    "idle": _rehearse_when_idle,
+}
+
+
+def _note_long_products(ring: Any) -> None:
+    """Have products of rehearsals noted that take long, as those do whose kernel is loaded."""
+    from hearth.models import decoder
+
+    def noting(call: Any) -> Any:
+        def noted(*given: Any, **named: Any) -> Any:
+            begin_s, thread = time.perf_counter(), threading.current_thread().name
+            try:
+                return call(*given, **named)
+            finally:
+                end_s = time.perf_counter()
+                if end_s - begin_s > 0.0005 and thread.startswith(_GRAPHS_THREAD):
+                    ring._events.append((thread, "long product", begin_s, end_s))
+
+        return noted
+
+    for name in ("linear", "add_linear"):
+        setattr(decoder, name, noting(getattr(decoder, name)))
+
+
+def _trace(place: Path, resources: Any) -> None:
     # Not at the top: these need the worker's modules, and this is imported before all of them.
     from bench.coldstart.held_up import Ring
     from bench.coldstart.in_worker import hasten_snapshots, trace_worker
@@ -100,6 +169,9 @@ def _trace(place: Path) -> None:
     ring = Ring(1 << 18)
     hasten_snapshots()
     trace_worker(ring)
+    _note_long_products(ring)
+    if (variant := place / "variant").exists() and (chosen := variant.read_text()) in VARIANTS:
+        VARIANTS[chosen](ring, resources.marks.launches)
 
     write_when_told(ring.all, place)
 
