@@ -8,6 +8,7 @@ device, against which the rest is held.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import shutil
@@ -279,6 +280,7 @@ class Setting:
         if not kind.has_snapshots:
             flags += _NO_SNAPSHOTS
             self._services.enter_context(_aside(DataDir(self.data_dir).snapshots_path))
+        gc.freeze()  # whoever looks for garbage while streams are read need not look through all of torch
         began_s = time.time()
         service = self._services.enter_context(serving(self.data_dir, flags, environment=self._environment))
         self.starts.append(Start(time.time() - began_s, breakdown(self.log, began_s)))
