@@ -127,6 +127,7 @@ def main() -> None:
                 tell(f"others, client, {name}, {phase}: {json.dumps(figures)}")
         tell(f"others: {part.error=}, over alone {part.details['restored_over_alone']}")
         tell(f"others: over resident {part.details['restored_over_resident']}")
+        tell(f"others: share of gaps over the aim {part.details['share_over_aim']}")
         tell_worker("others", notes())
 
     def measure_burst() -> None:

@@ -23,7 +23,7 @@ from bench.coldstart import __main__ as coldstart
 from bench.coldstart import graph_process
 from bench.coldstart.__main__ import Question
 from bench.coldstart.arrivals import arrivals, first_steps
-from bench.coldstart.beside import by_phase
+from bench.coldstart.beside import _compared, _Round, _Seen, by_phase
 from bench.coldstart.graph_process import Captured, Decoded, GraphTask, Restored
 from bench.coldstart.graphs import Compared
 from bench.coldstart.part import Part, figures_of_peers
@@ -223,6 +223,22 @@ def test_gaps_are_told_apart_by_all_that_happened_meanwhile() -> None:
         "graphs": (0.3, 1),
         "none": (0.1, 1),
     }
+
+
+def test_beside_a_model_that_stays_the_gaps_of_the_same_moments_count() -> None:
+    """Its tokens are then as large a share of the gaps as of those while it is restored."""
+    gaps = [Gap(0.0, 0.2), Gap(0.4, 0.5), Gap(0.9, 1.0)]
+    seen = _Seen(alone=[Gap(7.0, 7.1)], beside=gaps)
+    seen.rounds = [_Round(Window(0.0, 1.0), resident_s=10.0), _Round(Window(2.0, 3.0), resident_s=20.0)]
+    seen.resident = [Gap(10 + gap.begin_s, 10 + gap.end_s) for gap in gaps] + [Gap(20.3, 20.5)]
+    arms = seen.arms([Window(0.45, 0.6)])
+    assert arms == {"alone": [Gap(7.0, 7.1)], "restored": [Gap(0.4, 0.5)], "resident": [Gap(10.4, 10.5)]}
+    compared = _compared({**arms, "resident": [Gap(0.0, 0.05)]})
+    assert compared["restored_over_alone"] == pytest.approx({"p50": 1, "p90": 1, "p99": 1, "max": 1})
+    assert compared["restored_over_resident"] == pytest.approx({"p50": 2, "p90": 2, "p99": 2, "max": 2})
+    over = _compared({**arms, "restored": [Gap(0.0, 0.12), Gap(0.2, 0.3)]})
+    assert over["share_over_aim"] == {"alone": 0.0, "restored": 0.5, "resident": 0.0}
+    assert (over["meets_aim"], compared["meets_aim"]) == (False, True)
 
 
 def test_requests_come_at_random_the_same_in_every_run() -> None:
