@@ -50,6 +50,7 @@ class FirstSteps:
 
     longest_over_median: float
     longest_at_s: float  #: when the longest began, from the question
+    longest_but_last_over_median: float  #: without each stream's last, with which all of them end at once
     step_s: Mapping[str, float]
     first_s: Mapping[str, float]  #: until the first token, from the question
     all_run_s: float  #: until the last of the first tokens
@@ -115,10 +116,13 @@ def first_steps(answers: Sequence[Answer]) -> FirstSteps:
         if before.at_s >= all_run_s
     ]
     gaps_s, longest = [gap.seconds for gap in gaps], max(gaps, key=lambda gap: gap.seconds)
+    last_s = {answer.events[-1].at_s for answer in answers}
+    others_s = [gap.seconds for gap in gaps if gap.end_s not in last_s]
     asked_s = min(answer.reply.asked_s for answer in answers)
     return FirstSteps(
         longest_over_median=longest.seconds / median(gaps_s),
         longest_at_s=longest.begin_s - asked_s,
+        longest_but_last_over_median=max(others_s, default=0.0) / median(gaps_s),
         step_s=percentiles(gaps_s),
         first_s=percentiles([answer.first_s for answer in answers]),
         all_run_s=all_run_s - asked_s,

@@ -41,7 +41,7 @@ OTHER_TOKEN, FIRST_TOKEN = "a token of the other", "the first token of the other
 _FIRST_S = 0.03
 #: Gaps in which nobody streamed.
 _PAUSE_S = 0.1
-_TOLD = 2  #: gaps of a kind
+_TOLD = 3  #: gaps of a kind
 _LOAD_NEWS = ("ModelFound", "EngineReady", "Progressed", "AlmostLoaded", "WeightsLoaded")
 #: What a gap of one model may meet, as the worker calls it; the first of these that it does is its kind.
 _KINDS = {

@@ -99,9 +99,11 @@ def choose(place: Path, variant: str) -> None:
     (place / "variant").write_text(variant)
 
 
-def _rehearse_between_products(ring: Any, launches: Any) -> None:
+def _rehearse_between_products(ring: Any, resources: Any) -> None:
     """Have rehearsals give way to launches before each product, not between layers alone."""
     from hearth.models import decoder
+
+    launches = resources.marks.launches
 
     def giving_way(call: Any) -> Any:
         def noted(*given: Any, **named: Any) -> Any:
@@ -116,23 +118,38 @@ def _rehearse_between_products(ring: Any, launches: Any) -> None:
         setattr(decoder, name, giving_way(getattr(decoder, name)))
 
 
-def _rehearse_when_idle(ring: Any, launches: Any) -> None:
-    """Have rehearsals of graphs that nobody wants wait until no step is launched, for two seconds in all."""
+def _rehearse_when_idle(ring: Any, resources: Any) -> None:
+    """Have rehearsals wait until no step is launched, but those of graphs that steps want; for seconds."""
     from hearth.snapshot.restored_graphs import RestoredGraphs
 
-    rehearse, left_s = RestoredGraphs._rehearse, [2.0]
+    launches, rehearse, left_s = resources.marks.launches, RestoredGraphs._rehearse, [2.0]
 
-    def noted(graphs: Any, *given: Any, **named: Any) -> bool:
+    def is_idle() -> bool:
+        return launches._begun_s is None and time.monotonic() - launches._ended_s > 0.02
+
+    def restoring(graphs: Any, *given: Any, **named: Any) -> bool:
         began_s = time.monotonic()
         with ring.span("waits for idleness"):
-            while not graphs.is_any_wanted and time.monotonic() - began_s < left_s[0]:
-                if launches._begun_s is None and time.monotonic() - launches._ended_s > 0.02:
-                    break
+            while not (graphs.is_any_wanted or is_idle()) and time.monotonic() - began_s < left_s[0]:
                 time.sleep(0.002)
         left_s[0] -= time.monotonic() - began_s
         return rehearse(graphs, *given, **named)
 
-    RestoredGraphs._rehearse = noted  # type: ignore[method-assign]
+    RestoredGraphs._rehearse = restoring  # type: ignore[method-assign]
+    if (kernels := resources.kernels) is not None:
+        give_way = kernels._give_way
+
+        def ahead(most_s: float) -> Callable[[], None]:
+            wait, until_s = give_way(most_s), time.monotonic() + most_s
+
+            def both() -> None:
+                wait()
+                while not is_idle() and time.monotonic() < until_s:
+                    time.sleep(0.002)
+
+            return both
+
+        kernels._give_way = ahead
 
 
 VARIANTS = {
@@ -171,7 +188,7 @@ def _trace(place: Path, resources: Any) -> None:
     trace_worker(ring)
     _note_long_products(ring)
     if (variant := place / "variant").exists() and (chosen := variant.read_text()) in VARIANTS:
-        VARIANTS[chosen](ring, resources.marks.launches)
+        VARIANTS[chosen](ring, resources)
 
     write_when_told(ring.all, place)
 

@@ -209,6 +209,7 @@ def test_steps_count_from_when_all_streams_run() -> None:
     steps = first_steps([early, late])
     assert steps.longest_over_median == pytest.approx(4.0)  # not the 2 s beside the other's prompt
     assert steps.longest_at_s == pytest.approx(3.2)
+    assert steps.longest_but_last_over_median == pytest.approx(1.0)
     assert (steps.all_run_s, steps.total_s) == (3.0, pytest.approx(3.6))
     assert (steps.first_s["min"], steps.first_s["max"]) == (1.0, 2.5)
 
