@@ -187,6 +187,7 @@ class Engine:
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
+        self._unmeasured: _LaunchedStep | None = None  #: taken in, with its time still to be asked for
         self.allowance = allowance
         self.samples = StepSamples()  #: of the steps that were measured
         self._marks: StepMarks = NoMarks() if marks is None else marks
@@ -332,6 +333,7 @@ class Engine:
 
         No step runs where there is work but an elastic KV has fewer blocks than it is promised.
         """
+        self._measure()
         num_waiting_tokens = self.batcher.waiting_prompt_tokens()
         plan = self.batcher.plan(
             self.allowance.num_tokens(num_waiting_tokens), self.allowance.num_lone_tokens
@@ -353,6 +355,7 @@ class Engine:
         From here on the device reads nothing of the model. Its requests stay as they are: the next `step`
         goes on with them.
         """
+        self._measure()
         previous, self._flight = self._flight, None
         outcome = self._take_in(previous, launched=None)
         self.runner.settle()
@@ -363,12 +366,11 @@ class Engine:
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
-            if not previous.pending.is_computed:
+            self._unmeasured = previous
+            if previous.pending.is_computed:
+                self._measure()
+            else:
                 self._marks.done()
-            if previous.timer is not None:
-                plan, seconds = previous.plan, previous.timer.seconds()
-                self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
-                self.samples.add(plan, seconds)
             committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
         return StepOutcome(
@@ -379,9 +381,21 @@ class Engine:
             failures=committed.failures,
         )
 
+    def _measure(self) -> None:
+        """Learn how long the step took that was taken in last, and let go of it.
+
+        Once its tokens are told: both need the driver, and who makes a graph executable may have that for as
+        long as two steps take.
+        """
+        taken_in, self._unmeasured = self._unmeasured, None
+        if taken_in is not None and taken_in.timer is not None:
+            plan, seconds = taken_in.plan, taken_in.timer.seconds()
+            self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
+            self.samples.add(plan, seconds)
+
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
-        self._flight = None
+        self._flight = self._unmeasured = None
         self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
         self._marks.closed()
 
