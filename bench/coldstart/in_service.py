@@ -31,7 +31,7 @@ from bench.coldstart.beside import OTHER, RUNNING, others
 from bench.coldstart.held_up import Noted, tell_parts
 from bench.coldstart.in_worker import TELL
 from bench.coldstart.setting import TINY_SCALE, Scale, Setting
-from bench.coldstart.worker_trace import VARIANTS, choose, environment, notes_of
+from bench.coldstart.worker_trace import environment, notes_of
 from bench.report import percentiles, step, tell
 from bench.service.gaps import Gap
 
@@ -131,10 +131,9 @@ def main() -> None:
         tell_worker("others", notes())
 
     def measure_burst() -> None:
-        for name in ("rested", "just ready", *VARIANTS):
-            choose(place / "trace", name)
+        for name, does_rest in (("rested", True), ("just ready", False)):
             setting.bring_to_host(setting.service(), RUNNING)
-            setting.replace_worker(does_rest=name == "rested")
+            setting.replace_worker(does_rest=does_rest)
             watch = setting.watch(setting.service())
             steps = ask_at_once(setting, setting.service())
             tell(f"burst, client, {name}: {steps}")

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -27,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 _LOOP = "hearth.worker.worker_loop"
 _PLACE = "BENCH_TRACE_PLACE"  #: a variable of the service's processes: where notes go
 _PATIENCE_S, _LOOK_S = 30.0, 0.02
-_GRAPHS_THREAD = "hearth-graphs"
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -86,99 +84,15 @@ def _trace_when_made(loop_class: Any) -> None:
     """Trace a worker from when its loop is made: before it is ready, and long after all imports."""
     make = loop_class.__init__
 
-    def traced(loop: Any, resources: Any, *given: Any) -> None:
+    def traced(loop: Any, *given: Any) -> None:
         loop_class.__init__ = make
-        _trace(Path(os.environ[_PLACE]), resources)
-        make(loop, resources, *given)
+        _trace(Path(os.environ[_PLACE]))
+        make(loop, *given)
 
     loop_class.__init__ = traced
 
 
-def choose(place: Path, variant: str) -> None:
-    """Have workers that start from now on restore graphs in another way, of `VARIANTS`."""
-    (place / "variant").write_text(variant)
-
-
-def _rehearse_between_products(ring: Any, resources: Any) -> None:
-    """Have rehearsals give way to launches before each product, not between layers alone."""
-    from hearth.models import decoder
-
-    launches = resources.marks.launches
-
-    def giving_way(call: Any) -> Any:
-        def noted(*given: Any, **named: Any) -> Any:
-            if threading.current_thread().name.startswith(_GRAPHS_THREAD):
-                with ring.span("gives way"):
-                    launches.give_way()
-            return call(*given, **named)
-
-        return noted
-
-    for name in ("linear", "add_linear"):
-        setattr(decoder, name, giving_way(getattr(decoder, name)))
-
-
-def _rehearse_when_idle(ring: Any, resources: Any) -> None:
-    """Have rehearsals wait until no step is launched, but those of graphs that steps want; for seconds."""
-    from hearth.snapshot.restored_graphs import RestoredGraphs
-
-    launches, rehearse, left_s = resources.marks.launches, RestoredGraphs._rehearse, [2.0]
-
-    def is_idle() -> bool:
-        return launches._begun_s is None and time.monotonic() - launches._ended_s > 0.02
-
-    def restoring(graphs: Any, *given: Any, **named: Any) -> bool:
-        began_s = time.monotonic()
-        with ring.span("waits for idleness"):
-            while not (graphs.is_any_wanted or is_idle()) and time.monotonic() - began_s < left_s[0]:
-                time.sleep(0.002)
-        left_s[0] -= time.monotonic() - began_s
-        return rehearse(graphs, *given, **named)
-
-    RestoredGraphs._rehearse = restoring  # type: ignore[method-assign]
-    if (kernels := resources.kernels) is not None:
-        give_way = kernels._give_way
-
-        def ahead(most_s: float) -> Callable[[], None]:
-            wait, until_s = give_way(most_s), time.monotonic() + most_s
-
-            def both() -> None:
-                wait()
-                while not is_idle() and time.monotonic() < until_s:
-                    time.sleep(0.002)
-
-            return both
-
-        kernels._give_way = ahead
-
-
-VARIANTS = {
-    "products": _rehearse_between_products,
-    "idle": _rehearse_when_idle,
-}
-
-
-def _note_long_products(ring: Any) -> None:
-    """Have products of rehearsals noted that take long, as those do whose kernel is loaded."""
-    from hearth.models import decoder
-
-    def noting(call: Any) -> Any:
-        def noted(*given: Any, **named: Any) -> Any:
-            begin_s, thread = time.perf_counter(), threading.current_thread().name
-            try:
-                return call(*given, **named)
-            finally:
-                end_s = time.perf_counter()
-                if end_s - begin_s > 0.0005 and thread.startswith(_GRAPHS_THREAD):
-                    ring._events.append((thread, "long product", begin_s, end_s))
-
-        return noted
-
-    for name in ("linear", "add_linear"):
-        setattr(decoder, name, noting(getattr(decoder, name)))
-
-
-def _trace(place: Path, resources: Any) -> None:
+def _trace(place: Path) -> None:
     # Not at the top: these need the worker's modules, and this is imported before all of them.
     from bench.coldstart.held_up import Ring
     from bench.coldstart.in_worker import hasten_snapshots, trace_worker
@@ -186,9 +100,6 @@ def _trace(place: Path, resources: Any) -> None:
     ring = Ring(1 << 18)
     hasten_snapshots()
     trace_worker(ring)
-    _note_long_products(ring)
-    if (variant := place / "variant").exists() and (chosen := variant.read_text()) in VARIANTS:
-        VARIANTS[chosen](ring, resources)
 
     write_when_told(ring.all, place)
 

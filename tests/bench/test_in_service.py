@@ -25,7 +25,7 @@ def test_a_worker_is_traced_once_when_its_loop_is_made(
     monkeypatch.setattr(worker_trace, "_LOOP", "some_loop")
     monkeypatch.setenv(worker_trace._PLACE, str(tmp_path))
     traced = list[Path]()
-    monkeypatch.setattr(worker_trace, "_trace", lambda place, resources: traced.append(place))
+    monkeypatch.setattr(worker_trace, "_trace", traced.append)
     finders = list(sys.meta_path)
     worker_trace.await_loop()
     module = importlib.import_module("some_loop")
