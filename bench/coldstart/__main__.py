@@ -87,8 +87,8 @@ def questions(models: Sequence[str] | None = None) -> dict[str, Question]:
             "a start from host memory, the first in its process, to the first token, over bytes / bandwidth",
         ),
         "others": Question(
-            *(beside.others, (beside.RUNNING, beside.OTHER), 20),
-            "gaps between the tokens of a running model, alone and while another one is restored beside it",
+            *(beside.others, (beside.RUNNING, beside.OTHER), 25),
+            "gaps between a running model's tokens: alone, while another is restored, beside one that stays",
         ),
         "burst": Question(
             *(arrivals.burst, (arrivals.MODEL,), 40),

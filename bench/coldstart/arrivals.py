@@ -50,6 +50,7 @@ class FirstSteps:
 
     longest_over_median: float
     longest_at_s: float  #: when the longest began, from the question
+    longest_but_last_over_median: float  #: without each stream's last, with which all of them end at once
     step_s: Mapping[str, float]
     first_s: Mapping[str, float]  #: until the first token, from the question
     all_run_s: float  #: until the last of the first tokens
@@ -80,11 +81,8 @@ def burst(setting: Setting) -> Part:
         with step(f"burst, {name}"):
             service = _new_worker(setting, has_snapshots=has_snapshots)
             watch = setting.watch(service)
-            prompts = setting.prompts(MODEL).take(scale.burst_requests)
-            questions = [completion(MODEL, prompt, scale.burst_tokens) for prompt in prompts]
-            with asyncio.Runner() as runner:
-                answers = [good(reply) for reply in runner.run(ask_all(service.port, questions))]
-        used, steps = watch.use(int(has_snapshots)), first_steps(answers)
+            steps = ask_at_once(setting, service)
+        used = watch.use(int(has_snapshots))
         if (problem := _problem(used, has_snapshots=has_snapshots)) is not None:
             problems.append(f"{name}: {problem}")
         found[name] = {**asdict(steps), "snapshots": used.as_json()}
@@ -99,6 +97,15 @@ def burst(setting: Setting) -> Part:
     return Part(rows, found, "; ".join(problems) or None)
 
 
+def ask_at_once(setting: Setting, service: Service) -> FirstSteps:
+    """Ask for many streams, and return how even their steps were."""
+    scale = setting.scale
+    prompts = setting.prompts(MODEL).take(scale.burst_requests)
+    questions = [completion(MODEL, prompt, scale.burst_tokens) for prompt in prompts]
+    with asyncio.Runner() as runner:
+        return first_steps([good(reply) for reply in runner.run(ask_all(service.port, questions))])
+
+
 def first_steps(answers: Sequence[Answer]) -> FirstSteps:
     """Return how even the steps were of streams that began together, by the gaps between their tokens."""
     all_run_s = max(answer.events[0].at_s for answer in answers)
@@ -109,10 +116,13 @@ def first_steps(answers: Sequence[Answer]) -> FirstSteps:
         if before.at_s >= all_run_s
     ]
     gaps_s, longest = [gap.seconds for gap in gaps], max(gaps, key=lambda gap: gap.seconds)
+    last_s = {answer.events[-1].at_s for answer in answers}
+    others_s = [gap.seconds for gap in gaps if gap.end_s not in last_s]
     asked_s = min(answer.reply.asked_s for answer in answers)
     return FirstSteps(
         longest_over_median=longest.seconds / median(gaps_s),
         longest_at_s=longest.begin_s - asked_s,
+        longest_but_last_over_median=max(others_s, default=0.0) / median(gaps_s),
         step_s=percentiles(gaps_s),
         first_s=percentiles([answer.first_s for answer in answers]),
         all_run_s=all_run_s - asked_s,

@@ -106,8 +106,10 @@ class Scale:
 class Ring:
     """The last things that threads did. Mutable; any thread writes."""
 
-    def __init__(self) -> None:
-        self._events: deque[Noted] = deque(maxlen=1 << 15)  # whose appending is one step of the interpreter
+    def __init__(self, max_events: int = 1 << 15) -> None:
+        self._events: deque[Noted] = deque(
+            maxlen=max_events
+        )  # whose appending is one step of the interpreter
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
@@ -115,7 +117,7 @@ class Ring:
         try:
             yield
         finally:
-            self._events.append(Noted(threading.current_thread().name, what, begin_s, time.perf_counter()))
+            self._events.append((threading.current_thread().name, what, begin_s, time.perf_counter()))
 
     def trace(self, owner: object, name: str, what: str) -> None:
         """Have all calls of a function noted from now on."""
@@ -137,12 +139,15 @@ class Ring:
                 begun_s[0] = now_s
             elif now_s - begun_s[0] > _LONG_GARBAGE_S:
                 what = f"garbage {about['generation']}"
-                self._events.append(Noted(threading.current_thread().name, what, begun_s[0], now_s))
+                self._events.append((threading.current_thread().name, what, begun_s[0], now_s))
 
         gc.callbacks.append(noted)
 
+    def all(self) -> list[Noted]:
+        return [Noted(*one) for one in list(self._events)]
+
     def during(self, begin_s: float, end_s: float) -> list[Noted]:
-        return [one for one in list(self._events) if one.begin_s < end_s and one.end_s > begin_s]
+        return [one for one in self.all() if one.begin_s < end_s and one.end_s > begin_s]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,19 +266,23 @@ def tell_steps(
     figures = " ".join(f"{key}={1e3 * found[key]:.2f}" for key in ("p50", "p90", "p99", "max"))
     tell(f"{name}: ms {figures} over_twice={num_twice} steps={len(steps_s)}")
     for at in sorted(are_long, key=lambda at: -steps_s[at])[:most]:
-        begin_s, end_s = ends_s[at], ends_s[at + 1]
         tell(f"    step {at}: {1e3 * steps_s[at]:.1f} ms, in which")
-        merged = dict[tuple[str, str], list[Noted]]()
-        for one in ring.during(begin_s, end_s):
-            merged.setdefault((one.thread, one.what), []).append(one)
-        for (thread, what), all_of in sorted(merged.items(), key=lambda item: item[1][0].begin_s):
-            took_s = sum(min(one.end_s, end_s) - max(one.begin_s, begin_s) for one in all_of)
-            since_ms = 1e3 * (all_of[0].begin_s - begin_s)
-            longest_ms = 1e3 * max(one.end_s - one.begin_s for one in all_of)
-            tell(
-                f"        {thread:<18} {what:<20} {1e3 * took_s:7.2f} ms in {len(all_of):3}, "
-                f"from {since_ms:+.2f}, longest {longest_ms:.2f}"
-            )
+        tell_parts(ring.during(ends_s[at], ends_s[at + 1]), ends_s[at], ends_s[at + 1])
+
+
+def tell_parts(notes: Sequence[Noted], begin_s: float, end_s: float) -> None:
+    """Print what was done in a step, by thread; `notes` are those that it meets."""
+    merged = dict[tuple[str, str], list[Noted]]()
+    for one in notes:
+        merged.setdefault((one.thread, one.what), []).append(one)
+    for (thread, what), all_of in sorted(merged.items(), key=lambda item: item[1][0].begin_s):
+        took_s = sum(min(one.end_s, end_s) - max(one.begin_s, begin_s) for one in all_of)
+        since_ms = 1e3 * (all_of[0].begin_s - begin_s)
+        longest_ms = 1e3 * max(one.end_s - one.begin_s for one in all_of)
+        tell(
+            f"        {thread:<18} {what:<20} {1e3 * took_s:7.2f} ms in {len(all_of):3}, "
+            f"from {since_ms:+.2f}, longest {longest_ms:.2f}"
+        )
 
 
 # The first steps of a model's own.

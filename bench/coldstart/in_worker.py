@@ -59,7 +59,7 @@ from bench.service.gaps import Gap, Window
 from hearth.config import EngineConfig, StoreConfig
 from hearth.engine.assemble import own_limits
 from hearth.engine.dry_run import KernelNeeds
-from hearth.engine.engine import Engine
+from hearth.engine.engine import Engine, StepOutcome
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graph_trial import GraphTrial
 from hearth.engine.graphs import StepGraphs
@@ -89,17 +89,19 @@ from hearth.types import ModelId
 from hearth.worker import __main__ as worker_main
 from hearth.worker import snapshot_maker
 from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.gateway_link import GatewayLink
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_load import ModelLoad
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.report import Reports
 from hearth.worker.runtime import HostingResources, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
 from hearth.worker.start_times import StartTimes
 from hearth.worker.step_launches import StepLaunches
 from hearth.worker.torch_limit import TorchLimit
-from hearth.worker.worker_loop import Inbox, WorkerLoop
+from hearth.worker.worker_loop import Inbox, Message, ModelNews, WorkerLoop
 
 SEVEN, FOUR = ModelId(RUNNING), ModelId(OTHER)
 #: How a worker does without a part.
@@ -108,8 +110,9 @@ PARTS: dict[str, tuple[type, str, Callable[..., object]]] = {
     "capture": (ModelLoad, "_next_shape", lambda load, runner, captured: None),
     "own end": (Runner, "close", lambda runner, close=Runner.close: _close_behind_all(runner, close)),
 }
+TELL = "tell"  #: and the model whose tokens are told
 _TRACED = (
-    *((WorkerLoop, name, name.strip("_")) for name in ("_handle", "_tell_step", "_tell_residency")),
+    (WorkerLoop, "_tell_residency", "tell_residency"),
     *((HostedModels, name, name) for name in ("drop", "found", "engine_ready", "weights_loaded", "load")),
     *((Reclaimer, name, name) for name in ("place", "before_step", "after_step")),
     *((Runner, name, name) for name in ("launch", "close", "settle", "rehearse", "stand_in", "fill_tables")),
@@ -118,7 +121,7 @@ _TRACED = (
     *((GraphCapture, "capture", "capture"), (StepGraphs, "stand_in", "stand in: one part")),
     *((KernelHandles, "learn", "learn"), (NativeRebuild, "timed", "native graph")),
     *((StepLaunches, "get_behind", "get behind"), (PageTable, "make_real", "map pages")),
-    (SnapshotGraphs, "_empty", "destroy graphs"),
+    *((SnapshotGraphs, "_empty", "destroy graphs"), (GatewayLink, "send", "send"), (Reports, "pong", "pong")),
 )
 
 
@@ -327,16 +330,45 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[tuple[Rig, WorkerLoop]]:
             first_tokens=first_tokens,
         )
         ring = Ring()
-        for owner, function, what in _TRACED:
-            ring.trace(owner, function, what)
-        ring.trace_garbage()
-        gc.collect()
-        gc.freeze()  # as a worker's process has it
+        trace_worker(ring)
         inbox: Inbox = SimpleQueue()
         facts: Queue[TimedFact | None] = Queue()
         loop = WorkerLoop(resources, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
 
         yield Rig(scale, WorkerClient(inbox, facts, orders, borrower.segment), graphs, ring), loop
+
+
+def hasten_snapshots() -> None:
+    """Have this process make snapshots of which nobody needs the times, with torch's kernels of products."""
+    ModelKernels.tune = lambda *_: None  # type: ignore[method-assign]
+    snapshot_maker.NUM_RUNS, snapshot_maker.QUIET_S = 1, 0.05
+
+
+def trace_worker(ring: Ring) -> None:
+    """Have all that matters in a worker's process noted from now on."""
+    for owner, function, what in _TRACED:
+        ring.trace(owner, function, what)
+    _trace_by_kind(ring)
+    ring.trace_garbage()
+    gc.collect()
+    gc.freeze()  # as a worker's process has it
+
+
+def _trace_by_kind(ring: Ring) -> None:
+    """Have messages noted by what they are, and tokens by whose they are."""
+    handle, tell_step = WorkerLoop._handle, WorkerLoop._tell_step
+
+    def handle_noted(loop: WorkerLoop, message: Message) -> None:
+        kind = message.news if isinstance(message, ModelNews) else message
+        with ring.span(f"handle {type(kind).__name__}"):
+            handle(loop, message)
+
+    def tell_noted(loop: WorkerLoop, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
+        with ring.span(f"{TELL} {model}" if outcome.outputs else "tell nothing"):
+            tell_step(loop, model, outcome, step_s)
+
+    WorkerLoop._handle = handle_noted  # type: ignore[method-assign]
+    WorkerLoop._tell_step = tell_noted  # type: ignore[method-assign]
 
 
 def measure(rig: Rig, without: Sequence[str]) -> None:
@@ -382,12 +414,8 @@ def main() -> None:
     logging.basicConfig(level="WARNING", format="%(message)s")
     logging.getLogger("hearth.snapshot").setLevel("INFO")  # how long each restore took
     sys.setswitchinterval(worker_main.SWITCH_S)
-    with (
-        patch.object(ModelKernels, "tune", lambda *_: None),
-        patch.object(snapshot_maker, "NUM_RUNS", 1),
-        patch.object(snapshot_maker, "QUIET_S", 0.05),
-        working(scale, is_tiny=chosen.tiny) as (rig, loop),
-    ):
+    hasten_snapshots()
+    with working(scale, is_tiny=chosen.tiny) as (rig, loop):
         thread = threading.Thread(target=measure, args=(rig, chosen.without), name="asks")
         thread.start()
         try:

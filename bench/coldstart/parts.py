@@ -125,8 +125,7 @@ def _groups(setting: Setting, names: Sequence[str]) -> list[list[str]]:
 def _start_models(setting: Setting, names: Sequence[str]) -> Part:
     with step(f"model {', '.join(names)}"):
         service = setting.service()
-        for name in names:  # to host memory
-            setting.ask(service, name)
+        setting.bring_to_host(service, *names)
         worker_s = setting.replace_worker()
         watch = setting.watch(service)
         asked = {name: setting.ask(service, name) for name in names}

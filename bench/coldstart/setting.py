@@ -8,6 +8,7 @@ device, against which the rest is held.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import shutil
@@ -23,7 +24,7 @@ import torch
 
 from bench.coldstart.shapes import SHAPES, TINY_SHAPES
 from bench.coldstart.snapshot_use import SnapshotWatch, graphs_in
-from bench.coldstart.start_log import breakdown
+from bench.coldstart.start_log import breakdown, num_rehearsals
 from bench.load.raw_readers import to_device_bytes_per_s
 from bench.random_model import write_random
 from bench.report import step, tell
@@ -42,11 +43,16 @@ from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.dtypes import DTYPES
 from hearth.sizes import StepLimits
+from hearth.types import Rung
 
 GIB = 1 << 30
 PROMPT_TOKENS, NEW_TOKENS = 128, 16
 _NO_SNAPSHOTS = ("--set", "store.snapshot_bytes=0")
 _LOOK_S = 0.02
+#: Loads of each model until all stay in host memory: what is asked for again and again is kept there.
+_MAX_LOADS = 5
+#: For a worker to load kernels ahead: those of first steps of each model, then those of its other steps.
+_NUM_REHEARSALS, _REHEARSAL_PATIENCE_S, _REHEARSAL_LOOK_S = 2, 15.0, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +144,10 @@ class _Running:
 class Setting:
     """The models and services of one run. Mutable; the parts call it, one after the other."""
 
-    def __init__(self, scale: Scale, place: Path) -> None:
-        """`place` is where models and the data directory are made."""
+    def __init__(self, scale: Scale, place: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`place` is where models and the data directory are made; services have `environment` besides."""
         self.scale, self.place, self.data_dir = scale, place, place / "data"
+        self._environment = environment
         #: What it took to make each model ready, in seconds and bytes.
         self.made: dict[str, dict[str, object]] = {}
         self.failures: dict[str, str] = {}  #: why models could not be made ready
@@ -150,6 +157,7 @@ class Setting:
         self.bytes_per_s = math.nan
         self._running: _Running | None = None
         self._is_rested = False  #: its worker, since it has started
+        self._worker_since_s = 0.0  #: on the clock of `time.time`
         self._services = ExitStack()  #: of one at most
 
     @property
@@ -272,18 +280,19 @@ class Setting:
         if not kind.has_snapshots:
             flags += _NO_SNAPSHOTS
             self._services.enter_context(_aside(DataDir(self.data_dir).snapshots_path))
+        gc.freeze()  # whoever looks for garbage while streams are read need not look through all of torch
         began_s = time.time()
-        service = self._services.enter_context(serving(self.data_dir, flags))
+        service = self._services.enter_context(serving(self.data_dir, flags, environment=self._environment))
         self.starts.append(Start(time.time() - began_s, breakdown(self.log, began_s)))
-        self._running, self._is_rested = _Running(service, kind), False
+        self._running, self._is_rested, self._worker_since_s = _Running(service, kind), False, began_s
 
     def stop(self) -> None:
         """Stop the service, if one runs."""
         self._running = None
         self._services.close()
 
-    def replace_worker(self) -> dict[str, float]:
-        """Kill the worker of the service that runs, and wait until the next one has come to rest.
+    def replace_worker(self, *, does_rest: bool = True) -> dict[str, float]:
+        """Kill the worker of the service that runs, and wait until the next one is ready or has come to rest.
 
         Returns the parts of its start, as in `breakdown`, from when the other one was killed.
         """
@@ -294,16 +303,31 @@ class Setting:
         while service.client.ps().workers[0].pid in (0, worker.pid):
             time.sleep(_LOOK_S)
         service.wait_ready()
-        self._is_rested = False
-        self.rest()
+        self._is_rested, self._worker_since_s = False, began_s
+        if does_rest:
+            self.rest()
         return breakdown(self.log, began_s)
 
     def rest(self) -> None:
-        """Wait until all host memory of the service that runs is pinned, unless that was waited for."""
+        """Wait until all host memory of the service that runs is pinned, and its worker has all kernels.
+
+        Does nothing if that was waited for.
+        """
         assert self._running is not None, "no service runs"
         if not self._is_rested:
             time.sleep(self.scale.small_rest_s if self._running.kind.is_small else self.scale.rest_s)
+            self._wait_for_rehearsals()
             self._is_rested = True
+
+    def _wait_for_rehearsals(self) -> None:
+        """Wait until the worker has loaded the kernels of all models ahead; it does so with nothing to do."""
+        num_awaited = _NUM_REHEARSALS * len(self.made) if self.has_graphs else 0
+        deadline_s = time.monotonic() + _REHEARSAL_PATIENCE_S
+        while (num_over := num_rehearsals(self.log, self._worker_since_s)) < num_awaited:
+            if time.monotonic() > deadline_s:  # results have how many were left to whoever is restored
+                tell(f"kernels were loaded ahead {num_over} of {num_awaited} times")
+                return
+            time.sleep(_REHEARSAL_LOOK_S)
 
     def prompts(self, model: str, num_tokens: int = PROMPT_TOKENS) -> Prompts:
         return Prompts(self.scale.shapes[model].arch.vocab_size, num_tokens)
@@ -316,3 +340,21 @@ class Setting:
         """Ask for a few tokens."""
         with asyncio.Runner() as runner:
             return runner.run(one(service, model, self.prompts(model).take(1)[0], NEW_TOKENS))
+
+    def bring_to_host(self, service: Service, *models: str) -> int:
+        """Load models until all bytes of all of them come from host memory, and return how often one was.
+
+        To ask a model that is on the device brings nothing to host memory, where others may have taken its
+        place: so it is dropped before. A CPU keeps nothing there, so each is loaded once.
+
+        Raises:
+            RuntimeError: they do not stay there together.
+        """
+        for num_rounds in range(1, _MAX_LOADS + 1):
+            rungs = dict[str, list[str]]()
+            for model in models:
+                service.client.unload(model, free=True)
+                rungs[model] = [str(use.rung) for use in self.ask(service, model).explained.rungs]
+            if self.scale.kind == "cpu" or all(found == [Rung.HOST] for found in rungs.values()):
+                return num_rounds * len(models)
+        raise RuntimeError(f"these models do not stay in host memory together, and come from: {rungs}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -47,6 +47,8 @@ class Restoring:
     num_restored: int
     num_graphs: int
     paused_s: float = 0.0  #: of the seconds, in which it gave way to first tokens, all but all of it at first
+    num_rehearsed: int = 0  #: graphs of which kernels had to be found, which takes longer if none was loaded
+    rehearsal_s: float = 0.0
 
     @property
     def is_whole(self) -> bool:
@@ -64,17 +66,40 @@ class Restoring:
             num_restored=int(fields["graphs"]),
             num_graphs=int(fields["of"]),
             paused_s=float(fields.get("paused_s", 0.0)),
+            num_rehearsed=int(fields.get("rehearsed", 0)),
+            rehearsal_s=float(fields.get("rehearsal_s", 0.0)),
         )
+
+
+class LogTail:
+    """What is added to a log. Mutable; costs whoever looks no more than what is new."""
+
+    def __init__(self, log: Path) -> None:
+        """Begin at the end that the log has now."""
+        self._log, self._offset, self._rest = log, log.stat().st_size, b""
+
+    def new_events(self) -> list[LoggedEvent]:
+        """Return the events of all lines that were ended since the last call, in their order."""
+        with self._log.open("rb") as log:
+            log.seek(self._offset)
+            added = log.read()
+        self._offset += len(added)
+        *lines, self._rest = (self._rest + added).split(b"\n")
+        return _events(line.decode(errors="replace") for line in lines)
 
 
 def logged_events(log: Path, began_s: float) -> list[LoggedEvent]:
     """Return the events of a log since then, in its order; lines that are none are left out."""
+    events = _events(log.read_text(errors="replace").splitlines())
+    return [event for event in events if event.at_s >= began_s - _SLACK_S]
+
+
+def _events(lines: Iterable[str]) -> list[LoggedEvent]:
     events = []
-    for line in log.read_text(errors="replace").splitlines():
+    for line in lines:
         if (found := _LINE.match(line)) is not None:
             at_s = datetime.strptime(found["at"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-            if at_s >= began_s - _SLACK_S:
-                events.append(LoggedEvent.of(at_s, found["event"], found["fields"]))
+            events.append(LoggedEvent.of(at_s, found["event"], found["fields"]))
     return events
 
 
@@ -100,3 +125,8 @@ def restorings(log: Path, began_s: float) -> list[Restoring]:
     """Return whose graphs were restored since then."""
     found = map(Restoring.of, logged_events(log, began_s))
     return [one for one in found if one is not None]
+
+
+def num_rehearsals(log: Path, began_s: float) -> int:
+    """Return how often a worker has loaded kernels ahead since then, each time those of some steps."""
+    return sum(event.event == "steps_rehearsed" for event in logged_events(log, began_s))

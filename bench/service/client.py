@@ -9,12 +9,13 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypedDict, cast
 
 #: How the body of a stream ends: no event holds a carriage return, as JSON escapes it.
 _END = b"\r\n0\r\n\r\n"
 _HEAD_END = b"\r\n\r\n"
+_BEGINNING = 8  #: reads of a reply
 
 
 class Usage(TypedDict):
@@ -103,7 +104,12 @@ class Connection(asyncio.Protocol):
     @property
     def has_text(self) -> bool:
         """True if text of the reply that is coming has arrived."""
-        return self._reply is not None and bool(read(self._reply).events)
+        if (reply := self._reply) is None:
+            return False
+        # As a rule the beginning says it: whoever reads all of a long one keeps others' events waiting.
+        return any(
+            read(replace(reply, reads=reply.reads[:most])).events for most in (_BEGINNING, len(reply.reads))
+        )
 
     async def ask(self, question: bytes) -> Reply:
         """Return the whole reply, or what there was of it when the connection ended."""

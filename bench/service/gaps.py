@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.service.client import ask, completion, request
+from bench.service.client import Answer, ask, completion, request
 from bench.service.process import Service
 from bench.service.streams import good
 
@@ -51,14 +51,16 @@ async def load_again_and_again(
     service: Service, model: str, running: asyncio.Task[list[Gap]]
 ) -> list[Window]:
     """Drop a model and have it loaded, until what runs has ended."""
-    windows = []
+    answers = []
     drop = request("POST", f"/hearth/models/{model}/unload", {"free": True})
     while not running.done():
         await ask(service.port, drop)
-        answer = good(await ask(service.port, completion(model, [1], 1)))
-        explained = service.client.explain(answer.reply.request_id)
-        for span in explained.spans:
-            if span.what == "load":  # by the gateway's clock, since the arrival there
-                asked_s = answer.reply.asked_s
-                windows.append(Window(asked_s + span.begin_s, asked_s + span.end_s))
-    return windows
+        answers.append(good(await ask(service.port, completion(model, [1], 1))))
+    return [window for answer in answers for window in load_windows(service, answer)]
+
+
+def load_windows(service: Service, answer: Answer) -> list[Window]:
+    """Return when a model was loaded for an answer. Not while streams run: they are not read meanwhile."""
+    asked_s, explained = answer.reply.asked_s, service.client.explain(answer.reply.request_id)
+    spans = [span for span in explained.spans if span.what == "load"]  # since the arrival at the gateway
+    return [Window(asked_s + span.begin_s, asked_s + span.end_s) for span in spans]

@@ -12,6 +12,7 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine, Usage
 from hearth.engine.runner import PendingStep
+from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.plan import StepPlan
 from hearth.policy.batch.prompt_allowance import FIRST_LONE_TOKENS
@@ -91,6 +92,31 @@ def test_steps_are_measured() -> None:
     predicted_s = engine.allowance.predicted_s(1)
     assert predicted_s is not None
     assert predicted_s > 0
+
+
+def test_nobody_waits_for_the_driver_between_a_step_and_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be busy for two steps with a graph of some model: it is asked how long a step took later."""
+    engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
+    asked, launch = list[str](), engine.runner.launch
+    monkeypatch.setattr(PendingStep, "is_computed", False)  # as on a device
+    monkeypatch.setattr(StepTimer, "seconds", lambda timer: asked.append("time") or 0.01)
+
+    def watched_launch(plan: StepPlan) -> PendingStep:
+        asked.append("launch")
+        return launch(plan)
+
+    monkeypatch.setattr(engine.runner, "launch", watched_launch)
+    engine.add(engine.request(new_id(), prompts("llama-gqa", [5])[0], greedy(3)))
+    engine.step()
+    for num_measured in range(3):
+        asked.clear()
+        tokens = engine.step().outputs.tokens
+        assert len(tokens) == 1
+        assert asked == ["time"] * (num_measured > 0) + ["launch"] * (num_measured < 2)
+    taken_in = weakref.ref(engine._unmeasured.pending)  # type: ignore[union-attr] # of the last step
+    engine.flush()
+    assert asked == ["time", "time"]
+    assert taken_in() is None  # its event went behind its tokens, too
 
 
 def test_a_cpu_begins_with_few_tokens_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,7 @@ class Engine:
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
+        self._unmeasured: _LaunchedStep | None = None  #: taken in, with its time still to be asked for
         self.allowance = allowance
         #: Whoever steps tells readers of their tokens first, and then calls `settle`.
         self.tells_first = False
@@ -346,6 +347,7 @@ class Engine:
 
         No step runs where there is work but an elastic KV has fewer blocks than it is promised.
         """
+        self._measure()
         num_waiting_tokens = self.batcher.waiting_prompt_tokens()
         plan = self.batcher.plan(
             self.allowance.num_tokens(num_waiting_tokens), self.allowance.num_lone_tokens
@@ -367,6 +369,7 @@ class Engine:
         From here on the device reads nothing of the model. Its requests stay as they are: the next `step`
         goes on with them.
         """
+        self._measure()
         previous, self._flight = self._flight, None
         outcome = self._take_in(previous, launched=None)
         self.settle()
@@ -387,12 +390,11 @@ class Engine:
         if previous is not None:
             self.batcher.prepare_commit()  # while the device computes
             result = previous.pending.wait()
-            if not previous.pending.is_computed:
+            self._unmeasured = previous
+            if previous.pending.is_computed:
+                self._measure()
+            else:
                 self._marks.done()
-            if previous.timer is not None:
-                plan, seconds = previous.plan, previous.timer.seconds()
-                self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
-                self.samples.add(plan, seconds)
             committed = self.batcher.take_tokens(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
         if not self.tells_first:
@@ -405,9 +407,21 @@ class Engine:
             failures=committed.failures,
         )
 
+    def _measure(self) -> None:
+        """Learn how long the step took that was taken in last, and let go of it.
+
+        Once its tokens are told: both need the driver, and who makes a graph executable may have that for as
+        long as two steps take.
+        """
+        taken_in, self._unmeasured = self._unmeasured, None
+        if taken_in is not None and taken_in.timer is not None:
+            plan, seconds = taken_in.plan, taken_in.timer.seconds()
+            self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
+            self.samples.add(plan, seconds)
+
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
-        self._flight = None
+        self._flight = self._unmeasured = None
         self.settle()
         self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
         self._marks.closed()
