@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -17,6 +18,7 @@ from hearth.engine.engine import Engine
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.engine.product_tables import ProductTables
 from hearth.kernels.compilations import COMPILATIONS
+from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.layout import Layout, TensorSpec
@@ -60,18 +62,23 @@ def product_tables(device: torch.device) -> ProductTables | None:
     return ProductTables.on(device, _kernel_cache())
 
 
-def choose_products(engine: Engine, shape: Shape, device: torch.device) -> None:
+def choose_products(engine: Engine, shape: Shape, device: torch.device) -> ChosenProducts | None:
     """Choose kernels for the products of an engine, as a worker does before it makes a snapshot.
 
-    Engines that are opened from then on have them; this one has what it was opened with.
+    Engines that are opened from then on have them; this one has what it was opened with. Returns them.
     """
     if device.type == "cuda" and (tables := product_tables(device)) is not None:
         engine.flush()  # what was under way when its requests ended
         most = engine.batcher.limits
         limits = StepLimits(most.max_batch_tokens, most.max_seqs, engine.batcher.blocks.block_tokens)
         needs = KernelNeeds.on(device, shape.arch, shape.dtype, shape.quant, limits)
-        for _ in tables.tune(needs, engine.runner):
-            pass  # nobody asks for anything between two pieces
+        tuning = tables.tune(needs, engine.runner)
+        while True:  # nobody asks for anything between two pieces
+            try:
+                next(tuning)
+            except StopIteration as end:
+                return cast("ChosenProducts | None", end.value)
+    return None
 
 
 def _kernel_cache() -> KernelCache:

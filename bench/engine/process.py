@@ -22,7 +22,7 @@ import torch
 
 from bench.engine import arrivals, fixed, shapes, traffic
 from bench.engine.finding import Arm, Finding, Found, found_by
-from bench.engine.rig import Rig, fill_cache, opened
+from bench.engine.rig import Rig, fill_cache, opened, use_chosen_products
 from bench.engine.scale import GPU, TINY, Scale
 from bench.report import tell
 from bench.shape import Shape
@@ -53,6 +53,8 @@ def _of_one_shape(
     shape: Shape, scale: Scale, device: torch.device, parts: Sequence[str], arms: Collection[str]
 ) -> Iterator[Finding]:
     with opened(shape, scale, device) as rig:
+        if "shapes" in parts:
+            use_chosen_products(rig)
         for part in parts:
             for arm, ask in PARTS[part](rig).items():
                 if not arms or arm in arms:

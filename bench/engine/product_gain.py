@@ -160,7 +160,8 @@ def tuned(runner: Runner, rows: Sequence[int], capturer: Capturer | None) -> dic
         nonlocal num_sizes
         if isinstance(found, StepGain):
             us = [round(found.torch_us, 1), round(found.chosen_us, 1)]
-            say(part="tuned", step=found.shape.num_rows, us=us, is_faster=found.is_faster)
+            sizes = [[size.outputs, size.inputs] for size in found.sizes]
+            say(part="tuned", step=found.shape.num_rows, of=sizes, us=us, is_faster=found.is_faster)
             return
         num_sizes += 1
         size, words = found.size, list(found.shares)

@@ -120,6 +120,15 @@ def opened(shape: Shape, scale: Scale, device: torch.device) -> Iterator[Rig]:
         llm.close()
 
 
+def use_chosen_products(rig: Rig) -> None:
+    """Go on with kernels for products that were chosen, as a worker does for a deployed model."""
+    with step(f"choosing kernels for products of {rig.shape.name}"):
+        products = choose_products(rig.engine, rig.shape, rig.device)
+        if products is not None:
+            rig.engine.use_products(products)
+            capture_sizes(rig.engine.runner)
+
+
 def fill_cache(rig: Rig) -> None:
     """Have all kernels compiled and chosen that a model needs, so that a later process finds them on disk."""
     for work in rig.scale.fill:

@@ -19,6 +19,7 @@ from bench.engine.padding import count_steps
 from bench.engine.process import PARTS, findings, relayed
 from bench.engine.rig import Rig, opened
 from bench.engine.scale import GPU, LLAMA_2_7B, LLAMA_3_8B, TINY, even
+from bench.engine.step_budget import Span, advances_us, kinds
 from bench.report import Row, peers
 from bench.sharegpt import Lengths, conversations
 from hearth.sizes import StepLimits
@@ -183,6 +184,36 @@ def test_the_hosts_part_of_steps_is_timed_without_a_gpu() -> None:
     host_steps.end(engine, 2)
     assert 0 < found["host"] <= found["step"]
     engine.close()
+
+
+_IN_LINE = """add_norm nvjet_splitK splitKreduce rotate_and_store decode_attention nvjet splitKreduce add_norm
+nvjet
+activate nvjet add_norm nvjet best_token"""
+_SIDE_BY_SIDE = """add_norm nvjet rotate_and_store decode_attention nvjet nvjet activate nvjet add add_norm
+nvjet best_token"""
+
+
+@pytest.mark.parametrize(
+    ("names", "products"),
+    [(_IN_LINE, "qkv qkv o o up down head"), (_SIDE_BY_SIDE, "qkv o up down head")],
+)
+def test_products_of_a_traced_step_are_told_by_their_neighbours(names: str, products: str) -> None:
+    spans = [Span(float(at), at + 1.0, name) for at, name in enumerate(names.split())]
+
+    told = [kind for kind, _ in kinds(spans) if kind.endswith(" product")]
+
+    assert told == [f"{name} product" for name in products.split()]
+
+
+def test_a_kernel_that_starts_early_advances_a_step_from_the_end_of_the_one_in_front() -> None:
+    spans = [
+        Span(10.0, 14.0, "first"),
+        Span(11.0, 17.0, "early"),
+        Span(12.0, 13.0, "within"),
+        Span(18.0, 20.0, "late"),
+    ]
+
+    assert advances_us(spans) == [4.0, 3.0, 0.0, 3.0]
 
 
 def test_all_steps_of_requests_are_counted_by_their_padded_rows() -> None:

@@ -170,6 +170,45 @@ def test_kernels_of_few_rows_are_taken_only_where_they_make_a_captured_step_fast
     assert {size.rows for size in chosen} == {96, 2, 1}, "many rows are not looked at, nor is one of a CPU"
 
 
+@pytest.mark.parametrize(
+    ("differences_us", "of_both_us", "expected"),
+    [
+        ({"down": -40.0}, 0.0, {"down"}),
+        ({"down": -40.0, "up": -20.0}, 0.0, {"down", "up"}),
+        ({"down": -40.0, "up": -20.0}, 70.0, {"down"}),  # not together
+        ({}, 0.0, set()),
+    ],
+)
+def test_a_kernel_that_makes_a_captured_step_faster_alone_is_taken_without_the_others(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    differences_us: dict[str, float],
+    of_both_us: float,
+    expected: set[str],
+) -> None:
+    monkeypatch.setattr(product_choice, "MAX_COLD_ROWS", 64)
+    engine.runner.sizes = PaddedSizes(decode=(5,), mixed=(96,), samples=(1,))
+    arch = engine.runner.decoder.arch
+    names = {arch.intermediate_size: "down"}
+    outputs = {arch.dimensions.up_size: "up", arch.dimensions.qkv_size: "qkv", arch.vocab_size: "head"}
+
+    def name_of(size: ProductSize) -> str:
+        return names.get(size.inputs) or outputs.get(size.outputs) or "o"
+
+    def times_us(ways: Sequence[Way], num_rounds: int) -> list[float]:
+        graphs = [getattr(way[0], "__self__", None) for way in ways]
+        if not isinstance(graphs[-1], RunAgain):
+            return times(k6=50.0)(ways, num_rounds)
+        (products,) = graphs[-1].work.args  # type: ignore[attr-defined] # a partial
+        used = {name_of(size) for size in products._algorithms}
+        differences = [differences_us.get(name, 30.0) for name in used]
+        return [1000.0, 1000.0 + sum(differences) + (of_both_us if {"down", "up"} <= used else 0.0)]
+
+    _, chosen = run(ProductChooser(engine.runner, fake_lt(), times_us, FakeCapture()).choose_all())
+
+    assert {name_of(size) for size in chosen if size.rows == 5} == expected
+
+
 def test_nothing_is_chosen_where_nothing_is_proposed_or_memory_is_not_aligned(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

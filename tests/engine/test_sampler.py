@@ -241,6 +241,26 @@ def test_greedy_rows_take_the_best_logit_whatever_shares_the_batch() -> None:
         assert samples.tokens[[0, 2, 3]].tolist() == logits.argmax(-1)[[0, 2, 3]].tolist()
 
 
+def test_logits_of_fewer_bits_are_widened_once_more_than_the_best_is_wanted() -> None:
+    random = SamplingParams(temperature=1.0, seed=3, logprobs=4, repetition_penalty=1.3)
+    narrow = random_logits(3).bfloat16()
+    wanted, rows = narrow.float(), sample_rows([0, 1, 2], [3, 3, 3])
+    expected = sample(sampler_with(*[random] * 3), wanted, rows)
+    sampler, wide = sampler_with(*[random] * 3), torch.full((3, VOCAB), math.nan)
+    sampler.take_best(narrow, rows.device_slots)
+
+    samples = sampler.sample(narrow, rows, wide)
+
+    assert samples.tokens.tolist() == expected.tokens.tolist()
+    assert samples.logprobs is not None
+    assert expected.logprobs is not None
+    assert samples.logprobs.tolist() == expected.logprobs.tolist()
+    greedy, untouched = sampler_with(*[SamplingParams(temperature=0.0)] * 3), torch.full((3, VOCAB), 7.0)
+    greedy.take_best(narrow, rows.device_slots)
+    assert greedy.sample(narrow, rows, untouched).tokens.tolist() == narrow.float().argmax(-1).tolist()
+    assert (untouched == 7.0).all()
+
+
 def test_greedy_ties_go_to_the_lowest_id_on_the_cpu() -> None:
     logits = torch.randint(0, 3, (64, 999), generator=torch.Generator().manual_seed(0)).float()
     sampler = sampler_with(SamplingParams(temperature=0.0), vocab_size=999)

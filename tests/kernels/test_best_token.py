@@ -11,8 +11,9 @@ from tests.kernels.cases import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (3, 160), (5, 2049), (2, 8192), (2, 25_001)])
-def test_kernels_equal_the_reference(device: str, num_rows: int, vocab_size: int) -> None:
+def test_kernels_equal_the_reference(device: str, dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     # A strided piece, with many that are equal, and rows that are broken or forbidden.
     logits = (torch.randn(num_rows + 3, vocab_size + 16, generator=generator) * 2).round()[:, :vocab_size]
@@ -28,7 +29,9 @@ def test_kernels_equal_the_reference(device: str, num_rows: int, vocab_size: int
         parts = torch.zeros(
             sampler_buffers(max_seqs, vocab_size)["parts"].shape, dtype=torch.int32, device=device
         )
-        best_tokens(logits.to(device), slots.to(device), chosen=chosen, last_tokens=last_tokens, parts=parts)
+        best_tokens(
+            logits.to(device, dtype), slots.to(device), chosen=chosen, last_tokens=last_tokens, parts=parts
+        )
         found.append((chosen[:, 0].tolist(), chosen[:, 1].view(torch.float32).cpu(), last_tokens.tolist()))
 
     (tokens, best, last), (expected_tokens, expected_best, expected_last) = found[1], found[0]

@@ -10,7 +10,7 @@ for each, and it is then that they differ most. One that is not clearly faster i
 Products of few rows are over in some microseconds, and there it counts what surrounds them: how early a
 kernel starts behind the one before it, and lets the next one start. So steps of few rows are captured, as
 those that serve are, with torch's kernels and with the others: unless these make the step faster they are not
-taken.
+taken. One that does so alone is, though the others do not.
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ class ProductChoice:
 
 @dataclass(frozen=True, slots=True)
 class StepGain:
-    """The time of a step of few rows with torch's kernels, and with those that were chosen for it."""
+    """The time of a step of few rows with torch's kernels, and with those that were chosen for some sizes."""
 
     shape: StepShape
+    sizes: tuple[ProductSize, ...]
     torch_us: float
     chosen_us: float
 
@@ -147,11 +148,7 @@ class ProductChooser:
                         of_step[size] = choice.algorithm
                     yield size
             if of_step and self._capturer is not None and max(of_step).rows <= MAX_COLD_ROWS:
-                gain = self._step_gain(shape, of_step, self._capturer)
-                self._tell(gain)
-                yield max(of_step)
-                if not gain.is_faster:
-                    continue
+                of_step = yield from self._proved(shape, of_step, self._capturer)
             chosen |= of_step
         return chosen
 
@@ -224,6 +221,37 @@ class ProductChooser:
                 yield size
         return {word: median(shares) for word, shares in each.items()}
 
+    def _proved(
+        self, shape: StepShape, algorithms: Mapping[ProductSize, bytes], capturer: Capturer
+    ) -> Generator[ProductSize, None, dict[ProductSize, bytes]]:
+        """Return those kernels that make a captured step faster: all, or those that do so by themselves.
+
+        Where these do not so together, the best one of them.
+        """
+        gain = yield from self._told_gain(shape, algorithms, capturer)
+        if gain.is_faster:
+            return dict(algorithms)
+        shares: dict[ProductSize, float] = {}
+        for size, algorithm in algorithms.items() if len(algorithms) > 1 else ():
+            gain = yield from self._told_gain(shape, {size: algorithm}, capturer)
+            if gain.is_faster:
+                shares[size] = gain.chosen_us / gain.torch_us
+        proved = {size: algorithms[size] for size in shares}
+        if len(proved) > 1:
+            gain = yield from self._told_gain(shape, proved, capturer)
+            if not gain.is_faster:
+                best = min(shares, key=lambda size: shares[size])
+                return {best: algorithms[best]}
+        return proved
+
+    def _told_gain(
+        self, shape: StepShape, algorithms: Mapping[ProductSize, bytes], capturer: Capturer
+    ) -> Generator[ProductSize, None, StepGain]:
+        gain = self._step_gain(shape, algorithms, capturer)
+        self._tell(gain)
+        yield max(algorithms)
+        return gain
+
     def _step_gain(
         self, shape: StepShape, algorithms: Mapping[ProductSize, bytes], capturer: Capturer
     ) -> StepGain:
@@ -237,7 +265,7 @@ class ProductChooser:
         ways = [[graph.replay] for graph in graphs]
         num_rounds = int(PIECE_US / sum(self._times_us(ways, 1)))  # the first one makes graphs ready
         num_rounds = min(MAX_STEP_ROUNDS, max(MIN_STEP_ROUNDS, num_rounds))
-        return StepGain(shape, *self._times_us(ways, num_rounds))
+        return StepGain(shape, tuple(algorithms), *self._times_us(ways, num_rounds))
 
 
 def candidates(library: CublasLt, size: ProductSize) -> list[bytes]:

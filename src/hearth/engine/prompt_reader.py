@@ -132,12 +132,15 @@ class PromptReader:
         return logprobs, ranks, top_ids, top_logprobs
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return logits of rows, which are padded as those of all steps: no other kernels are needed."""
+        """Return float32 logits of rows, padded as those of all steps: no other kernels are needed."""
         num_rows = len(rows)
         chosen = hidden.index_select(0, rows)
         if sizes and (num_padded := padded_size(sizes, num_rows) - num_rows):
             chosen = torch.cat((chosen, hidden[:1].expand(num_padded, -1)))
-        return self._decoder.head(chosen)[:num_rows]
+        logits = self._decoder.head(chosen)[:num_rows]
+        if logits.dtype == torch.float32:
+            return logits
+        return self._decoder.wide_logits[:num_rows].copy_(logits)
 
 
 def _pieces(num_rows: int, num_most: int, vocab_size: int) -> Iterator[slice]:

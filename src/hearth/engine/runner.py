@@ -349,8 +349,13 @@ class Runner:
     @torch.inference_mode()
     @_queues
     def draw_padding(self, shape: StepShape) -> None:
-        """Queue the draws of a step that is all padding, in which no token is drawn."""
-        self._sampler.draw(self.decoder.logits[: shape.num_logits], self._inputs.park(shape))
+        """Queue the draws of a step that is all padding, in which no token is drawn.
+
+        Before them the best tokens, once more, as behind rules that change logits.
+        """
+        logits, rows = self.decoder.wide_logits[: shape.num_logits], self._inputs.park(shape)
+        self._sampler.take_best(logits, rows.device_slots)
+        self._sampler.draw(logits, rows)
 
     def follow(self, gate: WeightGate | None) -> None:
         """Run steps layer by layer behind weights that are still arriving, until the gate is open.
@@ -475,7 +480,8 @@ class Runner:
         reads = self._read(shape, plan) if plan.has_readings else None
         if trial is not None:
             trial.step_done()
-        samples = self._sampler.sample(self.decoder.logits[: plan.num_rows], rows)
+        logits, wide = self.decoder.logits[: plan.num_rows], self.decoder.wide_logits[: plan.num_rows]
+        samples = self._sampler.sample(logits, rows, wide)
         self._hosts.reverse()
         pending = PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
         if trial is not None:

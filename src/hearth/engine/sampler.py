@@ -203,7 +203,7 @@ class Sampler:
         self._tables[table].free_row(request_id)
 
     def take_best(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        """Choose the highest of each row of float32 `logits`, and note it in `tokens` for its slot.
+        """Choose the highest of each row of `logits`, and note it in `tokens` for its slot.
 
         Asks the host nothing, so that it may be captured. `slots` (int32) are dummies where nobody samples;
         there may be more of them than rows.
@@ -217,10 +217,11 @@ class Sampler:
             parts=self._parts_of_rows,
         )
 
-    def sample(self, logits: torch.Tensor, rows: SampleRows) -> Samples:
-        """Choose a token for each row of `logits`, which may be overwritten, and note it in `tokens`.
+    def sample(self, logits: torch.Tensor, rows: SampleRows, wide: torch.Tensor | None = None) -> Samples:
+        """Choose a token for each row of `logits`, and note it in `tokens`.
 
-        `take_best` has seen the same logits. There may be more than `rows`: for those nobody samples.
+        `take_best` has seen the same logits. There may be more than `rows`: for those nobody samples. More
+        than their highest is computed in float32, in their place or, where they have fewer bits, in `wide`.
         """
         assert len(rows) <= len(logits), f"{logits.shape=} {len(rows)=}"
         assert logits.shape[1:] == (self._vocab_size,), f"{logits.shape=} {self._vocab_size=}"
@@ -228,6 +229,9 @@ class Sampler:
         parts = _RowParts.of(self._parts[rows.slots])
         if not parts.needed and not rows.masks:
             return samples
+        if logits.dtype != torch.float32:
+            assert wide is not None, f"no memory for wide logits: {logits.dtype=}"
+            logits = wide.copy_(logits)
         work = self._sort_out(rows, parts) if parts.needed & ~_Part.DRAW or rows.masks else None
         sampled = logits[: len(rows)]
         if work is not None and self._process(sampled, work):

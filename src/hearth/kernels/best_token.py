@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.jit import launch, next_power_of_2, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
 from hearth.sizes import LOGIT_CHUNK
 
 _BLOCK = 2048
@@ -21,7 +22,7 @@ def best_tokens(
     last_tokens: torch.Tensor,
     parts: torch.Tensor,
 ) -> None:
-    """Set `chosen[row]` (int32 [rows, 2]) to the token of the highest logit and the bits of that logit.
+    """Set `chosen[row]` (int32 [rows, 2]) to the token of the highest logit and its bits in float32.
 
     Of equals it is the first; NaN is higher than all. The token of a row is also the last one of its slot, in
     `last_tokens` (int64). `parts` is scratch, of `sampler_buffers`. There may be more slots than rows.
@@ -40,7 +41,7 @@ def best_tokens_reference(
 ) -> None:
     # The index of `max` rather than `argmax`: several times faster on a CPU.
     best, tokens = logits.max(-1)
-    chosen[:, 0], chosen[:, 1] = tokens, best.view(torch.int32)
+    chosen[:, 0], chosen[:, 1] = tokens, best.float().view(torch.int32)
     last_tokens.index_copy_(0, slots[: len(logits)].long(), tokens)
 
 
@@ -85,7 +86,16 @@ def best_tokens_triton(
 
 
 @triton.jit(do_not_specialize=["stride", "vocab_size"])
-def _best_of_chunk_kernel(parts, logits, stride, vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _best_of_chunk_kernel(
+    parts,
+    logits,
+    stride,
+    vocab_size,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPS)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     begin = chunk * CHUNK
@@ -94,7 +104,7 @@ def _best_of_chunk_kernel(parts, logits, stride, vocab_size, CHUNK: tl.constexpr
     best_token = begin + tl.zeros((BLOCK,), tl.int32)
     for at in range(begin, end, BLOCK):
         token = at + lane
-        logit = tl.load(logits + row * stride + token, token < end, other=-float("inf"))
+        logit = tl.load(logits + row * stride + token, token < end, other=-float("inf")).to(tl.float32)
         # NaN stays, once it is there.
         is_better = ((logit > best) | (logit != logit)) & (best == best)
         best = tl.where(is_better, logit, best)
@@ -106,7 +116,10 @@ def _best_of_chunk_kernel(parts, logits, stride, vocab_size, CHUNK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _best_token_kernel(chosen, last_tokens, parts, slots, num_chunks, CHUNKS: tl.constexpr):
+def _best_token_kernel(
+    chosen, last_tokens, parts, slots, num_chunks, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     part, is_chunk = parts + (row * num_chunks + chunk) * 2, chunk < num_chunks

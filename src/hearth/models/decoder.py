@@ -60,8 +60,10 @@ class Decoder:
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
         self._workspace = workspace
+        #: Memory for rows of float32 logits.
+        self.wide_logits = workspace.logits
         #: The rows of logits that `tail` writes, of which a step uses the first.
-        self.logits = workspace.logits
+        self.logits = workspace.head_out if len(workspace.head_out) else workspace.logits
         # Kept, because all layers of a step ask for the same.
         self._cut = lru_cache(maxsize=4)(workspace.cut)
         self._cos_sin = cos_sin
@@ -135,7 +137,7 @@ class Decoder:
                 self._on_layer()
 
     def tail(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
-        """Return float32 logits of `step.logit_rows`, in that order, behind the `body` of the last layers."""
+        """Return the logits of `step.logit_rows`, in that order, behind the `body` of the last layers."""
         adapters = step.adapters if step.logit_rows is None else step.logit_adapters
         return self.head(self._finish(*self._keep(step), adapters, gate))
 
@@ -172,15 +174,13 @@ class Decoder:
         return self._linear(hidden, weights.embed_out, out)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the float32 logits of what `finish` returned, of at most as many rows as there are of them.
+        """Return the logits of what `finish` returned, of at most as many rows as there are of them.
 
-        They lie where those of the call before lay.
+        They have the model's dtype, and lie where those of the call before lay.
         """
-        weights, ws = self.weights, self._cut(hidden.shape[0])
+        weights = self.weights
         assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
-        out = ws.logits if hidden.dtype == torch.float32 else ws.head_out
-        self._linear(hidden, weights.head, out)
-        return out if out is ws.logits else ws.logits.copy_(out)
+        return self._linear(hidden, weights.head, self.logits[: hidden.shape[0]])
 
     def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
         """Return fused q, k and v, as the projections leave them."""
