@@ -41,8 +41,7 @@ def project_with_adapters(
     """Run `product`, which sets `out`, and add `b @ (a @ x)` to rows whose adapter has factors for `target`.
 
     x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat) is for the CUDA path, and nothing
-    that `product` reads or writes: it has room for MAX_SHRUNK_RANK numbers a row, and that ADAPTER_SPLITS
-    times where tiles are of few rows.
+    that `product` reads or writes: it has room for MAX_SHRUNK_RANK numbers a row.
     """
     if not runs_triton(x):
         product()
@@ -79,7 +78,7 @@ def add_adapters_triton(
 ) -> None:
     """`product` sets `out`, beside the first product of adapters."""
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
-    num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
+    num_needed = len(x) * MAX_SHRUNK_RANK
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
     is_beside = product is not None
     shrink = partial(shrink_triton, x, rows, target, blocks, out=scratch, is_beside=is_beside)

@@ -12,12 +12,14 @@ from hearth.kernels.adapter_rows import (
     FIRST_BEGIN,
     FIRST_RANK,
     FIRST_SIZE,
+    SHRUNK_ROOM,
+    TOTAL_RANK,
     AdapterRows,
     load_share,
 )
 from hearth.kernels.jit import launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import ADAPTER_PROJECTIONS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_PROJECTIONS
 
 
 def expand_triton(
@@ -29,7 +31,7 @@ def expand_triton(
     out: torch.Tensor,
 ) -> None:
     """Add `b` times what `shrink_triton` has left to the rows of `out`."""
-    num_rows, n = out.shape
+    _, n = out.shape
     assert out.is_contiguous(), f"{out.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
     launch(
@@ -40,12 +42,9 @@ def expand_triton(
         rows.order,
         shares,
         target,
-        num_rows,
         n,
         SPLITS=blocks.num_splits,
-        STRIDE=MAX_SHRUNK_RANK,
         BLOCK_M=rows.tile_rows,
-        BLOCK_R=blocks.ranks,
         BLOCK_N=blocks.outputs,
         LOW_RANK=blocks.low_rank,
         LOW_R=blocks.low_ranks,
@@ -53,26 +52,22 @@ def expand_triton(
         ROW_R=blocks.expand_ranks,
         ROW_N=blocks.expand_outputs,
         STAGES=blocks.num_stages,
-        FEW_ROWS=rows.tile_rows <= ADAPTER_TILE_ROWS,
         num_warps=blocks.num_warps,
         num_stages=1,  # but where a loop says more
         maxnreg=blocks.max_registers,
     )
 
 
-@triton.jit(do_not_specialize=["target", "num_rows"])
+@triton.jit(do_not_specialize=["target"])
 def _expand_kernel(
     out,
     scratch,
     order,
     shares,
     target,
-    num_rows,
     n,
     SPLITS: tl.constexpr,
-    STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LOW_RANK: tl.constexpr,
     LOW_R: tl.constexpr,
@@ -80,7 +75,6 @@ def _expand_kernel(
     ROW_R: tl.constexpr,
     ROW_N: tl.constexpr,
     STAGES: tl.constexpr,
-    FEW_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # Before the wait, for lists and tables are the same in all of a step (`overlap.py`).
@@ -89,20 +83,22 @@ def _expand_kernel(
     fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
     total = 0
     for at in tl.static_range(3):
-        slice_rank = tl.load(fields + FIRST_RANK + at, has_table, other=0).to(tl.int32)
-        total += slice_rank * tl.load(fields + FIRST_SIZE + at, has_table, other=0).to(tl.int32)
+        rank = tl.load(fields + FIRST_RANK + at, has_table, other=0).to(tl.int32)
+        size = tl.load(fields + FIRST_SIZE + at, has_table, other=0).to(tl.int32)
+        total += _numbers_of_output(rank, num) * size
+    apart = tl.load(fields + TOTAL_RANK, has_table, other=0).to(tl.int32)
     wait_for_inputs(OVERLAPS)
     if has_table:
-        # So many numbers of all factors behind each other are this program's, from `first` on.
+        # So many numbers of all slices behind each other are this program's, from `first` on.
         own = tl.cdiv(total, parts)
         first = own * part
-        left = scratch + begin * STRIDE
-        apart = num_rows.to(tl.int64) * STRIDE
+        left = scratch + begin * SHRUNK_ROOM
         for number in range(3):
             rank = tl.load(fields + FIRST_RANK + number).to(tl.int32)
             size = tl.load(fields + FIRST_SIZE + number).to(tl.int32)
-            own_first = _outputs_before(first, rank, size)
-            own_last = _outputs_before(first + own, rank, size)
+            numbers = _numbers_of_output(rank, num)
+            own_first = _outputs_before(first, numbers, size)
+            own_last = _outputs_before(first + own, numbers, size)
             if own_first < own_last:
                 to = tl.load(fields + FIRST_BEGIN + number)
                 b = tl.load(fields + FIRST_B + number).to(tl.pointer_type(out.dtype.element_ty))
@@ -148,28 +144,30 @@ def _expand_kernel(
                 else:
                     member = tl.arange(0, BLOCK_M)
                     in_rows = member < num
-                    rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n + to
-                    rows_left = left + member[:, None] * STRIDE
-                    if FEW_ROWS & (rank <= ROW_R):
-                        _expand_few_rows(
-                            rows,
-                            b,
-                            stride,
-                            rows_left,
-                            apart,
-                            rank,
-                            size,
-                            own_first,
-                            own_last,
-                            in_rows,
-                            SPLITS,
-                            ROW_R,
-                            BLOCK_N,
-                            STAGES,
-                        )
+                    rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n
+                    rows_left = left + member[:, None] * SHRUNK_ROOM
+                    if (to % FACTOR_ALIGNMENT == 0) & (size % FACTOR_ALIGNMENT == 0):
+                        # Multiples that the compiler sees, so that a thread moves 16 bytes at a time.
+                        rows += to // FACTOR_ALIGNMENT * FACTOR_ALIGNMENT
+                        for first_rank in range(0, rank, ROW_R):
+                            _expand_rows(
+                                rows,
+                                b + first_rank * stride,
+                                stride,
+                                rows_left + first_rank,
+                                apart,
+                                rank - first_rank,
+                                own_first,
+                                own_last,
+                                in_rows,
+                                SPLITS,
+                                ROW_R,
+                                BLOCK_N,
+                                STAGES,
+                            )
                     else:
-                        _expand_tile(
-                            rows,
+                        _expand_odd_rows(
+                            rows + to,
                             b,
                             stride,
                             rows_left,
@@ -180,30 +178,35 @@ def _expand_kernel(
                             own_last,
                             in_rows,
                             SPLITS,
-                            BLOCK_R,
-                            BLOCK_N,
                         )
-            first -= rank * size
+            first -= numbers * size
             left += rank
 
 
 @triton.jit
-def _outputs_before(numbers, rank, size):
-    """How many outputs of a slice have their factors before so many numbers, in groups of 32.
+def _numbers_of_output(rank, num_rows):
+    """How many numbers are moved for an output of a slice: its factors, and each row but the first twice."""
+    return tl.where(rank > 0, rank + 2 * (num_rows - 1), 0)
+
+
+@triton.jit
+def _outputs_before(numbers, numbers_of_output, size):
+    """How many outputs of a slice lie before so many numbers, in groups of 32.
 
     So a program begins where memory is read anew. The last of a slice takes what its rows are filled with.
     """
-    outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(rank, 1)) * 32
+    outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(numbers_of_output, 1)) * 32
     end = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
-    return tl.where(rank > 0, tl.minimum(outputs, end), 0)
+    return tl.where(numbers_of_output > 0, tl.minimum(outputs, end), 0)
 
 
 @triton.jit
 def _load_shrunk(left, apart, ranks, in_rank, SPLITS: tl.constexpr):
-    """The sum of all parts that the first product has left of some ranks."""
+    """The sum of all parts that the first product has left of some ranks, `apart` from each other."""
     shrunk = tl.load(left + ranks, in_rank, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        shrunk += tl.load(left + split * apart + ranks, in_rank, other=0.0)
+        is_left = in_rank & (ranks < tl.where((split + 1) * apart <= SHRUNK_ROOM, apart, 0))
+        shrunk += tl.load(left + split * apart + ranks, is_left, other=0.0)
     return shrunk
 
 
@@ -319,14 +322,13 @@ def _expand_wide_row(
 
 
 @triton.jit
-def _expand_few_rows(
+def _expand_rows(
     out,
     b,
     stride,
     left,
     apart,
     rank,
-    size,
     first,
     last,
     in_rows,
@@ -335,9 +337,10 @@ def _expand_few_rows(
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add outputs from `first` to `last` of a slice of at most RANKS ranks to the rows of a tile of few.
+    """Add outputs from `first` to `last` of a slice, of its first RANKS ranks, to the rows of a tile.
 
-    Factors of the next outputs are on their way meanwhile.
+    These and the outputs' addresses are multiples of FACTOR_ALIGNMENT numbers. Factors of the next outputs
+    are on their way meanwhile.
     """
     ranks = tl.arange(0, RANKS)
     in_rank = ranks < rank
@@ -346,15 +349,15 @@ def _expand_few_rows(
     at_b = b + ranks[:, None] * stride
     for at in tl.range(first, last, OUTPUTS, num_stages=STAGES):
         output = at + tl.arange(0, OUTPUTS)
-        inside = in_rows[:, None] & (output < tl.minimum(last, size))[None, :]
+        inside = in_rows[:, None] & (output < last)[None, :]
         before = tl.load(out + output[None, :], inside, other=0.0)
         factor = tl.load(at_b + output[None, :], in_rank[:, None] & (output < last)[None, :], other=0.0)
-        added = tl.dot(shrunk, factor, input_precision="ieee")
-        tl.store(out + output[None, :], (before.to(tl.float32) + added).to(before.dtype), inside)
+        acc = tl.dot(shrunk, factor, before.to(tl.float32), input_precision="ieee")
+        tl.store(out + output[None, :], acc.to(before.dtype), inside)
 
 
 @triton.jit
-def _expand_tile(
+def _expand_odd_rows(
     out,
     b,
     stride,
@@ -366,10 +369,13 @@ def _expand_tile(
     last,
     in_rows,
     SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """Add outputs from `first` to `last` of a slice to the rows of a tile."""
+    """Add outputs from `first` to `last` of a slice to the rows of a tile, wherever they begin and end.
+
+    Models whose slices do so are rare, so few registers count more than time.
+    """
+    BLOCK_R: tl.constexpr = 16
+    BLOCK_N: tl.constexpr = 32
     for at in range(first, last, BLOCK_N):
         output = at + tl.arange(0, BLOCK_N)
         inside = in_rows[:, None] & (output < tl.minimum(last, size))[None, :]
