@@ -45,7 +45,7 @@ TARGET_FIELDS, MAX_ADAPTER_SLICES = 16, 3
 #: Rows of an adapter's second factors lie a multiple of so many numbers apart, which kernels load at a time.
 FACTOR_ROW_ALIGNMENT = 8
 #: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
-#: they are fewer they are sums of several parts, as many as have room and at most so many.
+#: they are so few that there is room they are left as sums of several parts, at most so many.
 MAX_SHRUNK_RANK, ADAPTER_SPLITS = 768, 4
 
 

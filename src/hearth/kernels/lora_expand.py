@@ -99,6 +99,7 @@ def _expand_kernel(
             numbers = _numbers_of_output(rank, num)
             own_first = _outputs_before(first, numbers, size)
             own_last = _outputs_before(first + own, numbers, size)
+            first -= numbers * size
             if own_first < own_last:
                 to = tl.load(fields + FIRST_BEGIN + number)
                 b = tl.load(fields + FIRST_B + number).to(tl.pointer_type(out.dtype.element_ty))
@@ -179,7 +180,6 @@ def _expand_kernel(
                             in_rows,
                             SPLITS,
                         )
-            first -= numbers * size
             left += rank
 
 
@@ -204,9 +204,9 @@ def _outputs_before(numbers, numbers_of_output, size):
 def _load_shrunk(left, apart, ranks, in_rank, SPLITS: tl.constexpr):
     """The sum of all parts that the first product has left of some ranks, `apart` from each other."""
     shrunk = tl.load(left + ranks, in_rank, other=0.0)
+    are_several = in_rank & (ranks < tl.where(SPLITS * apart <= SHRUNK_ROOM, apart, 0))
     for split in tl.static_range(1, SPLITS):
-        is_left = in_rank & (ranks < tl.where((split + 1) * apart <= SHRUNK_ROOM, apart, 0))
-        shrunk += tl.load(left + split * apart + ranks, is_left, other=0.0)
+        shrunk += tl.load(left + split * apart + ranks, are_several, other=0.0)
     return shrunk
 
 

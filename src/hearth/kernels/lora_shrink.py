@@ -22,7 +22,7 @@ def shrink_triton(
 ) -> None:
     """Leave `a @ x` in `out`, [rows of the order, MAX_SHRUNK_RANK].
 
-    A row has parts behind each other, as many as it has room for, which add up to that (`num_splits`).
+    A row has parts behind each other that add up to that, unless it has no room for them (`_num_splits`).
 
     `is_beside`: the model's own product runs at the same time. Programs that have started and wait would keep
     multiprocessors from that one, which needs whole ones.
@@ -114,8 +114,8 @@ def _shrink_kernel(
 
 @triton.jit
 def _num_splits(rank, SPLITS: tl.constexpr):
-    """In how many parts a row's sums are left behind each other: as many as have room, SPLITS at most."""
-    return tl.minimum(SPLITS, SHRUNK_ROOM // tl.maximum(rank, 1))
+    """In how many parts a row's sums are left behind each other: SPLITS, or one where there is no room."""
+    return tl.where(SPLITS * rank <= SHRUNK_ROOM, SPLITS, 1)
 
 
 @triton.jit

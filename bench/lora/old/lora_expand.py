@@ -1,0 +1,389 @@
+"""The second product of adapters, added to the output of a projection. Knows shapes and pointers only."""
+
+from __future__ import annotations
+
+import torch
+
+from hearth.kernels.adapter_blocks import AdapterBlocks
+from hearth.kernels.adapter_rows import (
+    FACTOR_ALIGNMENT,
+    FIELDS,
+    FIRST_B,
+    FIRST_BEGIN,
+    FIRST_RANK,
+    FIRST_SIZE,
+    AdapterRows,
+    load_share,
+)
+from hearth.kernels.jit import launch, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
+from hearth.sizes import ADAPTER_PROJECTIONS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
+
+
+def expand_triton(
+    shrunk: torch.Tensor,
+    rows: AdapterRows,
+    target: int,
+    blocks: AdapterBlocks,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Add `b` times what `shrink_triton` has left to the rows of `out`."""
+    num_rows, n = out.shape
+    assert out.is_contiguous(), f"{out.stride()=}"
+    shares = rows.shares[target % ADAPTER_PROJECTIONS]
+    launch(
+        _expand_kernel,
+        (len(shares),),
+        out,
+        shrunk,
+        rows.order,
+        shares,
+        target,
+        num_rows,
+        n,
+        SPLITS=blocks.num_splits,
+        STRIDE=MAX_SHRUNK_RANK,
+        BLOCK_M=rows.tile_rows,
+        BLOCK_R=blocks.ranks,
+        BLOCK_N=blocks.outputs,
+        LOW_RANK=blocks.low_rank,
+        LOW_R=blocks.low_ranks,
+        LOW_N=blocks.low_outputs,
+        ROW_R=blocks.expand_ranks,
+        ROW_N=blocks.expand_outputs,
+        STAGES=blocks.num_stages,
+        FEW_ROWS=rows.tile_rows <= ADAPTER_TILE_ROWS,
+        num_warps=blocks.num_warps,
+        num_stages=1,  # but where a loop says more
+        maxnreg=blocks.max_registers,
+    )
+
+
+@triton.jit(do_not_specialize=["target", "num_rows"])
+def _expand_kernel(
+    out,
+    scratch,
+    order,
+    shares,
+    target,
+    num_rows,
+    n,
+    SPLITS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LOW_RANK: tl.constexpr,
+    LOW_R: tl.constexpr,
+    LOW_N: tl.constexpr,
+    ROW_R: tl.constexpr,
+    ROW_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    # Before the wait, for lists and tables are the same in all of a step (`overlap.py`).
+    table, begin, num, part, parts = load_share(shares)
+    has_table = table != 0
+    fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
+    total = 0
+    for at in tl.static_range(3):
+        slice_rank = tl.load(fields + FIRST_RANK + at, has_table, other=0).to(tl.int32)
+        total += slice_rank * tl.load(fields + FIRST_SIZE + at, has_table, other=0).to(tl.int32)
+    wait_for_inputs(OVERLAPS)
+    if has_table:
+        # So many numbers of all factors behind each other are this program's, from `first` on.
+        own = tl.cdiv(total, parts)
+        first = own * part
+        left = scratch + begin * STRIDE
+        apart = num_rows.to(tl.int64) * STRIDE
+        for number in range(3):
+            rank = tl.load(fields + FIRST_RANK + number).to(tl.int32)
+            size = tl.load(fields + FIRST_SIZE + number).to(tl.int32)
+            own_first = _outputs_before(first, rank, size)
+            own_last = _outputs_before(first + own, rank, size)
+            if own_first < own_last:
+                to = tl.load(fields + FIRST_BEGIN + number)
+                b = tl.load(fields + FIRST_B + number).to(tl.pointer_type(out.dtype.element_ty))
+                b = tl.multiple_of(b, 16)
+                stride = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
+                row = out + tl.load(order + begin) * n + to
+                if (num == 1) & (rank <= LOW_RANK):
+                    _expand_low_row(
+                        row, b, stride, left, apart, rank, size, own_first, own_last, SPLITS, LOW_R, LOW_N
+                    )
+                elif (num == 1) & (rank <= ROW_R):
+                    _expand_row(
+                        row,
+                        b,
+                        stride,
+                        left,
+                        apart,
+                        rank,
+                        size,
+                        own_first,
+                        own_last,
+                        SPLITS,
+                        ROW_R,
+                        ROW_N,
+                        STAGES,
+                    )
+                elif num == 1:
+                    _expand_wide_row(
+                        row,
+                        b,
+                        stride,
+                        left,
+                        apart,
+                        rank,
+                        size,
+                        own_first,
+                        own_last,
+                        SPLITS,
+                        ROW_R,
+                        ROW_N,
+                        STAGES,
+                    )
+                else:
+                    member = tl.arange(0, BLOCK_M)
+                    in_rows = member < num
+                    rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n + to
+                    rows_left = left + member[:, None] * STRIDE
+                    if FEW_ROWS & (rank <= ROW_R):
+                        _expand_few_rows(
+                            rows,
+                            b,
+                            stride,
+                            rows_left,
+                            apart,
+                            rank,
+                            size,
+                            own_first,
+                            own_last,
+                            in_rows,
+                            SPLITS,
+                            ROW_R,
+                            BLOCK_N,
+                            STAGES,
+                        )
+                    else:
+                        _expand_tile(
+                            rows,
+                            b,
+                            stride,
+                            rows_left,
+                            apart,
+                            rank,
+                            size,
+                            own_first,
+                            own_last,
+                            in_rows,
+                            SPLITS,
+                            BLOCK_R,
+                            BLOCK_N,
+                        )
+            first -= rank * size
+            left += rank
+
+
+@triton.jit
+def _outputs_before(numbers, rank, size):
+    """How many outputs of a slice have their factors before so many numbers, in groups of 32.
+
+    So a program begins where memory is read anew. The last of a slice takes what its rows are filled with.
+    """
+    outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(rank, 1)) * 32
+    end = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
+    return tl.where(rank > 0, tl.minimum(outputs, end), 0)
+
+
+@triton.jit
+def _load_shrunk(left, apart, ranks, in_rank, SPLITS: tl.constexpr):
+    """The sum of all parts that the first product has left of some ranks."""
+    shrunk = tl.load(left + ranks, in_rank, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        shrunk += tl.load(left + split * apart + ranks, in_rank, other=0.0)
+    return shrunk
+
+
+@triton.jit
+def _expand_low_row(
+    out,
+    b,
+    stride,
+    left,
+    apart,
+    rank,
+    size,
+    first,
+    last,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """Add outputs from `first` to `last` of a slice of few ranks to one row."""
+    for at in range(first, last, OUTPUTS):
+        output = at + tl.arange(0, OUTPUTS)
+        is_stored = output < tl.minimum(last, size)
+        before = tl.load(out + output, is_stored, other=0.0)
+        acc = before.to(tl.float32)
+        for first_rank in range(0, rank, RANKS):
+            ranks = first_rank + tl.arange(0, RANKS)
+            in_rank = ranks < rank
+            factor = tl.load(
+                b + ranks[:, None] * stride + output[None, :],
+                in_rank[:, None] & (output < last)[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            # The compiler would rather wait for each load in turn than have registers for all of them. Behind
+            # a barrier it cannot read what it multiplies them by before all are under way.
+            tl.debug_barrier()
+            shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS).to(factor.dtype).to(tl.float32)
+            acc += tl.sum(factor.to(tl.float32) * shrunk[:, None], 0)
+        tl.store(out + output, acc.to(before.dtype), is_stored)
+
+
+@triton.jit
+def _expand_row(
+    out,
+    b,
+    stride,
+    left,
+    apart,
+    rank,
+    size,
+    first,
+    last,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add outputs from `first` to `last` of a slice of at most RANKS ranks to one row.
+
+    Factors of the next outputs are on their way meanwhile. With tensor cores it takes half the instructions,
+    though they multiply 15 rows of zeros besides.
+    """
+    ranks = tl.arange(0, RANKS)
+    in_rank = ranks < rank
+    shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS)
+    rows = tl.where(tl.arange(0, 16)[:, None] == 0, shrunk[None, :], 0.0).to(b.dtype.element_ty)
+    at_b = b + ranks[:, None] * stride
+    for at in tl.range(first, last, OUTPUTS, num_stages=STAGES):
+        output = at + tl.arange(0, OUTPUTS)
+        is_stored = output < tl.minimum(last, size)
+        before = tl.load(out + output, is_stored, other=0.0)
+        factor = tl.load(at_b + output[None, :], in_rank[:, None] & (output < last)[None, :], other=0.0)
+        added = tl.sum(tl.dot(rows, factor, input_precision="ieee"), 0)
+        tl.store(out + output, (before.to(tl.float32) + added).to(before.dtype), is_stored)
+
+
+@triton.jit
+def _expand_wide_row(
+    out,
+    b,
+    stride,
+    left,
+    apart,
+    rank,
+    size,
+    first,
+    last,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add outputs from `first` to `last` of a slice of any rank to one row, as `_expand_row`.
+
+    RANKS of it are multiplied at a time, and outputs are stored behind the last of them.
+    """
+    rounds = tl.cdiv(rank, RANKS)
+    acc = tl.zeros([OUTPUTS], tl.float32)
+    for at in tl.range(0, tl.cdiv(last - first, OUTPUTS) * rounds, num_stages=STAGES):
+        turn = at % rounds
+        output = first + at // rounds * OUTPUTS + tl.arange(0, OUTPUTS)
+        ranks = turn * RANKS + tl.arange(0, RANKS)
+        in_rank = ranks < rank
+        at_b = b + ranks[:, None] * stride + output[None, :]
+        factor = tl.load(at_b, in_rank[:, None] & (output < last)[None, :], other=0.0)
+        shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS)
+        rows = tl.where(tl.arange(0, 16)[:, None] == 0, shrunk[None, :], 0.0).to(b.dtype.element_ty)
+        added = tl.sum(tl.dot(rows, factor, input_precision="ieee"), 0)
+        acc = tl.where(turn == 0, 0.0, acc) + added
+        is_stored = output < tl.where(turn == rounds - 1, tl.minimum(last, size), 0)
+        before = tl.load(out + output, is_stored, other=0.0)
+        tl.store(out + output, (before.to(tl.float32) + acc).to(before.dtype), is_stored)
+
+
+@triton.jit
+def _expand_few_rows(
+    out,
+    b,
+    stride,
+    left,
+    apart,
+    rank,
+    size,
+    first,
+    last,
+    in_rows,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add outputs from `first` to `last` of a slice of at most RANKS ranks to the rows of a tile of few.
+
+    Factors of the next outputs are on their way meanwhile.
+    """
+    ranks = tl.arange(0, RANKS)
+    in_rank = ranks < rank
+    is_shrunk = in_rows[:, None] & in_rank[None, :]
+    shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS).to(b.dtype.element_ty)
+    at_b = b + ranks[:, None] * stride
+    for at in tl.range(first, last, OUTPUTS, num_stages=STAGES):
+        output = at + tl.arange(0, OUTPUTS)
+        inside = in_rows[:, None] & (output < tl.minimum(last, size))[None, :]
+        before = tl.load(out + output[None, :], inside, other=0.0)
+        factor = tl.load(at_b + output[None, :], in_rank[:, None] & (output < last)[None, :], other=0.0)
+        added = tl.dot(shrunk, factor, input_precision="ieee")
+        tl.store(out + output[None, :], (before.to(tl.float32) + added).to(before.dtype), inside)
+
+
+@triton.jit
+def _expand_tile(
+    out,
+    b,
+    stride,
+    left,
+    apart,
+    rank,
+    size,
+    first,
+    last,
+    in_rows,
+    SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add outputs from `first` to `last` of a slice to the rows of a tile."""
+    for at in range(first, last, BLOCK_N):
+        output = at + tl.arange(0, BLOCK_N)
+        inside = in_rows[:, None] & (output < tl.minimum(last, size))[None, :]
+        before = tl.load(out + output[None, :], inside, other=0.0)
+        acc = before.to(tl.float32)
+        for first_rank in range(0, rank, BLOCK_R):
+            ranks = first_rank + tl.arange(0, BLOCK_R)
+            in_rank = ranks < rank
+            factor = tl.load(
+                b + ranks[:, None] * stride + output[None, :],
+                in_rank[:, None] & (output < last)[None, :],
+                other=0.0,
+            )
+            is_shrunk = in_rows[:, None] & in_rank[None, :]
+            shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS)
+            acc = tl.dot(shrunk.to(factor.dtype), factor, acc, input_precision="ieee")
+        tl.store(out + output[None, :], acc.to(before.dtype), inside)
