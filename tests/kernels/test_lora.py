@@ -95,6 +95,7 @@ CASES = {
     "many adapters": Case(64, 36, [[(0, 36, 1 + 3 * at)] for at in range(9)], [*range(9), None, 5]),
     "wide rows of slices": Case(128, 300, [[(0, 90, 70), (90, 100, 40), (190, 110, 9)]], [0, None]),
     "rows that share wide slices": Case(64, 300, [[(0, 140, 30), (140, 160, 20)]], [0, 0, None, 0]),
+    "a prompt of aligned slices": Case(96, 152, [[(0, 88, 70), (96, 56, 8)]], [0] * 70 + [None]),
     "aligned": Case(512, 256, [[(0, 128, 8), (128, 128, 16)], [(0, 256, 32)]], [0, 1, 1, None]),
 }
 
