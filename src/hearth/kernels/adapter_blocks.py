@@ -53,8 +53,10 @@ def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
         low_rank=16,
         low_ranks=8,
         low_outputs=1024,
-        # A power of two, and none of them shorter than what a program reads at a time.
-        num_splits=min(ADAPTER_SPLITS, next_power_of_2(k // _ROW_INPUTS + 1) // 2 or 1),
+        # Of few rows a power of two, and none of them shorter than what a program reads at a time.
+        num_splits=min(ADAPTER_SPLITS, next_power_of_2(k // _ROW_INPUTS + 1) // 2 or 1)
+        if is_small
+        else ADAPTER_SPLITS,
         num_warps=4,
         num_stages=2 if is_float32 else 3,
         # So that four programs fit on a multiprocessor.

@@ -166,6 +166,7 @@ def _expand_kernel(
                                 BLOCK_N,
                                 STAGES,
                             )
+                            tl.debug_barrier()  # other threads may read what this one has written
                     else:
                         _expand_odd_rows(
                             rows + to,
