@@ -19,7 +19,7 @@ from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows
 from hearth.kernels.lora_expand import expand_triton
 from hearth.kernels.lora_shrink import shrink_triton
 from hearth.models.adapter import Projection, projection_shape, target_index
-from hearth.sizes import ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_ROWS
 from hearth.types import AdapterId
 
 #: Of so many layers, so that no factor is found in a cache.
@@ -44,8 +44,9 @@ class Work:
         n, k = projection_shape(DIMENSIONS, projection)
         num_rows = len(rows.order)
         x, out = (torch.randn(num_rows, size, dtype=torch.bfloat16, device=CUDA) for size in (k, n))
-        scratch = torch.empty(num_rows * MAX_SHRUNK_RANK, device=CUDA)
-        return Work(projection, rows, x, out, scratch, adapter_blocks(k, rows.tile_rows, x.dtype))
+        blocks = adapter_blocks(k, rows.tile_rows, x.dtype)
+        scratch = torch.empty(num_rows * blocks.shrunk_room, device=CUDA)
+        return Work(projection, rows, x, out, scratch, blocks)
 
     def shrink(self, layer: int) -> None:
         target = target_index(layer, self.projection)

@@ -45,7 +45,7 @@ TARGET_FIELDS, MAX_ADAPTER_SLICES = 16, 3
 #: Rows of an adapter's second factors lie a multiple of so many numbers apart, which kernels load at a time.
 FACTOR_ROW_ALIGNMENT = 8
 #: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
-#: they are so few that there is room they are left as sums of several parts, at most so many.
+#: requests decode they are sums of several parts, each of which is stored.
 MAX_SHRUNK_RANK, ADAPTER_SPLITS = 768, 4
 
 
@@ -190,9 +190,10 @@ def _shrunk_rows(dimensions: Dimensions, dtype: str, size: StepSize) -> int:
     """Rows for what adapters leave between two products; none where the MLP has enough of them idle."""
     if size.num_programs == 1:  # a CPU, which keeps nothing between them
         return 0
+    num_rows = max(size.max_tokens, ADAPTER_SPLITS * min(size.max_samples, size.max_tokens))
     # One of the MLP's two buffers is always free, of which this is the smaller.
-    lent_bytes = dimensions.intermediate_size * ITEM_BYTES[dtype]
-    return 0 if lent_bytes >= MAX_SHRUNK_RANK * ITEM_BYTES["float32"] else size.max_tokens
+    lent_bytes = size.max_tokens * dimensions.intermediate_size * ITEM_BYTES[dtype]
+    return 0 if lent_bytes >= num_rows * MAX_SHRUNK_RANK * ITEM_BYTES["float32"] else num_rows
 
 
 def workspace_bytes(dimensions: Dimensions, layers: range, dtype: str, size: StepSize) -> int:

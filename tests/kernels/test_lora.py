@@ -112,14 +112,16 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
     expected = base.double()
     add_adapters_reference(x.double(), AdapterRows.of(groups, 16, device), TARGET, out=expected)
 
-    for tile_rows, num_splits in ((16, 4), (64, 4)):
+    # In steps of few rows all sums have parts, in those of many the ones that there is room for.
+    for tile_rows, room in ((16, 4 * MAX_SHRUNK_RANK), (64, MAX_SHRUNK_RANK)):
         # Few shares, for the interpreter runs one after the other.
         rows = AdapterRows.of(groups, tile_rows, device, min_shares=7)
         # Small ones, so that sums are split and rows have several chunks.
         blocks = adapter_blocks(case.num_inputs, tile_rows, dtype)
         blocks = replace(
             blocks,
-            num_splits=num_splits,
+            num_splits=4,
+            shrunk_room=room,
             shrink_ranks=4,
             shrink_inputs=64,
             expand_ranks=32,
@@ -128,7 +130,7 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
             low_ranks=4,
             low_outputs=64,
         )
-        scratch = garbage((num_rows * MAX_SHRUNK_RANK,), device, torch.float32)
+        scratch = garbage((num_rows * room,), device, torch.float32)
         around = garbage((num_rows + 2, case.num_outputs), device, dtype)
         out = around[1:-1].copy_(base)
 
@@ -158,7 +160,7 @@ def test_a_product_is_run_before_its_adapters_are_added(tile_rows: int) -> None:
     rows = AdapterRows.of(groups, tile_rows, "cpu", min_shares=7)
     expected = base.clone()
     add_adapters_reference(x, rows, TARGET, out=expected)
-    scratch = garbage((len(x) * MAX_SHRUNK_RANK,), "cpu", torch.float32)
+    scratch = garbage((4 * len(x) * MAX_SHRUNK_RANK,), "cpu", torch.float32)
 
     by_torch, by_kernels = (garbage((len(x), case.num_outputs), "cpu", dtype) for _ in range(2))
     project_with_adapters(partial(by_torch.copy_, base), x, rows, TARGET, scratch=scratch, out=by_torch)
@@ -188,7 +190,7 @@ def test_the_second_product_alone_may_start_while_what_is_in_front_of_it_drains(
         x,
         AdapterRows.of(groups, 16, "cpu"),
         TARGET,
-        scratch=garbage((len(x) * MAX_SHRUNK_RANK,), "cpu", x.dtype),
+        scratch=garbage((4 * len(x) * MAX_SHRUNK_RANK,), "cpu", x.dtype),
         out=garbage((len(x), case.num_outputs), "cpu", x.dtype),
         product=lambda: None,
     )

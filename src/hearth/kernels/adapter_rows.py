@@ -41,7 +41,7 @@ def _for_kernels(value: int) -> int:
 #: address of its `b`, its rank, where its outputs begin, how many they are; then all ranks together.
 FIRST_B, FIRST_RANK, FIRST_BEGIN, FIRST_SIZE, TOTAL_RANK = map(_for_kernels, (1, 4, 7, 10, 13))
 FIELDS, SHARE_FIELDS = map(_for_kernels, (TARGET_FIELDS, ADAPTER_SHARE_FIELDS))
-FACTOR_ALIGNMENT, SHRUNK_ROOM = map(_for_kernels, (FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK))
+FACTOR_ALIGNMENT, MAX_RANKS = map(_for_kernels, (FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK))
 #: Where the numbers of a share lie in its second word: the first row of its tile in the order, how many rows
 #: that has, which part of its work the share is, and of how many parts (which begin at bit 0).
 BEGIN_BIT, NUM_BIT, PART_BIT = 40, 32, 16

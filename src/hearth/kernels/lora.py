@@ -26,7 +26,7 @@ from hearth.kernels.branch import run_beside
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.lora_expand import expand_triton
 from hearth.kernels.lora_shrink import shrink_triton
-from hearth.sizes import ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_TILE_ROWS
 
 
 def project_with_adapters(
@@ -41,7 +41,8 @@ def project_with_adapters(
     """Run `product`, which sets `out`, and add `b @ (a @ x)` to rows whose adapter has factors for `target`.
 
     x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat) is for the CUDA path, and nothing
-    that `product` reads or writes: it has room for MAX_SHRUNK_RANK numbers a row.
+    that `product` reads or writes: it has room for MAX_SHRUNK_RANK numbers a row, and that ADAPTER_SPLITS
+    times where tiles are of few rows.
     """
     if not runs_triton(x):
         product()
@@ -78,7 +79,7 @@ def add_adapters_triton(
 ) -> None:
     """`product` sets `out`, beside the first product of adapters."""
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
-    num_needed = len(x) * MAX_SHRUNK_RANK
+    num_needed = len(x) * blocks.shrunk_room
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
     is_beside = product is not None
     shrink = partial(shrink_triton, x, rows, target, blocks, out=scratch, is_beside=is_beside)

@@ -12,7 +12,7 @@ from hearth.kernels.adapter_rows import (
     FIRST_BEGIN,
     FIRST_RANK,
     FIRST_SIZE,
-    SHRUNK_ROOM,
+    MAX_RANKS,
     TOTAL_RANK,
     AdapterRows,
     load_share,
@@ -44,6 +44,7 @@ def expand_triton(
         target,
         n,
         SPLITS=blocks.num_splits,
+        ROOM=blocks.shrunk_room,
         BLOCK_M=rows.tile_rows,
         BLOCK_N=blocks.outputs,
         LOW_RANK=blocks.low_rank,
@@ -67,6 +68,7 @@ def _expand_kernel(
     target,
     n,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LOW_RANK: tl.constexpr,
@@ -92,7 +94,7 @@ def _expand_kernel(
         # So many numbers of all slices behind each other are this program's, from `first` on.
         own = tl.cdiv(total, parts)
         first = own * part
-        left = scratch + begin * SHRUNK_ROOM
+        left = scratch + begin * ROOM
         for number in range(3):
             rank = tl.load(fields + FIRST_RANK + number).to(tl.int32)
             size = tl.load(fields + FIRST_SIZE + number).to(tl.int32)
@@ -108,7 +110,19 @@ def _expand_kernel(
                 row = out + tl.load(order + begin) * n + to
                 if (num == 1) & (rank <= LOW_RANK):
                     _expand_low_row(
-                        row, b, stride, left, apart, rank, size, own_first, own_last, SPLITS, LOW_R, LOW_N
+                        row,
+                        b,
+                        stride,
+                        left,
+                        apart,
+                        rank,
+                        size,
+                        own_first,
+                        own_last,
+                        SPLITS,
+                        ROOM,
+                        LOW_R,
+                        LOW_N,
                     )
                 elif (num == 1) & (rank <= ROW_R):
                     _expand_row(
@@ -122,6 +136,7 @@ def _expand_kernel(
                         own_first,
                         own_last,
                         SPLITS,
+                        ROOM,
                         ROW_R,
                         ROW_N,
                         STAGES,
@@ -138,6 +153,7 @@ def _expand_kernel(
                         own_first,
                         own_last,
                         SPLITS,
+                        ROOM,
                         ROW_R,
                         ROW_N,
                         STAGES,
@@ -146,7 +162,7 @@ def _expand_kernel(
                     member = tl.arange(0, BLOCK_M)
                     in_rows = member < num
                     rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n
-                    rows_left = left + member[:, None] * SHRUNK_ROOM
+                    rows_left = left + member[:, None] * ROOM
                     if (to % FACTOR_ALIGNMENT == 0) & (size % FACTOR_ALIGNMENT == 0):
                         # Multiples that the compiler sees, so that a thread moves 16 bytes at a time.
                         rows += to // FACTOR_ALIGNMENT * FACTOR_ALIGNMENT
@@ -162,6 +178,7 @@ def _expand_kernel(
                                 own_last,
                                 in_rows,
                                 SPLITS,
+                                ROOM,
                                 ROW_R,
                                 BLOCK_N,
                                 STAGES,
@@ -180,6 +197,7 @@ def _expand_kernel(
                             own_last,
                             in_rows,
                             SPLITS,
+                            ROOM,
                         )
             left += rank
 
@@ -202,12 +220,14 @@ def _outputs_before(numbers, numbers_of_output, size):
 
 
 @triton.jit
-def _load_shrunk(left, apart, ranks, in_rank, SPLITS: tl.constexpr):
+def _load_shrunk(left, apart, ranks, in_rank, SPLITS: tl.constexpr, ROOM: tl.constexpr):
     """The sum of all parts that the first product has left of some ranks, `apart` from each other."""
     shrunk = tl.load(left + ranks, in_rank, other=0.0)
-    are_several = in_rank & (ranks < tl.where(SPLITS * apart <= SHRUNK_ROOM, apart, 0))
+    are_parts = in_rank
+    if ROOM < SPLITS * MAX_RANKS:
+        are_parts = in_rank & (ranks < tl.where(SPLITS * apart <= ROOM, apart, 0))
     for split in tl.static_range(1, SPLITS):
-        shrunk += tl.load(left + split * apart + ranks, are_several, other=0.0)
+        shrunk += tl.load(left + split * apart + ranks, are_parts, other=0.0)
     return shrunk
 
 
@@ -223,6 +243,7 @@ def _expand_low_row(
     first,
     last,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
@@ -244,7 +265,7 @@ def _expand_low_row(
             # The compiler would rather wait for each load in turn than have registers for all of them. Behind
             # a barrier it cannot read what it multiplies them by before all are under way.
             tl.debug_barrier()
-            shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS).to(factor.dtype).to(tl.float32)
+            shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS, ROOM).to(factor.dtype).to(tl.float32)
             acc += tl.sum(factor.to(tl.float32) * shrunk[:, None], 0)
         tl.store(out + output, acc.to(before.dtype), is_stored)
 
@@ -261,6 +282,7 @@ def _expand_row(
     first,
     last,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -272,7 +294,7 @@ def _expand_row(
     """
     ranks = tl.arange(0, RANKS)
     in_rank = ranks < rank
-    shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS)
+    shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS, ROOM)
     rows = tl.where(tl.arange(0, 16)[:, None] == 0, shrunk[None, :], 0.0).to(b.dtype.element_ty)
     at_b = b + ranks[:, None] * stride
     for at in tl.range(first, last, OUTPUTS, num_stages=STAGES):
@@ -296,6 +318,7 @@ def _expand_wide_row(
     first,
     last,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -313,7 +336,7 @@ def _expand_wide_row(
         in_rank = ranks < rank
         at_b = b + ranks[:, None] * stride + output[None, :]
         factor = tl.load(at_b, in_rank[:, None] & (output < last)[None, :], other=0.0)
-        shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS)
+        shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS, ROOM)
         rows = tl.where(tl.arange(0, 16)[:, None] == 0, shrunk[None, :], 0.0).to(b.dtype.element_ty)
         added = tl.sum(tl.dot(rows, factor, input_precision="ieee"), 0)
         acc = tl.where(turn == 0, 0.0, acc) + added
@@ -334,6 +357,7 @@ def _expand_rows(
     last,
     in_rows,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -346,7 +370,7 @@ def _expand_rows(
     ranks = tl.arange(0, RANKS)
     in_rank = ranks < rank
     is_shrunk = in_rows[:, None] & in_rank[None, :]
-    shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS).to(b.dtype.element_ty)
+    shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS, ROOM).to(b.dtype.element_ty)
     at_b = b + ranks[:, None] * stride
     for at in tl.range(first, last, OUTPUTS, num_stages=STAGES):
         output = at + tl.arange(0, OUTPUTS)
@@ -370,13 +394,14 @@ def _expand_odd_rows(
     last,
     in_rows,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     """Add outputs from `first` to `last` of a slice to the rows of a tile, wherever they begin and end.
 
-    Models whose slices do so are rare, so few registers count more than time.
+    Models whose slices do so are rare. Blocks are small, for their registers are missed by the other ways.
     """
     BLOCK_R: tl.constexpr = 16
-    BLOCK_N: tl.constexpr = 32
+    BLOCK_N: tl.constexpr = 16
     for at in range(first, last, BLOCK_N):
         output = at + tl.arange(0, BLOCK_N)
         inside = in_rows[:, None] & (output < tl.minimum(last, size))[None, :]
@@ -391,6 +416,6 @@ def _expand_odd_rows(
                 other=0.0,
             )
             is_shrunk = in_rows[:, None] & in_rank[None, :]
-            shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS)
+            shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS, ROOM)
             acc = tl.dot(shrunk.to(factor.dtype), factor, acc, input_precision="ieee")
         tl.store(out + output[None, :], acc.to(before.dtype), inside)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.adapter_blocks import AdapterBlocks
-from hearth.kernels.adapter_rows import FIELDS, SHRUNK_ROOM, TOTAL_RANK, AdapterRows, load_share
-from hearth.kernels.jit import launch, tl, triton
+from hearth.kernels.adapter_rows import FIELDS, MAX_RANKS, TOTAL_RANK, AdapterRows, load_share
+from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 from hearth.sizes import ADAPTER_PROJECTIONS
 
@@ -20,9 +20,9 @@ def shrink_triton(
     out: torch.Tensor,
     is_beside: bool = False,
 ) -> None:
-    """Leave `a @ x` in `out`, [rows of the order, MAX_SHRUNK_RANK].
+    """Leave `a @ x` in `out`, [rows of the order, room of a row] (`AdapterBlocks.shrunk_room`).
 
-    A row has parts behind each other that add up to that, unless it has no room for them (`_num_splits`).
+    A row has parts of its sums behind each other, which add up to that, unless there is no room for them.
 
     `is_beside`: the model's own product runs at the same time. Programs that have started and wait would keep
     multiprocessors from that one, which needs whole ones.
@@ -39,7 +39,10 @@ def shrink_triton(
         shares,
         target,
         k,
+        # Of whole blocks, so that each split begins where a row is aligned.
+        cdiv(cdiv(k, blocks.num_splits), blocks.inputs) * blocks.inputs,
         SPLITS=blocks.num_splits,
+        ROOM=blocks.shrunk_room,
         BLOCK_M=rows.tile_rows,
         BLOCK_R=blocks.ranks,
         BLOCK_K=blocks.inputs,
@@ -62,7 +65,9 @@ def _shrink_kernel(
     shares,
     target,
     k,
+    split_size,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -79,10 +84,12 @@ def _shrink_kernel(
         a = tl.load(fields).to(tl.pointer_type(x.dtype.element_ty))
         a = tl.multiple_of(a, 16)
         rank = tl.load(fields + TOTAL_RANK).to(tl.int32)
-        left = scratch + begin * SHRUNK_ROOM
-        splits = _num_splits(rank, SPLITS)
-        # Of whole blocks, so that each split begins where a row is aligned.
-        split_size = tl.cdiv(tl.cdiv(k, splits), BLOCK_K) * BLOCK_K
+        left = scratch + begin * ROOM
+        splits = SPLITS
+        if ROOM < SPLITS * MAX_RANKS:
+            has_parts = SPLITS * rank <= ROOM
+            splits = tl.where(has_parts, SPLITS, 1)
+            split_size = tl.where(has_parts, split_size, k)
         if num == 1:
             row = x + tl.load(order + begin) * k
             first, last = _part_of(rank * splits, part, parts)
@@ -95,7 +102,7 @@ def _shrink_kernel(
             for at in range(first, last):
                 split = at % splits
                 _shrink_tile(
-                    left + split * rank + member[:, None] * SHRUNK_ROOM,
+                    left + split * rank + member[:, None] * ROOM,
                     rows,
                     a,
                     at // splits,
@@ -110,12 +117,6 @@ def _shrink_kernel(
                     EVEN_K,
                     STAGES,
                 )
-
-
-@triton.jit
-def _num_splits(rank, SPLITS: tl.constexpr):
-    """In how many parts a row's sums are left behind each other: SPLITS, or one where there is no room."""
-    return tl.where(SPLITS * rank <= SHRUNK_ROOM, SPLITS, 1)
 
 
 @triton.jit
