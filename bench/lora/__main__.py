@@ -2,7 +2,8 @@
 
 python -m bench.lora [--save] [--parts PART ...] [--layers N] [--quick]
 
-    kernels     shrinking and expanding by projection, beside the bytes of the factors
+    kernels     shrinking and expanding by projection, beside the bytes of factors and rows: of rows that have
+                an adapter each, and of prompts
     steps       decode steps of 32 and 64 requests among 128 adapters, of mixed ranks and of one, over the
                 bare model; its own steps while adapters are there; steps in which no row has one, which is
                 the floor of the launches
@@ -35,6 +36,14 @@ PARTS = ("kernels", "steps", "odd", "prompts", "eight_bit")
 WHOLE = {"steps", "odd", "prompts"}
 #: Sets of ranks.
 NAMES = ("mixed", "8", "64")
+#: Sets of ranks, and how many rows each adapter of a step with prompts has.
+PROMPT_CASES: Sequence[tuple[str, Sequence[int]]] = [
+    ("mixed", [1024] * 2 + [1] * 32),
+    ("8", [1024]),
+    ("16", [2048]),
+    ("64", [2048]),
+    ("mixed", [512] * 8),
+]
 
 Answer = dict[str, object]
 
@@ -44,6 +53,8 @@ def answers(given: Namespace) -> Iterator[Answer]:
         cases = [("mixed", 32)] if given.quick else list(product(NAMES, (32, 64)))
         for name, num_rows in cases:
             yield from _surviving(lambda name=name, rows=num_rows: kernels.measure(name, rows))
+        for name, lengths in PROMPT_CASES[:1] if given.quick else PROMPT_CASES:
+            yield from _surviving(lambda name=name, of=lengths: kernels.measure_prompts(name, of))
     names = NAMES[:2] if given.quick else NAMES
     if WHOLE & set(given.parts):
         yield from _surviving(lambda: _whole(given, names))

@@ -1,14 +1,14 @@
-"""Shrinking and expanding by projection, beside the bytes of the factors."""
+"""Shrinking and expanding by projection, beside the bytes of factors and rows, and the products' work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from bench.engine.bounds import BYTES_PER_S
+from bench.engine.bounds import BYTES_PER_S, FLOPS_PER_S
 from bench.engine.timing import microseconds
 from bench.llama7b import ARCH
 from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank, random_pieces, slice_sizes
@@ -19,7 +19,7 @@ from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows
 from hearth.kernels.lora_expand import expand_triton
 from hearth.kernels.lora_shrink import shrink_triton
 from hearth.models.adapter import Projection, projection_shape, target_index
-from hearth.sizes import ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_ROWS
 from hearth.types import AdapterId
 
 #: Of so many layers, so that no factor is found in a cache.
@@ -30,25 +30,23 @@ Launches = list[Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Both products of a projection for one adapter per row, in each of the layers."""
+    """Both products of a projection for rows that have adapters, in each of the layers."""
 
     projection: Projection
     rows: AdapterRows
     x: torch.Tensor
     out: torch.Tensor
     scratch: torch.Tensor
+    blocks: AdapterBlocks
 
     @staticmethod
     def of(projection: Projection, rows: AdapterRows) -> Work:
         n, k = projection_shape(DIMENSIONS, projection)
         num_rows = len(rows.order)
         x, out = (torch.randn(num_rows, size, dtype=torch.bfloat16, device=CUDA) for size in (k, n))
-        scratch = torch.empty(16 * num_rows * MAX_SHRUNK_RANK, device=CUDA)
-        return Work(projection, rows, x, out, scratch)
-
-    @property
-    def blocks(self) -> AdapterBlocks:
-        return adapter_blocks(self.x.shape[1], ADAPTER_TILE_ROWS, self.x.dtype)
+        blocks = adapter_blocks(k, rows.tile_rows, x.dtype)
+        scratch = torch.empty(num_rows * blocks.shrunk_room, device=CUDA)
+        return Work(projection, rows, x, out, scratch, blocks)
 
     def shrink(self, layer: int) -> None:
         target = target_index(layer, self.projection)
@@ -69,28 +67,53 @@ class Work:
 
 
 def measure(name: str, num_rows: int) -> Iterator[dict[str, object]]:
-    """Yield the times of both launches for each projection."""
-    ranks = [RANKS[name][row % len(RANKS[name])] for row in range(num_rows)]
-    table, groups = AdapterTable(DIMENSIONS, torch.bfloat16, Uploads(CUDA)), []
-    for row, rank in enumerate(ranks):
-        layout, adapter = layout_of_rank(DIMENSIONS, rank), AdapterId(f"{row}")
+    """Yield the times of both launches for each projection, where each row has an adapter of its own."""
+    yield from _measured(f"{num_rows} rows, ranks {name}", name, [1] * num_rows, ADAPTER_TILE_ROWS)
+
+
+def measure_prompts(name: str, lengths: Sequence[int]) -> Iterator[dict[str, object]]:
+    """Yield the same of a step in which each adapter has so many rows."""
+    text = f"{sum(lengths)} rows of {len(lengths)} adapters, ranks {name}"
+    yield from _measured(text, name, lengths, ADAPTER_PROMPT_TILE_ROWS)
+
+
+def bound_groups(name: str, lengths: Sequence[int]) -> tuple[AdapterTable, list[AdapterGroup]]:
+    """Return groups of so many rows behind each other, and the table that keeps their adapters."""
+    table, groups, begin = AdapterTable(DIMENSIONS, torch.bfloat16, Uploads(CUDA)), [], 0
+    for number, length in enumerate(lengths):
+        layout, adapter = layout_of_rank(DIMENSIONS, _rank(name, number)), AdapterId(f"{number}")
         table.bind(adapter, layout, random_pieces(layout))
-        bound = table[adapter]
-        groups.append(AdapterGroup({}, bound.table.data_ptr(), np.array([row]), bound.weights))
+        bound, own = table[adapter], np.arange(begin, begin + length)
+        groups.append(AdapterGroup({}, bound.table.data_ptr(), own, bound.weights, bound.row_weights))
+        begin += length
     torch.cuda.synchronize()
-    rows = AdapterRows.of(groups, ADAPTER_TILE_ROWS, CUDA)
+    return table, groups
+
+
+def _measured(text: str, name: str, lengths: Sequence[int], tile_rows: int) -> Iterator[dict[str, object]]:
+    table, groups = bound_groups(name, lengths)
+    rows = AdapterRows.of(groups, tile_rows, CUDA)
     empty_rows = replace(rows, shares=torch.zeros_like(rows.shares))
+    ranks = [_rank(name, number) for number in range(len(lengths))]
+    num_rows, num_products = sum(lengths), sum(map(int.__mul__, ranks, lengths))
     for projection, sizes in slice_sizes(DIMENSIONS).items():
-        (_, k), n = projection_shape(DIMENSIONS, projection), sizes[0]
-        us_of_rank = 1e6 * 2 * sum(ranks) * len(sizes) / BYTES_PER_S
+        n, k = projection_shape(DIMENSIONS, projection)
         work = Work.of(projection, rows)
         empty = replace(work, rows=empty_rows)
+        shrink_numbers = k * (sum(ranks) * len(sizes) + num_rows)
+        expand_numbers = n * (sum(ranks) + 2 * num_rows)
         yield {
-            "kernels": f"{projection} of {num_rows} rows, ranks {name}",
+            "kernels": f"{projection} of {text}",
             "shrink_us": microseconds(work.shrinks() * 2),
-            "shrink_bound_us": us_of_rank * k,
+            "shrink_bound_us": 2e6 * shrink_numbers / BYTES_PER_S,
             "expand_us": microseconds(work.expands() * 2),
-            "expand_bound_us": us_of_rank * n,
+            "expand_bound_us": 2e6 * expand_numbers / BYTES_PER_S,
             "both_us": 2 * microseconds(work.both() * 2),
             "empty_us": 2 * microseconds(empty.both() * 2),
+            "products_bound_us": 2e6 * num_products * (k * len(sizes) + n) / FLOPS_PER_S,
         }
+    del table  # whose memory kernels have read until here
+
+
+def _rank(name: str, number: int) -> int:
+    return RANKS[name][number % len(RANKS[name])]

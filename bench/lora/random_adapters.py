@@ -19,7 +19,7 @@ from hearth.types import AdapterId
 
 CUDA = torch.device("cuda", 0)
 #: The ranks of the adapters of a set, in turn.
-RANKS: Mapping[str, Sequence[int]] = {"mixed": (8, 16, 32, 64), "8": (8,), "64": (64,)}
+RANKS: Mapping[str, Sequence[int]] = {"mixed": (8, 16, 32, 64), "8": (8,), "16": (16,), "64": (64,)}
 #: The name of a set of odd ranks, most of which change some projections alone.
 ODD = "odd"
 

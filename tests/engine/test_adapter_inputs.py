@@ -192,12 +192,15 @@ def test_a_table_without_tensors_says_the_same(chosen: list[AdapterTarget], dtyp
     expected = torch.zeros(
         SIZES_OF_LAYOUTS.num_layers * ADAPTER_PROJECTIONS, TARGET_FIELDS, dtype=torch.int64
     )
-    weights = [0] * ADAPTER_PROJECTIONS
+    weights, row_weights = [0] * ADAPTER_PROJECTIONS, [0] * ADAPTER_PROJECTIONS
     for index, factors in bound.factors.items():
         expected[index] = torch.tensor(factors.fields)
         weights[index % ADAPTER_PROJECTIONS] += factors.num_numbers
+        num_outputs = sum(one.b.shape[1] for one in factors.slices)
+        row_weights[index % ADAPTER_PROJECTIONS] += factors.a.shape[1] + 2 * num_outputs
     assert torch.equal(bound.table.view(-1, TARGET_FIELDS), expected)
     assert bound.weights == tuple(weights)
+    assert bound.row_weights == tuple(row_weights)
 
 
 def test_factors_have_no_tensors_where_kernels_read_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ CASES = {
     "many adapters": Case(64, 36, [[(0, 36, 1 + 3 * at)] for at in range(9)], [*range(9), None, 5]),
     "wide rows of slices": Case(128, 300, [[(0, 90, 70), (90, 100, 40), (190, 110, 9)]], [0, None]),
     "rows that share wide slices": Case(64, 300, [[(0, 140, 30), (140, 160, 20)]], [0, 0, None, 0]),
+    "a prompt of aligned slices": Case(96, 152, [[(0, 88, 70), (96, 56, 8)]], [0] * 70 + [None]),
     "aligned": Case(512, 256, [[(0, 128, 8), (128, 128, 16)], [(0, 256, 32)]], [0, 1, 1, None]),
 }
 
@@ -111,14 +112,16 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
     expected = base.double()
     add_adapters_reference(x.double(), AdapterRows.of(groups, 16, device), TARGET, out=expected)
 
-    for tile_rows, num_splits in ((16, 4), (64, 1)):
+    # In steps of few rows all sums have parts, in those of many the ones that there is room for.
+    for tile_rows, room in ((16, 4 * MAX_SHRUNK_RANK), (64, MAX_SHRUNK_RANK)):
         # Few shares, for the interpreter runs one after the other.
         rows = AdapterRows.of(groups, tile_rows, device, min_shares=7)
         # Small ones, so that sums are split and rows have several chunks.
         blocks = adapter_blocks(case.num_inputs, tile_rows, dtype)
         blocks = replace(
             blocks,
-            num_splits=num_splits,
+            num_splits=4,
+            shrunk_room=room,
             shrink_ranks=4,
             shrink_inputs=64,
             expand_ranks=32,
@@ -127,7 +130,7 @@ def test_kernels_equal_the_reference(name: str, device: str, dtype: torch.dtype)
             low_ranks=4,
             low_outputs=64,
         )
-        scratch = garbage((num_splits * num_rows * MAX_SHRUNK_RANK,), device, torch.float32)
+        scratch = garbage((num_rows * room,), device, torch.float32)
         around = garbage((num_rows + 2, case.num_outputs), device, dtype)
         out = around[1:-1].copy_(base)
 
@@ -197,34 +200,43 @@ def test_the_second_product_alone_may_start_while_what_is_in_front_of_it_drains(
     del tables
 
 
+WEIGHTS = st.tuples(*[st.integers(0, 10**9)] * ADAPTER_PROJECTIONS)
+
+
 @given(
-    st.lists(
-        st.tuples(st.integers(1, 40), st.tuples(*[st.integers(0, 10**9)] * ADAPTER_PROJECTIONS)), max_size=9
-    ),
+    st.lists(st.tuples(st.integers(1, 90), WEIGHTS, WEIGHTS), max_size=9),
     st.sampled_from([16, 64]),
     st.integers(1, 600),
 )
 def test_shares_cover_every_row_once_and_none_weighs_much_more_than_the_mean(
-    chosen: list[tuple[int, tuple[int, ...]]], tile_rows: int, min_shares: int
+    chosen: list[tuple[int, tuple[int, ...], tuple[int, ...]]], tile_rows: int, min_shares: int
 ) -> None:
-    begins = np.cumsum([0, *(num_rows for num_rows, _ in chosen)])
+    begins = np.cumsum([0, *(num_rows for num_rows, _, _ in chosen)])
 
     found = cut_adapter_shares(
-        np.array([num_rows for num_rows, _ in chosen], np.int64),
+        np.array([num_rows for num_rows, _, _ in chosen], np.int64),
         1000 + np.arange(len(chosen)),
-        np.array([weights for _, weights in chosen], np.int64).reshape(-1, ADAPTER_PROJECTIONS),
+        np.array([weights for _, *weights in chosen], np.int64).reshape(-1, 2, ADAPTER_PROJECTIONS),
         tile_rows,
         min_shares,
     )
 
-    num_tiles = sum(-(-num_rows // tile_rows) for num_rows, _ in chosen)
+    def weight_of(number: int, num_rows: int, projection: int) -> int:
+        _, weights, row_weights = chosen[number]
+        return weights[projection] + (num_rows - 1) * row_weights[projection] if weights[projection] else 0
+
+    tiles = [
+        (number, min(tile_rows, num_rows - at))
+        for number, (num_rows, _, _) in enumerate(chosen)
+        for at in range(0, num_rows, tile_rows)
+    ]
     for projection, shares in enumerate(found.tolist()):
         parts: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
         for address, word in shares:
             if address:
                 begin, num_rows = word >> BEGIN_BIT, word >> NUM_BIT & 0xFF
                 parts[address, begin, num_rows].append((word >> PART_BIT & 0xFFFF, word & 0xFFFF))
-        total = sum(-(-num_rows // tile_rows) * weights[projection] for num_rows, weights in chosen)
+        total = sum(weight_of(number, num_rows, projection) for number, num_rows in tiles)
         rows = []
         for (address, begin, num_rows), own in parts.items():
             assert own == [(part, len(own)) for part in range(len(own))]
@@ -232,7 +244,7 @@ def test_shares_cover_every_row_once_and_none_weighs_much_more_than_the_mean(
             assert begins[address - 1000] <= begin
             assert begin + num_rows <= begins[address - 999]
             rows += range(begin, begin + num_rows)
-            weight = chosen[address - 1000][1][projection]
-            assert weight / len(own) <= max(1, total / (len(shares) - num_tiles) + 1)
-        weighty = [at for at, (_, weights) in enumerate(chosen) if weights[projection]]
+            weight = weight_of(address - 1000, num_rows, projection)
+            assert weight / len(own) <= max(1, total / (len(shares) - len(tiles)) + 1)
+        weighty = [at for at, (_, weights, _) in enumerate(chosen) if weights[projection]]
         assert sorted(rows) == [row for at in weighty for row in range(begins[at], begins[at + 1])]

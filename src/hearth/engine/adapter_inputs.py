@@ -131,7 +131,9 @@ class _Groups:
         """Return groups as the torch reference has them; kernels need none."""
         ends = self.counts.cumsum().tolist()
         return tuple(
-            AdapterGroup(one.factors, one.address, self.order[end - count : end], one.weights)
+            AdapterGroup(
+                one.factors, one.address, self.order[end - count : end], one.weights, one.row_weights
+            )
             for one, count, end in zip(self.adapters, self.counts.tolist(), ends, strict=True)
         )
 
@@ -139,9 +141,9 @@ class _Groups:
         """Write the lists that kernels read."""
         order[: len(self.order)] = self.order
         addresses = np.array([one.address for one in self.adapters], np.int64)
-        weights = np.array([one.weights for one in self.adapters], np.int64)
+        weights = np.array([(one.weights, one.row_weights) for one in self.adapters], np.int64)
         found = cut_adapter_shares(
-            self.counts, addresses, weights.reshape(-1, ADAPTER_PROJECTIONS), tile_rows
+            self.counts, addresses, weights.reshape(-1, 2, ADAPTER_PROJECTIONS), tile_rows
         )
         places = shares.reshape(ADAPTER_PROJECTIONS, -1, ADAPTER_SHARE_FIELDS)
         num_shares = found.shape[1]

@@ -36,6 +36,7 @@ class BoundAdapter:
     table: torch.Tensor  #: int64 [layers, projections, TARGET_FIELDS]: the same for kernels
     address: int  #: of the table
     weights: tuple[int, ...]  #: how many numbers its factors have, by projection
+    row_weights: tuple[int, ...]  #: and how many of a row are read and written
     layers: Sequence[torch.Tensor]  #: its bytes, which stay where they are as long as somebody has them
 
 
@@ -67,7 +68,12 @@ class AdapterTable:
         (table,) = self._uploads.ints(_absolute(layout.table, addresses).reshape(-1))
         factors = {} if runs_triton(table) else _factors(layout, layers)
         self._bound[adapter] = BoundAdapter(
-            factors, table.view(self._shape), table.data_ptr(), layout.table.weights, layers
+            factors,
+            table.view(self._shape),
+            table.data_ptr(),
+            layout.table.weights,
+            layout.table.row_weights,
+            layers,
         )
 
     def unbind(self, adapter: AdapterId) -> None:

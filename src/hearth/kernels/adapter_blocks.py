@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from hearth.kernels.jit import next_power_of_2
-from hearth.sizes import ADAPTER_SPLITS, ADAPTER_TILE_ROWS
+from hearth.sizes import ADAPTER_SPLITS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class AdapterBlocks:
     low_ranks: int
     low_outputs: int
     num_splits: int  #: parts of a row's inputs, which are summed up apart
+    shrunk_room: int  #: numbers of a row between the two products, at least MAX_SHRUNK_RANK
     num_warps: int
     num_stages: int  #: blocks on their way while one is multiplied, and that one
     max_registers: int | None  #: of a thread; None: what the compiler takes
@@ -42,6 +43,9 @@ _ROW_INPUTS = 1024
 def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
     """Return the blocks for rows of so many inputs, in tiles of few rows (decode) or of many (prompts)."""
     is_small, is_float32 = tile_rows <= ADAPTER_TILE_ROWS, dtype == torch.float32
+    num_splits = ADAPTER_SPLITS
+    if is_small:  # a power of two, and none of them shorter than what a program reads at a time
+        num_splits = min(num_splits, next_power_of_2(k // _ROW_INPUTS + 1) // 2 or 1)
     return AdapterBlocks(
         inputs=64 if is_float32 else 128,
         outputs=(32 if is_small else 64) if is_float32 else (64 if is_small else 128),
@@ -53,8 +57,8 @@ def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
         low_rank=16,
         low_ranks=8,
         low_outputs=1024,
-        # A power of two, and none of them shorter than what a program reads at a time.
-        num_splits=min(ADAPTER_SPLITS, next_power_of_2(k // _ROW_INPUTS + 1) // 2 or 1) if is_small else 1,
+        num_splits=num_splits,
+        shrunk_room=MAX_SHRUNK_RANK * (num_splits if is_small else 1),
         num_warps=4,
         num_stages=2 if is_float32 else 3,
         # So that four programs fit on a multiprocessor.

@@ -5,9 +5,9 @@
     tiles of the order:  |  A, 2 rows  |  B, 3 rows  |  ...                   at most so many rows of one
     shares of tiles:     |  A, 1 of 2  |  A, 2 of 2  |  B, 1 of 3  |  ...     one for each program
 
-A tile has shares in proportion to the bytes of its adapter's factors, so that all programs read about as
-many. Lists lie on the device at fixed addresses, and a share names the table of its adapter, from which
-kernels take addresses and ranks. So one captured launch serves any adapters.
+A tile has shares in proportion to the bytes of its adapter's factors and of its rows, so that all programs
+move about as many. Lists lie on the device at fixed addresses, and a share names the table of its adapter,
+from which kernels take addresses and ranks. So one captured launch serves any adapters.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hearth.sizes import (
     ADAPTER_SHARE_FIELDS,
     ADAPTER_SHARES,
     FACTOR_ROW_ALIGNMENT,
+    MAX_SHRUNK_RANK,
     TARGET_FIELDS,
     adapter_shares,
     target_fields,
@@ -40,7 +41,7 @@ def _for_kernels(value: int) -> int:
 #: address of its `b`, its rank, where its outputs begin, how many they are; then all ranks together.
 FIRST_B, FIRST_RANK, FIRST_BEGIN, FIRST_SIZE, TOTAL_RANK = map(_for_kernels, (1, 4, 7, 10, 13))
 FIELDS, SHARE_FIELDS = map(_for_kernels, (TARGET_FIELDS, ADAPTER_SHARE_FIELDS))
-FACTOR_ALIGNMENT = _for_kernels(FACTOR_ROW_ALIGNMENT)
+FACTOR_ALIGNMENT, MAX_RANKS = map(_for_kernels, (FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK))
 #: Where the numbers of a share lie in its second word: the first row of its tile in the order, how many rows
 #: that has, which part of its work the share is, and of how many parts (which begin at bit 0).
 BEGIN_BIT, NUM_BIT, PART_BIT = 40, 32, 16
@@ -83,6 +84,8 @@ class AdapterGroup:
     rows: npt.NDArray[np.int64]
     #: The size of all its factors by projection, in any unit.
     weights: tuple[int, ...] = (1,) * ADAPTER_PROJECTIONS
+    #: The size of what is read and written of each row but the first, likewise.
+    row_weights: tuple[int, ...] = (0,) * ADAPTER_PROJECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,8 @@ class AdapterRows:
             np.array(column, np.int64)
             for column in ([len(one.rows) for one in groups], [one.address for one in groups])
         )
-        weights = np.array([one.weights for one in groups], np.int64).reshape(-1, ADAPTER_PROJECTIONS)
+        weights = np.array([(one.weights, one.row_weights) for one in groups], np.int64)
+        weights = weights.reshape(-1, 2, ADAPTER_PROJECTIONS)
         shares = cut_adapter_shares(counts, addresses, weights, tile_rows, min_shares)
         return AdapterRows(
             tuple(groups), torch.from_numpy(order).to(device), torch.from_numpy(shares).to(device), tile_rows
@@ -128,7 +132,8 @@ def cut_adapter_shares(
     """Return the shares of all groups of rows, [ADAPTER_PROJECTIONS, shares, ADAPTER_SHARE_FIELDS].
 
     Each group has so many rows, which lie behind those of the group before in the order, its adapter's table
-    at an address, and `weights` [groups, ADAPTER_PROJECTIONS]. Where that is 0 it has no share.
+    at an address, and `weights` [groups, 2, ADAPTER_PROJECTIONS]: of the factors, and of each row but the
+    first. Where the former is 0 it has no share.
     """
     num_tiles = -(-counts // tile_rows)
     num_shares = adapter_shares(int(num_tiles.sum()), min_shares)
@@ -138,8 +143,10 @@ def cut_adapter_shares(
     group, number = _numbered(num_tiles)
     ends = counts.cumsum()
     first = (ends - counts)[group] + number * tile_rows
-    rows = first << BEGIN_BIT | np.minimum(tile_rows, ends[group] - first) << NUM_BIT
-    weight = weights[group].T
+    num_rows = np.minimum(tile_rows, ends[group] - first)
+    rows = first << BEGIN_BIT | num_rows << NUM_BIT
+    of_factors, of_row = weights[group].transpose(1, 2, 0)
+    weight = np.where(of_factors > 0, of_factors + (num_rows - 1) * of_row, 0)
     # Rounded up, so that no share weighs more than this and there is room for all of them.
     most = np.maximum(1, -(-weight.sum(1, keepdims=True) // (num_shares - len(group))))
     parts = -(-weight // most)

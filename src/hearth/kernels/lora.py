@@ -26,7 +26,7 @@ from hearth.kernels.branch import run_beside
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.lora_expand import expand_triton
 from hearth.kernels.lora_shrink import shrink_triton
-from hearth.sizes import ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_TILE_ROWS
 
 
 def project_with_adapters(
@@ -79,7 +79,7 @@ def add_adapters_triton(
 ) -> None:
     """`product` sets `out`, beside the first product of adapters."""
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
-    num_needed = blocks.num_splits * len(x) * MAX_SHRUNK_RANK
+    num_needed = len(x) * blocks.shrunk_room
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"
     is_beside = product is not None
     shrink = partial(shrink_triton, x, rows, target, blocks, out=scratch, is_beside=is_beside)

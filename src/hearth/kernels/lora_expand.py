@@ -12,12 +12,14 @@ from hearth.kernels.adapter_rows import (
     FIRST_BEGIN,
     FIRST_RANK,
     FIRST_SIZE,
+    MAX_RANKS,
+    TOTAL_RANK,
     AdapterRows,
     load_share,
 )
 from hearth.kernels.jit import launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import ADAPTER_PROJECTIONS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_PROJECTIONS
 
 
 def expand_triton(
@@ -29,7 +31,7 @@ def expand_triton(
     out: torch.Tensor,
 ) -> None:
     """Add `b` times what `shrink_triton` has left to the rows of `out`."""
-    num_rows, n = out.shape
+    _, n = out.shape
     assert out.is_contiguous(), f"{out.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
     launch(
@@ -40,12 +42,10 @@ def expand_triton(
         rows.order,
         shares,
         target,
-        num_rows,
         n,
         SPLITS=blocks.num_splits,
-        STRIDE=MAX_SHRUNK_RANK,
+        ROOM=blocks.shrunk_room,
         BLOCK_M=rows.tile_rows,
-        BLOCK_R=blocks.ranks,
         BLOCK_N=blocks.outputs,
         LOW_RANK=blocks.low_rank,
         LOW_R=blocks.low_ranks,
@@ -53,26 +53,23 @@ def expand_triton(
         ROW_R=blocks.expand_ranks,
         ROW_N=blocks.expand_outputs,
         STAGES=blocks.num_stages,
-        FEW_ROWS=rows.tile_rows <= ADAPTER_TILE_ROWS,
         num_warps=blocks.num_warps,
         num_stages=1,  # but where a loop says more
         maxnreg=blocks.max_registers,
     )
 
 
-@triton.jit(do_not_specialize=["target", "num_rows"])
+@triton.jit(do_not_specialize=["target"])
 def _expand_kernel(
     out,
     scratch,
     order,
     shares,
     target,
-    num_rows,
     n,
     SPLITS: tl.constexpr,
-    STRIDE: tl.constexpr,
+    ROOM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LOW_RANK: tl.constexpr,
     LOW_R: tl.constexpr,
@@ -80,7 +77,6 @@ def _expand_kernel(
     ROW_R: tl.constexpr,
     ROW_N: tl.constexpr,
     STAGES: tl.constexpr,
-    FEW_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # Before the wait, for lists and tables are the same in all of a step (`overlap.py`).
@@ -89,20 +85,23 @@ def _expand_kernel(
     fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
     total = 0
     for at in tl.static_range(3):
-        slice_rank = tl.load(fields + FIRST_RANK + at, has_table, other=0).to(tl.int32)
-        total += slice_rank * tl.load(fields + FIRST_SIZE + at, has_table, other=0).to(tl.int32)
+        rank = tl.load(fields + FIRST_RANK + at, has_table, other=0).to(tl.int32)
+        size = tl.load(fields + FIRST_SIZE + at, has_table, other=0).to(tl.int32)
+        total += _numbers_of_output(rank, num) * size
+    apart = tl.load(fields + TOTAL_RANK, has_table, other=0).to(tl.int32)
     wait_for_inputs(OVERLAPS)
     if has_table:
-        # So many numbers of all factors behind each other are this program's, from `first` on.
+        # So many numbers of all slices behind each other are this program's, from `first` on.
         own = tl.cdiv(total, parts)
         first = own * part
-        left = scratch + begin * STRIDE
-        apart = num_rows.to(tl.int64) * STRIDE
+        left = scratch + begin * ROOM
         for number in range(3):
             rank = tl.load(fields + FIRST_RANK + number).to(tl.int32)
             size = tl.load(fields + FIRST_SIZE + number).to(tl.int32)
-            own_first = _outputs_before(first, rank, size)
-            own_last = _outputs_before(first + own, rank, size)
+            numbers = _numbers_of_output(rank, num)
+            own_first = _outputs_before(first, numbers, size)
+            own_last = _outputs_before(first + own, numbers, size)
+            first -= numbers * size
             if own_first < own_last:
                 to = tl.load(fields + FIRST_BEGIN + number)
                 b = tl.load(fields + FIRST_B + number).to(tl.pointer_type(out.dtype.element_ty))
@@ -111,7 +110,19 @@ def _expand_kernel(
                 row = out + tl.load(order + begin) * n + to
                 if (num == 1) & (rank <= LOW_RANK):
                     _expand_low_row(
-                        row, b, stride, left, apart, rank, size, own_first, own_last, SPLITS, LOW_R, LOW_N
+                        row,
+                        b,
+                        stride,
+                        left,
+                        apart,
+                        rank,
+                        size,
+                        own_first,
+                        own_last,
+                        SPLITS,
+                        ROOM,
+                        LOW_R,
+                        LOW_N,
                     )
                 elif (num == 1) & (rank <= ROW_R):
                     _expand_row(
@@ -125,6 +136,7 @@ def _expand_kernel(
                         own_first,
                         own_last,
                         SPLITS,
+                        ROOM,
                         ROW_R,
                         ROW_N,
                         STAGES,
@@ -141,6 +153,7 @@ def _expand_kernel(
                         own_first,
                         own_last,
                         SPLITS,
+                        ROOM,
                         ROW_R,
                         ROW_N,
                         STAGES,
@@ -148,28 +161,32 @@ def _expand_kernel(
                 else:
                     member = tl.arange(0, BLOCK_M)
                     in_rows = member < num
-                    rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n + to
-                    rows_left = left + member[:, None] * STRIDE
-                    if FEW_ROWS & (rank <= ROW_R):
-                        _expand_few_rows(
-                            rows,
-                            b,
-                            stride,
-                            rows_left,
-                            apart,
-                            rank,
-                            size,
-                            own_first,
-                            own_last,
-                            in_rows,
-                            SPLITS,
-                            ROW_R,
-                            BLOCK_N,
-                            STAGES,
-                        )
+                    rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n
+                    rows_left = left + member[:, None] * ROOM
+                    if (to % FACTOR_ALIGNMENT == 0) & (size % FACTOR_ALIGNMENT == 0):
+                        # Multiples that the compiler sees, so that a thread moves 16 bytes at a time.
+                        rows += to // FACTOR_ALIGNMENT * FACTOR_ALIGNMENT
+                        for first_rank in range(0, rank, ROW_R):
+                            _expand_rows(
+                                rows,
+                                b + first_rank * stride,
+                                stride,
+                                rows_left + first_rank,
+                                apart,
+                                rank - first_rank,
+                                own_first,
+                                own_last,
+                                in_rows,
+                                SPLITS,
+                                ROOM,
+                                ROW_R,
+                                BLOCK_N,
+                                STAGES,
+                            )
+                            tl.debug_barrier()  # other threads may read what this one has written
                     else:
-                        _expand_tile(
-                            rows,
+                        _expand_odd_rows(
+                            rows + to,
                             b,
                             stride,
                             rows_left,
@@ -180,30 +197,37 @@ def _expand_kernel(
                             own_last,
                             in_rows,
                             SPLITS,
-                            BLOCK_R,
-                            BLOCK_N,
+                            ROOM,
                         )
-            first -= rank * size
             left += rank
 
 
 @triton.jit
-def _outputs_before(numbers, rank, size):
-    """How many outputs of a slice have their factors before so many numbers, in groups of 32.
-
-    So a program begins where memory is read anew. The last of a slice takes what its rows are filled with.
-    """
-    outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(rank, 1)) * 32
-    end = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
-    return tl.where(rank > 0, tl.minimum(outputs, end), 0)
+def _numbers_of_output(rank, num_rows):
+    """How many numbers are moved for an output of a slice: its factors, and each row but the first twice."""
+    return tl.where(rank > 0, rank + 2 * (num_rows - 1), 0)
 
 
 @triton.jit
-def _load_shrunk(left, apart, ranks, in_rank, SPLITS: tl.constexpr):
-    """The sum of all parts that the first product has left of some ranks."""
+def _outputs_before(numbers, numbers_of_output, size):
+    """How many outputs of a slice lie before so many numbers, in groups of 32.
+
+    So a program begins where memory is read anew. The last of a slice takes what its rows are filled with.
+    """
+    outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(numbers_of_output, 1)) * 32
+    end = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
+    return tl.where(numbers_of_output > 0, tl.minimum(outputs, end), 0)
+
+
+@triton.jit
+def _load_shrunk(left, apart, ranks, in_rank, SPLITS: tl.constexpr, ROOM: tl.constexpr):
+    """The sum of all parts that the first product has left of some ranks, `apart` from each other."""
     shrunk = tl.load(left + ranks, in_rank, other=0.0)
+    are_parts = in_rank
+    if ROOM < SPLITS * MAX_RANKS:
+        are_parts = in_rank & (ranks < tl.where(SPLITS * apart <= ROOM, apart, 0))
     for split in tl.static_range(1, SPLITS):
-        shrunk += tl.load(left + split * apart + ranks, in_rank, other=0.0)
+        shrunk += tl.load(left + split * apart + ranks, are_parts, other=0.0)
     return shrunk
 
 
@@ -219,6 +243,7 @@ def _expand_low_row(
     first,
     last,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
@@ -240,7 +265,7 @@ def _expand_low_row(
             # The compiler would rather wait for each load in turn than have registers for all of them. Behind
             # a barrier it cannot read what it multiplies them by before all are under way.
             tl.debug_barrier()
-            shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS).to(factor.dtype).to(tl.float32)
+            shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS, ROOM).to(factor.dtype).to(tl.float32)
             acc += tl.sum(factor.to(tl.float32) * shrunk[:, None], 0)
         tl.store(out + output, acc.to(before.dtype), is_stored)
 
@@ -257,6 +282,7 @@ def _expand_row(
     first,
     last,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -268,7 +294,7 @@ def _expand_row(
     """
     ranks = tl.arange(0, RANKS)
     in_rank = ranks < rank
-    shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS)
+    shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS, ROOM)
     rows = tl.where(tl.arange(0, 16)[:, None] == 0, shrunk[None, :], 0.0).to(b.dtype.element_ty)
     at_b = b + ranks[:, None] * stride
     for at in tl.range(first, last, OUTPUTS, num_stages=STAGES):
@@ -292,6 +318,7 @@ def _expand_wide_row(
     first,
     last,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -309,7 +336,7 @@ def _expand_wide_row(
         in_rank = ranks < rank
         at_b = b + ranks[:, None] * stride + output[None, :]
         factor = tl.load(at_b, in_rank[:, None] & (output < last)[None, :], other=0.0)
-        shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS)
+        shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS, ROOM)
         rows = tl.where(tl.arange(0, 16)[:, None] == 0, shrunk[None, :], 0.0).to(b.dtype.element_ty)
         added = tl.sum(tl.dot(rows, factor, input_precision="ieee"), 0)
         acc = tl.where(turn == 0, 0.0, acc) + added
@@ -319,42 +346,43 @@ def _expand_wide_row(
 
 
 @triton.jit
-def _expand_few_rows(
+def _expand_rows(
     out,
     b,
     stride,
     left,
     apart,
     rank,
-    size,
     first,
     last,
     in_rows,
     SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add outputs from `first` to `last` of a slice of at most RANKS ranks to the rows of a tile of few.
+    """Add outputs from `first` to `last` of a slice, of its first RANKS ranks, to the rows of a tile.
 
-    Factors of the next outputs are on their way meanwhile.
+    These and the outputs' addresses are multiples of FACTOR_ALIGNMENT numbers. Factors of the next outputs
+    are on their way meanwhile.
     """
     ranks = tl.arange(0, RANKS)
     in_rank = ranks < rank
     is_shrunk = in_rows[:, None] & in_rank[None, :]
-    shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS).to(b.dtype.element_ty)
+    shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS, ROOM).to(b.dtype.element_ty)
     at_b = b + ranks[:, None] * stride
     for at in tl.range(first, last, OUTPUTS, num_stages=STAGES):
         output = at + tl.arange(0, OUTPUTS)
-        inside = in_rows[:, None] & (output < tl.minimum(last, size))[None, :]
+        inside = in_rows[:, None] & (output < last)[None, :]
         before = tl.load(out + output[None, :], inside, other=0.0)
         factor = tl.load(at_b + output[None, :], in_rank[:, None] & (output < last)[None, :], other=0.0)
-        added = tl.dot(shrunk, factor, input_precision="ieee")
-        tl.store(out + output[None, :], (before.to(tl.float32) + added).to(before.dtype), inside)
+        acc = tl.dot(shrunk, factor, before.to(tl.float32), input_precision="ieee")
+        tl.store(out + output[None, :], acc.to(before.dtype), inside)
 
 
 @triton.jit
-def _expand_tile(
+def _expand_odd_rows(
     out,
     b,
     stride,
@@ -366,10 +394,14 @@ def _expand_tile(
     last,
     in_rows,
     SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
-    """Add outputs from `first` to `last` of a slice to the rows of a tile."""
+    """Add outputs from `first` to `last` of a slice to the rows of a tile, wherever they begin and end.
+
+    Models whose slices do so are rare. Blocks are small, for their registers are missed by the other ways.
+    """
+    BLOCK_R: tl.constexpr = 16
+    BLOCK_N: tl.constexpr = 16
     for at in range(first, last, BLOCK_N):
         output = at + tl.arange(0, BLOCK_N)
         inside = in_rows[:, None] & (output < tl.minimum(last, size))[None, :]
@@ -384,6 +416,6 @@ def _expand_tile(
                 other=0.0,
             )
             is_shrunk = in_rows[:, None] & in_rank[None, :]
-            shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS)
+            shrunk = _load_shrunk(left, apart, ranks[None, :], is_shrunk, SPLITS, ROOM)
             acc = tl.dot(shrunk.to(factor.dtype), factor, acc, input_precision="ieee")
         tl.store(out + output[None, :], acc.to(before.dtype), inside)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.adapter_blocks import AdapterBlocks
-from hearth.kernels.adapter_rows import FIELDS, TOTAL_RANK, AdapterRows, load_share
+from hearth.kernels.adapter_rows import FIELDS, MAX_RANKS, TOTAL_RANK, AdapterRows, load_share
 from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import ADAPTER_PROJECTIONS, MAX_SHRUNK_RANK
+from hearth.sizes import ADAPTER_PROJECTIONS
 
 
 def shrink_triton(
@@ -20,12 +20,14 @@ def shrink_triton(
     out: torch.Tensor,
     is_beside: bool = False,
 ) -> None:
-    """Leave `a @ x` in `out`, in parts that add up to it: [splits, rows of the order, MAX_SHRUNK_RANK].
+    """Leave `a @ x` in `out`, [rows of the order, room of a row] (`AdapterBlocks.shrunk_room`).
+
+    A row has parts of its sums behind each other, which add up to that, unless there is no room for them.
 
     `is_beside`: the model's own product runs at the same time. Programs that have started and wait would keep
     multiprocessors from that one, which needs whole ones.
     """
-    num_rows, k = x.shape
+    _, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
     launch(
@@ -36,12 +38,11 @@ def shrink_triton(
         rows.order,
         shares,
         target,
-        num_rows,
         k,
         # Of whole blocks, so that each split begins where a row is aligned.
         cdiv(cdiv(k, blocks.num_splits), blocks.inputs) * blocks.inputs,
         SPLITS=blocks.num_splits,
-        STRIDE=MAX_SHRUNK_RANK,
+        ROOM=blocks.shrunk_room,
         BLOCK_M=rows.tile_rows,
         BLOCK_R=blocks.ranks,
         BLOCK_K=blocks.inputs,
@@ -56,18 +57,17 @@ def shrink_triton(
     )
 
 
-@triton.jit(do_not_specialize=["target", "num_rows"])
+@triton.jit(do_not_specialize=["target"])
 def _shrink_kernel(
     scratch,
     x,
     order,
     shares,
     target,
-    num_rows,
     k,
     split_size,
     SPLITS: tl.constexpr,
-    STRIDE: tl.constexpr,
+    ROOM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -84,24 +84,28 @@ def _shrink_kernel(
         a = tl.load(fields).to(tl.pointer_type(x.dtype.element_ty))
         a = tl.multiple_of(a, 16)
         rank = tl.load(fields + TOTAL_RANK).to(tl.int32)
-        left = scratch + begin * STRIDE
-        apart = num_rows.to(tl.int64) * STRIDE
+        left = scratch + begin * ROOM
+        splits = SPLITS
+        if ROOM < SPLITS * MAX_RANKS:
+            has_parts = SPLITS * rank <= ROOM
+            splits = tl.where(has_parts, SPLITS, 1)
+            split_size = tl.where(has_parts, split_size, k)
         if num == 1:
             row = x + tl.load(order + begin) * k
-            first, last = _part_of(rank * SPLITS, part, parts)
-            _shrink_row(left, row, a, rank, first, last, apart, k, split_size, ROW_R, ROW_K)
+            first, last = _part_of(rank * splits, part, parts)
+            _shrink_row(left, row, a, rank, first, last, k, split_size, ROW_R, ROW_K)
         else:
             member = tl.arange(0, BLOCK_M)
             in_rows = member < num
             rows = x + tl.load(order + begin + member, in_rows, other=0)[:, None] * k
-            first, last = _part_of(tl.cdiv(rank, BLOCK_R) * SPLITS, part, parts)
+            first, last = _part_of(tl.cdiv(rank, BLOCK_R) * splits, part, parts)
             for at in range(first, last):
-                split = at % SPLITS
+                split = at % splits
                 _shrink_tile(
-                    left + split * apart + member[:, None] * STRIDE,
+                    left + split * rank + member[:, None] * ROOM,
                     rows,
                     a,
-                    at // SPLITS,
+                    at // splits,
                     rank,
                     split * split_size,
                     tl.minimum((split + 1) * split_size, k),
@@ -129,7 +133,6 @@ def _shrink_row(
     rank,
     first,
     last,
-    apart,
     k,
     split_size,
     ROW_R: tl.constexpr,
@@ -151,7 +154,7 @@ def _shrink_row(
             factor = tl.load(at_a, in_rank[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first")
             row = tl.load(x + inputs, in_k, other=0.0)
             acc += factor.to(tl.float32) * row.to(tl.float32)[None, :]
-        tl.store(left + split * apart + ranks, tl.sum(acc, 1), in_rank)
+        tl.store(left + split * rank + ranks, tl.sum(acc, 1), in_rank)
         first += num
 
 

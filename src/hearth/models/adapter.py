@@ -112,11 +112,14 @@ class RelativeTable:
     #: int64 [places, TARGET_FIELDS]: addresses are counted from the first byte of the layer.
     fields: array[int]
     weights: tuple[int, ...]  #: how many numbers the factors have, by projection
+    #: How many numbers of a row are read and written, by projection: inputs once, outputs twice.
+    row_weights: tuple[int, ...]
 
     @staticmethod
     def of(places: Iterable[FactorPlaces], begins: Mapping[int, int]) -> RelativeTable:
         """Return the table of places, given where the bytes of each layer begin."""
         targets, fields, weights = array("q"), array("q"), [0] * len(_NUMBER_OF)
+        row_weights = weights.copy()
         for place in places:
             target, begin = place.target, begins[place.target.layer]
             targets.append(target_index(target.layer, target.projection))
@@ -128,8 +131,10 @@ class RelativeTable:
             num_numbers = target.rank * target.num_inputs + sum(
                 part.rank * part.size for part in target.slices
             )
-            weights[_NUMBER_OF[target.projection]] += num_numbers
-        return RelativeTable(targets, fields, tuple(weights))
+            number = _NUMBER_OF[target.projection]
+            weights[number] += num_numbers
+            row_weights[number] += target.num_inputs + 2 * sum(part.size for part in target.slices)
+        return RelativeTable(targets, fields, tuple(weights), tuple(row_weights))
 
 
 @dataclass(frozen=True, slots=True)
