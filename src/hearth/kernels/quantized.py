@@ -26,14 +26,18 @@ def quantized_linear(
     bias: torch.Tensor | None,
     *,
     out: torch.Tensor,
+    scratch: ProductScratch | None = None,
 ) -> None:
-    """Compute `out = (x @ weight.T) * scale + bias` for x [rows, k], weight [n, k] and scale [n]."""
+    """Compute `out = (x @ weight.T) * scale + bias` for x [rows, k], weight [n, k] and scale [n].
+
+    Without `scratch`, or with too little of it, no two programs share a sum.
+    """
     if not runs_triton(x):
         quantized_linear_reference(x, weight, scale, bias, out=out)
     elif x.shape[0] <= MAX_SKINNY_ROWS:
         quantized_skinny_triton(x, weight, scale, bias, out=out)
     else:
-        quantized_tiled_triton(x, weight, scale, bias, out=out)
+        quantized_tiled_triton(x, weight, scale, bias, out=out, scratch=scratch)
 
 
 def quantized_linear_reference(
@@ -162,21 +166,33 @@ def _widened(w, AS_MANTISSAS: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The part of the output that one program computes: [block_m, block_n], in steps of block_k."""
+    """The part of the output that a program computes at a time: [block_m, block_n], in steps of block_k."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    per_processor: int = 0  #: programs that share all steps evenly; 0: one for each tile
+    max_registers: int | None = None  #: of a thread; None: what the compiler takes
+    ahead: int = 0  #: steps whose weights are asked for before inputs are there
+
+
+@dataclass(frozen=True, slots=True)
+class ProductScratch:
+    """Memory in which programs leave parts of sums. Counters are zero between launches."""
+
+    num_processors: int  #: of the device
+    partial: torch.Tensor  #: float32, flat: [program][first, last][tile]
+    counters: torch.Tensor  #: int32, flat: [program]
 
 
 #: Tiles by the most rows that they are meant for; the last serves all that are larger.
 TILES = {
     16: Tile(16, 32, 256, num_warps=4, num_stages=4),
-    32: Tile(32, 64, 128, num_warps=4, num_stages=4),
-    64: Tile(64, 64, 128, num_warps=4, num_stages=3),
-    256: Tile(128, 64, 128, num_warps=4, num_stages=3),
+    32: Tile(32, 128, 128, num_warps=8, num_stages=4, per_processor=2, max_registers=128),
+    64: Tile(64, 128, 128, num_warps=8, num_stages=3, per_processor=2, max_registers=128),
+    256: Tile(128, 128, 64, num_warps=8, num_stages=4, per_processor=1),
     1 << 31: Tile(256, 128, 64, num_warps=8, num_stages=4),
 }
 
@@ -200,18 +216,24 @@ def quantized_tiled_triton(
     bias: torch.Tensor | None,
     *,
     out: torch.Tensor,
+    scratch: ProductScratch | None = None,
     tile: Tile | None = None,
+    overlaps: bool = True,
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
     tile = tile_for(rows, x.dtype) if tile is None else tile
+    num_tiles = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
+    num_programs = _num_programs(tile, scratch)
     launch(
         _tiled_kernel,
-        (cdiv(rows, tile.block_m) * cdiv(n, tile.block_n),),
+        (num_programs or num_tiles,),
         out,
         x,
         weight,
         scale,
         bias,
+        scratch.partial if num_programs and scratch is not None else None,
+        scratch.counters if num_programs and scratch is not None else None,
         rows,
         n,
         k,
@@ -221,10 +243,21 @@ def quantized_tiled_triton(
         BLOCK_K=tile.block_k,
         EVEN_K=k % tile.block_k == 0,
         GROUP_N=GROUP_N,
+        SHARES=num_programs > 0,
+        AHEAD=tile.ahead,
         AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
+        **({} if overlaps else {"OVERLAPS": False}),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=tile.max_registers,
     )
+
+
+def _num_programs(tile: Tile, scratch: ProductScratch | None) -> int:
+    """How many programs share the work; 0: each has a tile of its own, for want of scratch."""
+    if scratch is None or len(scratch.counters) < (count := tile.per_processor * scratch.num_processors):
+        return 0
+    return count if len(scratch.partial) >= 2 * count * tile.block_m * tile.block_n else 0
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -234,6 +267,8 @@ def _tiled_kernel(
     weight,
     scale,
     bias,
+    partial,
+    counters,
     rows,
     n,
     k,
@@ -243,31 +278,123 @@ def _tiled_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     GROUP_N: tl.constexpr,
+    SHARES: tl.constexpr,
+    AHEAD: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    num_k = tl.cdiv(k, BLOCK_K)
+    first, end, share = tl.program_id(0), tl.program_id(0) + 1, 1
+    if SHARES:
+        total = tl.cdiv(rows, BLOCK_M) * tl.cdiv(n, BLOCK_N) * num_k
+        share = tl.cdiv(total, tl.num_programs(0))
+        first = tl.program_id(0) * share
+        end = tl.minimum(first + share, total)
+        if AHEAD > 0:
+            outputs, tokens = _place(first // num_k, rows, n, BLOCK_M, BLOCK_N, GROUP_N)
+            for step in range(0, AHEAD):
+                at = (first % num_k + step) * BLOCK_K
+                lines = at + tl.arange(0, BLOCK_K // 128) * 128
+                lines_at = weight + outputs.to(tl.int64)[:, None] * k + tl.minimum(lines, k - 1)[None, :]
+                lines_at = tl.where((outputs < n)[:, None], lines_at, weight)
+                _prefetch(lines_at)
     wait_for_inputs(OVERLAPS)
-    # Programs that run together share a group of weight tiles and differ in their rows.
-    per_group = GROUP_N * tl.cdiv(rows, BLOCK_M)
-    first_n = tl.program_id(0) // per_group * GROUP_N
-    num_in_group = tl.minimum(tl.cdiv(n, BLOCK_N) - first_n, GROUP_N)
-    place = tl.program_id(0) % per_group
-    outputs = (first_n + place % num_in_group) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = place // num_in_group * BLOCK_M + tl.arange(0, BLOCK_M)
     inputs = tl.arange(0, BLOCK_K)
-    in_n, in_rows = outputs[:, None] < n, tokens[None, :] < rows
-    weight_at = weight + outputs.to(tl.int64)[:, None] * k + inputs[None, :]
-    x_at = x + tokens.to(tl.int64)[None, :] * k + inputs[:, None]
-    # Transposed, out.T = weight @ x.T: the factor on the left may be converted in registers.
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for at in range(0, k, BLOCK_K):
-        in_k = inputs < k - at
-        w = tl.load(weight_at + at, in_n if EVEN_K else in_n & in_k[None, :], other=0.0)
-        a = tl.load(x_at + at, in_rows if EVEN_K else in_rows & in_k[:, None], other=0.0)
-        # To bfloat16 by way of float32: the direct conversions are slow instructions.
-        acc = tl.dot(_widened(w, AS_MANTISSAS).to(a.dtype), a, acc, input_precision="ieee")
-    acc *= tl.load(scale + outputs, outputs < n, other=0.0)[:, None]
-    if HAS_BIAS:
-        acc += tl.load(bias + outputs, outputs < n, other=0.0).to(tl.float32)[:, None]
-    out_at = out + tokens.to(tl.int64)[None, :] * n + outputs[:, None]
-    tl.store(out_at, acc.to(out.dtype.element_ty), in_n & in_rows)
+    while first < end:
+        # One tile, or as much of it as is this program's: its steps from `begin` on.
+        tile, begin, num_steps = first, 0, num_k
+        if SHARES:
+            tile, begin = first // num_k, first % num_k
+            num_steps = tl.minimum(num_k - begin, end - first)
+        outputs, tokens = _place(tile, rows, n, BLOCK_M, BLOCK_N, GROUP_N)
+        in_n, in_rows = outputs[:, None] < n, tokens[None, :] < rows
+        # What lies beyond the last output or row is computed from that one, and dropped: no load has a mask.
+        weight_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * k + inputs[None, :]
+        x_at = x + tl.minimum(tokens, rows - 1).to(tl.int64)[None, :] * k + inputs[:, None]
+        # Transposed, out.T = weight @ x.T: the factor on the left may be converted in registers.
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for at in range(begin * BLOCK_K, (begin + num_steps) * BLOCK_K, BLOCK_K):
+            if EVEN_K:
+                w, a = tl.load(weight_at + at), tl.load(x_at + at)
+            else:
+                in_k = inputs < k - at
+                w = tl.load(weight_at + at, in_k[None, :], other=0.0)
+                a = tl.load(x_at + at, in_k[:, None], other=0.0)
+            acc = tl.dot(_converted(w, a.dtype, AS_MANTISSAS), a, acc, input_precision="ieee")
+        is_done = True
+        if SHARES:
+            is_done = num_steps == num_k
+            if num_steps < num_k:
+                in_tile = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+                # The first part of a tile is the last that its program has, and the others are first ones.
+                slot = tl.program_id(0).to(tl.int64) * 2 + tl.where(begin == 0, 1, 0)
+                tl.store(partial + slot * (BLOCK_N * BLOCK_M) + in_tile, acc)
+                opens = tile * num_k // share
+                num_parts = (tile * num_k + num_k - 1) // share - opens + 1
+                tl.debug_barrier()
+                is_done = tl.atomic_add(counters + opens, 1, sem="acq_rel") == num_parts - 1
+                tl.debug_barrier()
+                if is_done:  # all parts are there: add them up in their order
+                    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                    for part in range(num_parts):
+                        slot = (opens + part).to(tl.int64) * 2 + tl.where(part == 0, 1, 0)
+                        acc += tl.load(partial + slot * (BLOCK_N * BLOCK_M) + in_tile, cache_modifier=".cg")
+                    tl.store(counters + opens, 0)
+        if is_done:
+            acc *= tl.load(scale + outputs, outputs < n, other=0.0)[:, None]
+            if HAS_BIAS:
+                acc += tl.load(bias + outputs, outputs < n, other=0.0).to(tl.float32)[:, None]
+            out_at = out + tokens.to(tl.int64)[None, :] * n + outputs[:, None]
+            tl.store(out_at, acc.to(out.dtype.element_ty), in_n & in_rows)
+        first += num_steps if SHARES else 1
+
+
+@triton.jit
+def _place(tile, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr):
+    """The outputs and the rows of a tile. Neighbours share a group of weight tiles and differ in their rows."""
+    per_group = GROUP_N * tl.cdiv(rows, BLOCK_M)
+    first_n = tile // per_group * GROUP_N
+    num_in_group = tl.minimum(tl.cdiv(n, BLOCK_N) - first_n, GROUP_N)
+    place = tile % per_group
+    outputs = (first_n + place % num_in_group) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return outputs, place // num_in_group * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Have lines of memory on their way to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _converted(w, dtype: tl.constexpr, AS_MANTISSAS: tl.constexpr):
+    """Eight bits as a factor of a product with `dtype`, without loss."""
+    if not AS_MANTISSAS or dtype != tl.bfloat16 or w.dtype.is_floating():
+        # By way of float32: the direct conversions are slow instructions.
+        return _widened(w, AS_MANTISSAS).to(dtype)
+    # A byte's seven low bits under the exponent of 128, less 128 for positive and 256 for negative ones.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 wide, low, less;
+        .reg .b32 one;
+        cvt.u32.u16 wide, $1;
+        prmt.b32 wide, wide, 0x43434343, 0x4140;
+        and.b32 low, wide, 0xFF7FFF7F;
+        and.b32 less, wide, 0xFF80FF80;
+        sub.rn.bf16x2 $0, low, less;
+        }
+        """,
+        "=r,h",
+        [w],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
