@@ -27,13 +27,13 @@ from bench.engine.decode_kernels import LLAMA_7B, LLAMA_8B, TB_PER_S, Chain, run
 from bench.engine.kernels import BF16
 from bench.engine.product_sizes import products_of
 from bench.engine.timing import microseconds
-from hearth.kernels.jit import cdiv, launch, num_processors, tl, triton
+from hearth.kernels.jit import cdiv, num_processors
 from hearth.kernels.quantized import (
     ProductScratch,
     Tile,
-    _converted,
     quantized_linear_reference,
     quantized_tiled_triton,
+    quantized_widened_triton,
     tile_for,
 )
 
@@ -243,56 +243,37 @@ def _multiply(
 
 
 #: Outputs whose weights are widened at a time.
-SLABS = (2048, 4096, 1 << 20)
+SLABS = (1024, 2048, 4096, 8192, 1 << 20)
 
 
 def widen(tries_all: bool) -> None:
     """Time products of many rows: weights widened for the library's product, and our kernel."""
-    n, k = products_of(LLAMA_8B)["up"]
-    room, wide = torch.empty(n, k, **BF16), cold(n, k, torch.bfloat16)
-    scale = torch.full((n,), 0.01, device="cuda")
-    for stored in STORED:
-        weights = cold(n, k, stored)
-        for rows in (256, 512, 1024, 2048, 8192):
-            x, out = torch.randn(rows, k, **BF16), torch.empty(rows, n, **BF16)
-            us: dict[str, float] = {
-                "bf16": microseconds([lambda w=w: torch.mm(x, w.t(), out=out) for w in wide])
-            }
-            us["tiled"] = microseconds(
-                [lambda w=w: quantized_tiled_triton(x, w, scale, None, out=out) for w in weights]
-            )
-            for slab in SLABS:
-                us[f"slabs of {slab}"] = microseconds(
-                    [partial(_by_slabs, x, w, room, out, slab) for w in weights]
+    for name in ("up", "down", "o"):
+        n, k = products_of(LLAMA_8B)[name]
+        room, wide = torch.empty(n * k, **BF16), cold(n, k, torch.bfloat16)
+        scale = torch.full((n,), 0.01, device="cuda")
+        for stored in STORED:
+            weights = cold(n, k, stored)
+            for rows in (256, 384, 512, 1024, 2048, 8192):
+                x, out = torch.randn(rows, k, **BF16), torch.empty(rows, n, **BF16)
+                us = {"bf16": microseconds([lambda w=w: torch.mm(x, w.t(), out=out) for w in wide])}
+                us["tiled"] = microseconds(
+                    [lambda w=w: quantized_tiled_triton(x, w, scale, None, out=out) for w in weights]
                 )
-            us["scaled"] = microseconds([lambda: out.mul_(scale)] * 5)
-            say(part="widen", stored=str(stored), rows=rows, us={name: round(x, 1) for name, x in us.items()})
-
-
-def _by_slabs(
-    x: torch.Tensor, weight: torch.Tensor, room: torch.Tensor, out: torch.Tensor, slab: int
-) -> None:
-    for at in range(0, len(weight), slab):
-        part = weight[at : at + slab]
-        # The same memory for all slabs, so that it stays in the cache.
-        there = room[: len(part)]
-        launch(
-            _widen_kernel,
-            (cdiv(part.numel(), 8192),),
-            there,
-            part,
-            part.numel(),
-            BLOCK=8192,
-            num_warps=8,
-        )
-        torch.mm(x, there.t(), out=out[:, at : at + slab])
-
-
-@triton.jit
-def _widen_kernel(out, weight, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    w = tl.load(weight + at, at < count, other=0.0)
-    tl.store(out + at, _converted(w, tl.bfloat16, True), at < count)
+                for slab in [slab for slab in SLABS if slab < n] + [n]:
+                    cut = room[: slab * k]
+                    us[f"slabs of {slab}"] = microseconds(
+                        [
+                            lambda w=w, cut=cut: quantized_widened_triton(
+                                x, w, scale, None, out=out, room=cut
+                            )
+                            for w in weights
+                        ]
+                    )
+                told = {name: round(x, 1) for name, x in us.items()}
+                say(part="widen", product=name, stored=str(stored)[6:10], rows=rows, us=told)
+            del weights
+        del room, wide
 
 
 PARTS: dict[str, Callable[[bool], None]] = {part.__name__: part for part in (chain, products, widen)}

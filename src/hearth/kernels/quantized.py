@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
+from hearth.kernels.linear import linear_reference
 from hearth.kernels.overlap import wait_for_inputs
 
 #: Up to so many rows a program for each row beats tensor cores.
@@ -162,6 +163,68 @@ def _widened(w, AS_MANTISSAS: tl.constexpr):
         pack=4,
     )
     return mantissas - 8388736.0  # 2**23 and the shift
+
+
+def quantized_widened_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    room: torch.Tensor,
+) -> None:
+    """Multiply by as many outputs at a time as `room`, of x's dtype and flat, holds widened weights of.
+
+    Weights are scaled before they are rounded to x's dtype.
+    """
+    n, k = weight.shape
+    num_outputs = len(room) // k
+    assert num_outputs > 0, f"no room for {k} inputs: {len(room)=}"
+    for at in range(0, n, num_outputs):
+        outputs = slice(at, at + num_outputs)
+        narrow = weight[outputs]
+        wide = room[: narrow.numel()].view(narrow.shape)
+        launch(
+            _widen_kernel,
+            (cdiv(k, _WIDEN_BLOCK), len(narrow)),
+            wide,
+            narrow,
+            scale[outputs],
+            k,
+            BLOCK=_WIDEN_BLOCK,
+            EVEN_K=k % _WIDEN_BLOCK == 0,
+            AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
+            num_warps=4,
+        )
+        if not x.is_meta:
+            linear_reference(x, wide, None if bias is None else bias[outputs], out=out[:, outputs])
+
+
+#: Weights of an output that a program widens.
+_WIDEN_BLOCK = 2048
+
+
+@triton.jit
+def _widen_kernel(
+    out,
+    weight,
+    scale,
+    k,
+    BLOCK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    AS_MANTISSAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPS)
+    row = tl.program_id(1).to(tl.int64)
+    inputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if EVEN_K:
+        w = tl.load(weight + row * k + inputs, eviction_policy="evict_first")
+    else:
+        w = tl.load(weight + row * k + inputs, inputs < k, other=0.0)
+    wide = _widened(w, AS_MANTISSAS) * tl.load(scale + row)
+    tl.store(out + row * k + inputs, wide.to(out.dtype.element_ty), inputs < k)
 
 
 @dataclass(frozen=True, slots=True)
