@@ -39,8 +39,7 @@ from hearth.kernels.quantized import (
 
 STORED = (torch.int8, torch.float8_e4m3fn)
 ROWS = (17, 32, 48, 64, 96, 128, 256)
-#: Tiles beside the one that is used, by the most rows that they are tried for: block_m, block_n, block_k, warps,
-#: stages, programs per multiprocessor, registers.
+#: Tiles beside the one that is used, by the most rows that they are tried for.
 CANDIDATES: dict[int, list[Tile]] = {
     16: [
         Tile(16, 64, 128, 4, 5, 3),
@@ -51,7 +50,7 @@ CANDIDATES: dict[int, list[Tile]] = {
     32: [
         Tile(32, 64, 128, 4, 4, 3),
         Tile(32, 64, 128, 4, 4, 0),
-        Tile(32, 64, 128, 4, 5, 2),
+        Tile(32, 128, 128, 8, 5, 2, 128),
         Tile(32, 128, 128, 8, 4, 2, 128),
         Tile(32, 128, 128, 8, 4, 2, 128, 3),
         Tile(32, 64, 128, 4, 4, 3, None, 3),
@@ -65,12 +64,13 @@ CANDIDATES: dict[int, list[Tile]] = {
         Tile(64, 128, 128, 8, 3, 2, 128),
         Tile(64, 128, 64, 8, 5, 2, 128),
         Tile(64, 128, 128, 8, 3, 2, 128, 2),
-        Tile(64, 128, 128, 8, 5, 1),
+        Tile(64, 128, 128, 8, 4, 2, 128),
         Tile(64, 128, 64, 4, 4, 2),
     ],
     128: [
         Tile(128, 64, 128, 4, 3, 0),
         Tile(128, 64, 128, 4, 3, 2),
+        Tile(128, 128, 64, 8, 6, 1),
         Tile(128, 128, 128, 8, 4, 1),
         Tile(128, 128, 64, 8, 4, 1),
         Tile(128, 128, 64, 8, 4, 2, 128),
@@ -276,7 +276,7 @@ def widen(tries_all: bool) -> None:
         del room, wide
 
 
-PARTS: dict[str, Callable[[bool], None]] = {part.__name__: part for part in (chain, products, widen)}
+PARTS: dict[str, Callable[[bool], None]] = {part.__name__: part for part in (chain, widen, products)}
 
 
 def main() -> None:
