@@ -240,9 +240,14 @@ def test_shared_sums_have_the_same_bits_every_time(rows: int, stored: torch.dtyp
 
 
 def test_tiles_grow_with_the_rows() -> None:
-    tiles = [tile_for(rows, torch.bfloat16) for rows in (2, 16, 17, 64, 256, 257, 100_000)]
+    tiles = [tile_for(rows, torch.bfloat16) for rows in (2, 16, 17, 64, 128, 256, 257, 100_000)]
 
-    assert tiles == [TILES[16], TILES[16], TILES[32], TILES[64], TILES[256], *[TILES[1 << 31]] * 2]
+    assert tiles == [
+        TILES[16],
+        TILES[16],
+        *(TILES[rows] for rows in (32, 64, 128, 256)),
+        *[TILES[1 << 31]] * 2,
+    ]
     assert tile_for(1000, torch.float32) == FLOAT32_TILE
 
 

@@ -4,6 +4,16 @@
 
 The weight stays in eight bits until it is in registers, where int8 and float8_e4m3fn become the
 activations' dtype without loss; sums are float32 and are scaled once. Quantises nothing.
+
+Up to 256 rows, where memory is the limit, the work is shared evenly, whatever the weight's shape:
+
+    steps:      | tile 0               | tile 1               | ...      a step: BLOCK_K inputs of a tile
+    programs:   |   0           |   1           |   2          | ...      as many steps each
+
+Where a tile is of more than one program, each leaves a part of its sums, and the one that finishes last adds
+the parts up in the order of the inputs: the result does not depend on which one that was. There are as many
+programs as multiprocessors have room for. They start when the kernel before has ended: those that start early
+are put where there is room just then, too many of them on some multiprocessors.
 """
 
 from __future__ import annotations
@@ -13,7 +23,6 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
-from hearth.kernels.linear import linear_reference
 from hearth.kernels.overlap import wait_for_inputs
 
 #: Up to so many rows a program for each row beats tensor cores.
@@ -165,68 +174,6 @@ def _widened(w, AS_MANTISSAS: tl.constexpr):
     return mantissas - 8388736.0  # 2**23 and the shift
 
 
-def quantized_widened_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    out: torch.Tensor,
-    room: torch.Tensor,
-) -> None:
-    """Multiply by as many outputs at a time as `room`, of x's dtype and flat, holds widened weights of.
-
-    Weights are scaled before they are rounded to x's dtype.
-    """
-    n, k = weight.shape
-    num_outputs = len(room) // k
-    assert num_outputs > 0, f"no room for {k} inputs: {len(room)=}"
-    for at in range(0, n, num_outputs):
-        outputs = slice(at, at + num_outputs)
-        narrow = weight[outputs]
-        wide = room[: narrow.numel()].view(narrow.shape)
-        launch(
-            _widen_kernel,
-            (cdiv(k, _WIDEN_BLOCK), len(narrow)),
-            wide,
-            narrow,
-            scale[outputs],
-            k,
-            BLOCK=_WIDEN_BLOCK,
-            EVEN_K=k % _WIDEN_BLOCK == 0,
-            AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
-            num_warps=4,
-        )
-        if not x.is_meta:
-            linear_reference(x, wide, None if bias is None else bias[outputs], out=out[:, outputs])
-
-
-#: Weights of an output that a program widens.
-_WIDEN_BLOCK = 2048
-
-
-@triton.jit
-def _widen_kernel(
-    out,
-    weight,
-    scale,
-    k,
-    BLOCK: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    AS_MANTISSAS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    wait_for_inputs(OVERLAPS)
-    row = tl.program_id(1).to(tl.int64)
-    inputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if EVEN_K:
-        w = tl.load(weight + row * k + inputs, eviction_policy="evict_first")
-    else:
-        w = tl.load(weight + row * k + inputs, inputs < k, other=0.0)
-    wide = _widened(w, AS_MANTISSAS) * tl.load(scale + row)
-    tl.store(out + row * k + inputs, wide.to(out.dtype.element_ty), inputs < k)
-
-
 @dataclass(frozen=True, slots=True)
 class Tile:
     """The part of the output that a program computes at a time: [block_m, block_n], in steps of block_k."""
@@ -237,8 +184,6 @@ class Tile:
     num_warps: int
     num_stages: int
     per_processor: int = 0  #: programs that share all steps evenly; 0: one for each tile
-    max_registers: int | None = None  #: of a thread; None: what the compiler takes
-    ahead: int = 0  #: steps whose weights are asked for before inputs are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +194,23 @@ class ProductScratch:
     partial: torch.Tensor  #: float32, flat: [program][first, last][tile]
     counters: torch.Tensor  #: int32, flat: [program]
 
+    def num_programs(self, tile: Tile) -> int:
+        return tile.per_processor * self.num_processors
 
-#: Tiles by the most rows that they are meant for; the last serves all that are larger.
+    def suffices(self, tile: Tile) -> bool:
+        """Return True for a tile whose programs share and have room here, two parts of tiles each."""
+        count = self.num_programs(tile)
+        room = 2 * count * tile.block_m * tile.block_n
+        return 0 < count <= len(self.counters) and room <= len(self.partial)
+
+
+#: Tiles by the most rows that they are meant for; the last serves all that are larger. So many programs share
+#: that a multiprocessor has room for no more. None may need all registers: such ones added up wrongly.
 TILES = {
-    16: Tile(16, 32, 256, num_warps=4, num_stages=4),
-    32: Tile(32, 128, 128, num_warps=8, num_stages=4, per_processor=2, max_registers=128),
-    64: Tile(64, 128, 128, num_warps=8, num_stages=3, per_processor=2, max_registers=128),
+    16: Tile(16, 64, 128, num_warps=4, num_stages=5, per_processor=3),
+    32: Tile(32, 64, 128, num_warps=4, num_stages=4, per_processor=3),
+    64: Tile(64, 64, 128, num_warps=4, num_stages=4, per_processor=2),
+    128: Tile(128, 64, 128, num_warps=4, num_stages=3, per_processor=2),
     256: Tile(128, 128, 64, num_warps=8, num_stages=4, per_processor=1),
     1 << 31: Tile(256, 128, 64, num_warps=8, num_stages=4),
 }
@@ -281,22 +237,22 @@ def quantized_tiled_triton(
     out: torch.Tensor,
     scratch: ProductScratch | None = None,
     tile: Tile | None = None,
-    overlaps: bool = True,
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
     tile = tile_for(rows, x.dtype) if tile is None else tile
+    if scratch is not None and not scratch.suffices(tile):
+        scratch = None
     num_tiles = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
-    num_programs = _num_programs(tile, scratch)
     launch(
         _tiled_kernel,
-        (num_programs or num_tiles,),
+        (num_tiles if scratch is None else scratch.num_programs(tile),),
         out,
         x,
         weight,
         scale,
         bias,
-        scratch.partial if num_programs and scratch is not None else None,
-        scratch.counters if num_programs and scratch is not None else None,
+        None if scratch is None else scratch.partial,
+        None if scratch is None else scratch.counters,
         rows,
         n,
         k,
@@ -306,21 +262,11 @@ def quantized_tiled_triton(
         BLOCK_K=tile.block_k,
         EVEN_K=k % tile.block_k == 0,
         GROUP_N=GROUP_N,
-        SHARES=num_programs > 0,
-        AHEAD=tile.ahead,
+        SHARES=scratch is not None,
         AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
-        **({} if overlaps else {"OVERLAPS": False}),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
     )
-
-
-def _num_programs(tile: Tile, scratch: ProductScratch | None) -> int:
-    """How many programs share the work; 0: each has a tile of its own, for want of scratch."""
-    if scratch is None or len(scratch.counters) < (count := tile.per_processor * scratch.num_processors):
-        return 0
-    return count if len(scratch.partial) >= 2 * count * tile.block_m * tile.block_n else 0
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -342,35 +288,22 @@ def _tiled_kernel(
     EVEN_K: tl.constexpr,
     GROUP_N: tl.constexpr,
     SHARES: tl.constexpr,
-    AHEAD: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
+    # A step is BLOCK_K inputs of a tile. All steps lie in a row, of which each program has a run.
     num_k = tl.cdiv(k, BLOCK_K)
-    first, end, share = tl.program_id(0), tl.program_id(0) + 1, 1
+    total = tl.cdiv(rows, BLOCK_M) * tl.cdiv(n, BLOCK_N) * num_k
+    share = num_k
     if SHARES:
-        total = tl.cdiv(rows, BLOCK_M) * tl.cdiv(n, BLOCK_N) * num_k
         share = tl.cdiv(total, tl.num_programs(0))
-        first = tl.program_id(0) * share
-        end = tl.minimum(first + share, total)
-        if AHEAD > 0:
-            outputs, tokens = _place(first // num_k, rows, n, BLOCK_M, BLOCK_N, GROUP_N)
-            for step in range(0, AHEAD):
-                at = (first % num_k + step) * BLOCK_K
-                lines = at + tl.arange(0, BLOCK_K // 128) * 128
-                lines_at = weight + outputs.to(tl.int64)[:, None] * k + tl.minimum(lines, k - 1)[None, :]
-                lines_at = tl.where((outputs < n)[:, None], lines_at, weight)
-                _prefetch(lines_at)
-    wait_for_inputs(OVERLAPS)
+    first = tl.program_id(0) * share
+    end = tl.minimum(first + share, total)
     inputs = tl.arange(0, BLOCK_K)
     while first < end:
         # One tile, or as much of it as is this program's: its steps from `begin` on.
-        tile, begin, num_steps = first, 0, num_k
-        if SHARES:
-            tile, begin = first // num_k, first % num_k
-            num_steps = tl.minimum(num_k - begin, end - first)
+        tile, begin = first // num_k, first % num_k
+        num_steps = tl.minimum(num_k - begin, end - first)
         outputs, tokens = _place(tile, rows, n, BLOCK_M, BLOCK_N, GROUP_N)
-        in_n, in_rows = outputs[:, None] < n, tokens[None, :] < rows
         # What lies beyond the last output or row is computed from that one, and dropped: no load has a mask.
         weight_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * k + inputs[None, :]
         x_at = x + tl.minimum(tokens, rows - 1).to(tl.int64)[None, :] * k + inputs[:, None]
@@ -383,38 +316,36 @@ def _tiled_kernel(
                 in_k = inputs < k - at
                 w = tl.load(weight_at + at, in_k[None, :], other=0.0)
                 a = tl.load(x_at + at, in_k[:, None], other=0.0)
-            acc = tl.dot(_converted(w, a.dtype, AS_MANTISSAS), a, acc, input_precision="ieee")
-        is_done = True
-        if SHARES:
-            is_done = num_steps == num_k
+            factor = _factor(w, a.dtype, SHARES and AS_MANTISSAS, AS_MANTISSAS)
+            acc = tl.dot(factor, a, acc, input_precision="ieee")
+        is_whole = num_steps == num_k
+        if SHARES:  # noqa: SIM102 - only this one is known when the kernel is compiled
             if num_steps < num_k:
-                in_tile = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
                 # The first part of a tile is the last that its program has, and the others are first ones.
-                slot = tl.program_id(0).to(tl.int64) * 2 + tl.where(begin == 0, 1, 0)
-                tl.store(partial + slot * (BLOCK_N * BLOCK_M) + in_tile, acc)
+                tl.store(_part_at(partial, tl.program_id(0), begin == 0, BLOCK_M, BLOCK_N), acc)
                 opens = tile * num_k // share
                 num_parts = (tile * num_k + num_k - 1) // share - opens + 1
                 tl.debug_barrier()
-                is_done = tl.atomic_add(counters + opens, 1, sem="acq_rel") == num_parts - 1
+                is_whole = tl.atomic_add(counters + opens, 1, sem="acq_rel") == num_parts - 1
                 tl.debug_barrier()
-                if is_done:  # all parts are there: add them up in their order
+                if is_whole:  # all parts are there: add them up in their order
                     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                     for part in range(num_parts):
-                        slot = (opens + part).to(tl.int64) * 2 + tl.where(part == 0, 1, 0)
-                        acc += tl.load(partial + slot * (BLOCK_N * BLOCK_M) + in_tile, cache_modifier=".cg")
+                        part_at = _part_at(partial, opens + part, part == 0, BLOCK_M, BLOCK_N)
+                        acc += tl.load(part_at, cache_modifier=".cg")
                     tl.store(counters + opens, 0)
-        if is_done:
+        if is_whole:
             acc *= tl.load(scale + outputs, outputs < n, other=0.0)[:, None]
             if HAS_BIAS:
                 acc += tl.load(bias + outputs, outputs < n, other=0.0).to(tl.float32)[:, None]
             out_at = out + tokens.to(tl.int64)[None, :] * n + outputs[:, None]
-            tl.store(out_at, acc.to(out.dtype.element_ty), in_n & in_rows)
-        first += num_steps if SHARES else 1
+            tl.store(out_at, acc.to(out.dtype.element_ty), (outputs[:, None] < n) & (tokens[None, :] < rows))
+        first += num_steps
 
 
 @triton.jit
 def _place(tile, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr):
-    """The outputs and the rows of a tile. Neighbours share a group of weight tiles and differ in their rows."""
+    """The outputs and the rows of a tile. Neighbours have a group of weight tiles in common."""
     per_group = GROUP_N * tl.cdiv(rows, BLOCK_M)
     first_n = tile // per_group * GROUP_N
     num_in_group = tl.minimum(tl.cdiv(n, BLOCK_N) - first_n, GROUP_N)
@@ -424,30 +355,24 @@ def _place(tile, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_N:
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Have lines of memory on their way to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _part_at(partial, program, is_first, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where a program leaves a part of a tile, which may be the tile's first."""
+    slot = (program * 2 + tl.where(is_first, 1, 0)).to(tl.int64)
+    in_tile = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    return partial + slot * (BLOCK_N * BLOCK_M) + in_tile
 
 
 @triton.jit
-def _converted(w, dtype: tl.constexpr, AS_MANTISSAS: tl.constexpr):
-    """Eight bits as a factor of a product with `dtype`, without loss."""
-    if not AS_MANTISSAS or dtype != tl.bfloat16 or w.dtype.is_floating():
+def _factor(w, dtype: tl.constexpr, BY_PAIRS: tl.constexpr, AS_MANTISSAS: tl.constexpr):
+    """Eight bits as a factor of a product with `dtype`, without loss. With BY_PAIRS integers become bfloat16
+    two at a time: seven bits under the exponent of 128, less 128 for positive and 256 for negative ones."""
+    if not BY_PAIRS or dtype != tl.bfloat16 or w.dtype.is_floating():
         # By way of float32: the direct conversions are slow instructions.
         return _widened(w, AS_MANTISSAS).to(dtype)
-    # A byte's seven low bits under the exponent of 128, less 128 for positive and 256 for negative ones.
     return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 wide, low, less;
-        .reg .b32 one;
         cvt.u32.u16 wide, $1;
         prmt.b32 wide, wide, 0x43434343, 0x4140;
         and.b32 low, wide, 0xFF7FFF7F;

@@ -68,7 +68,7 @@ class Decoder:
         self._on_layer = on_layer
         self.products = products
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-        # Parts of sums lie where q, k and v are not needed, and those of their own where attention has not been.
+        # Parts of sums lie among q, k and v, and those of q, k and v where attention will leave its output.
         self._product_scratch = workspace.product_scratch(workspace.qkv)
         self._qkv_scratch = workspace.product_scratch(workspace.attended)
         self.rebind(weights)
