@@ -85,6 +85,8 @@ class Chain:
         self, shape: Shape, num_rows: int, context: int, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.shape, self.num_rows, self.context, self.dtype = shape, num_rows, context, dtype
+        #: Computes products of eight bits from x, weight and scale; None: the kernel for one row does.
+        self.multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
         heads, hidden, inter = shape.heads, shape.hidden, shape.intermediate
         q_size, qkv_size = heads.num_q * heads.dim, (heads.num_q + 2 * heads.num_kv) * heads.dim
         self.layers = [
@@ -160,6 +162,8 @@ class Chain:
     ) -> None:
         if self.dtype == torch.bfloat16:
             linear(x, weight, None, out=out)
+        elif self.multiply is not None:
+            self.multiply(x, weight, self.scale[: weight.shape[0]], out)
         else:
             scale = self.scale[: weight.shape[0]]
             quantized_skinny_triton(x, weight, scale, None, out=out, block_n=block_n)

@@ -25,7 +25,7 @@ ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, 
 #: Buffers of a workspace, and tables, begin at multiples of it.
 RUN_ALIGNMENT_BYTES = 256
 #: Programs of a decode attention launch for each multiprocessor, of which at most so many are used.
-_PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
+PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
 #: Logits that the sampler works on at a time where it needs several temporaries of each.
 _LOGITS_AT_ONCE = 1 << 25
 #: Logits of a row that one program looks at.
@@ -132,7 +132,7 @@ class StepSize:
     @staticmethod
     def of(limits: StepLimits, kind: str, num_processors: int = _MAX_PROCESSORS) -> StepSize:
         """The largest step on a `kind` of device, "cpu" or "cuda"; by default on the largest of that kind."""
-        num_programs = _PROGRAMS_PER_PROCESSOR * min(num_processors, _MAX_PROCESSORS) if kind == "cuda" else 1
+        num_programs = PROGRAMS_PER_PROCESSOR * min(num_processors, _MAX_PROCESSORS) if kind == "cuda" else 1
         return StepSize(limits.max_batch_tokens, limits.max_seqs, num_programs)
 
 

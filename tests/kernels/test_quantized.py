@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from hearth.kernels.quantized import (
     FLOAT32_TILE,
     GROUP_N,
     TILES,
+    ProductScratch,
     Tile,
     quantized_linear,
     quantized_linear_reference,
@@ -79,7 +80,7 @@ class Case:
         product = (self.x.double() @ self.weight.double().t()) * self.scale.double()
         return product if self.bias is None else product + self.bias.double()
 
-    def run(self, kernel: Kernel, **launch: Tile) -> torch.Tensor:
+    def run(self, kernel: Kernel, **launch: Tile | ProductScratch) -> torch.Tensor:
         kernel(self.x, self.weight, self.scale, self.bias, out=self.out, **launch)
         return self.out
 
@@ -184,10 +185,69 @@ def test_every_tile_is_computed_once_where_groups_do_not_divide_the_weight(
     assert_close(out, case.expected())
 
 
-def test_tiles_grow_with_the_rows() -> None:
-    tiles = [tile_for(rows, torch.bfloat16) for rows in (2, 16, 17, 64, 256, 257, 100_000)]
+def scratch_for(device: str, num_processors: int, room: int = 1 << 20) -> ProductScratch:
+    """Scratch amid which nothing may be read before it was written."""
+    counters = torch.zeros(4 * num_processors, device=device, dtype=torch.int32)
+    return ProductScratch(num_processors, torch.full((room,), float("nan"), device=device), counters)
 
-    assert tiles == [TILES[16], TILES[16], TILES[32], TILES[64], TILES[256], *[TILES[1 << 31]] * 2]
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("num_processors", [1, 7])
+@pytest.mark.parametrize("shape", [(17, 37, 144), (3, 16, 300), (20, 65, 200)])
+def test_programs_may_share_the_sums_of_tiles(
+    shape: tuple[int, int, int], num_processors: int, stored: torch.dtype, device: str, dtype: torch.dtype
+) -> None:
+    """As many as there are tiles and steps, fewer, more, and shares that begin and end within tiles."""
+    case, scratch = Case.build(shape, device, dtype, stored), scratch_for(device, num_processors)
+    tile = Tile(16, 16, 32, num_warps=4, num_stages=2, per_processor=4)
+
+    out = case.run(quantized_tiled_triton, tile=tile, scratch=scratch)
+
+    assert_close(out, case.expected())
+    assert (case.around_out[:GUARD_BYTES] == 0xFF).all()
+    assert (case.around_out[-GUARD_BYTES:] == 0xFF).all()
+    assert scratch.counters.count_nonzero() == 0
+    assert not scratch.partial.isnan().all(), "nothing was shared"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lacks", ["room", "counters"])
+def test_too_little_scratch_is_left_alone(lacks: str, device: str) -> None:
+    case = Case.build((17, 20, 64), device, torch.float32, torch.int8)
+    tile = Tile(16, 16, 32, num_warps=4, num_stages=2, per_processor=8)
+    scratch = scratch_for(device, 2, room=2 * 16 * 256 - 1 if lacks == "room" else 1 << 20)
+    if lacks == "counters":
+        scratch = replace(scratch, counters=scratch.counters[:8])
+
+    out = case.run(quantized_tiled_triton, tile=tile, scratch=scratch)
+
+    assert_close(out, case.expected())
+    assert scratch.partial.isnan().all()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("rows", [2, 17, 48, 100, 256, 300])
+def test_shared_sums_have_the_same_bits_every_time(rows: int, stored: torch.dtype, device: str) -> None:
+    case = Case.build((rows, 1000, 4096), device, torch.bfloat16, stored)
+    scratch = scratch_for(device, 132, 1 << 24)
+
+    first = case.run(quantized_linear, scratch=scratch).clone()
+    assert_close(first, case.expected())
+    for _ in range(50):
+        assert torch.equal(case.run(quantized_linear, scratch=scratch), first)
+
+
+def test_tiles_grow_with_the_rows() -> None:
+    tiles = [tile_for(rows, torch.bfloat16) for rows in (2, 16, 17, 64, 128, 256, 257, 100_000)]
+
+    assert tiles == [
+        TILES[16],
+        TILES[16],
+        *(TILES[rows] for rows in (32, 64, 128, 256)),
+        *[TILES[1 << 31]] * 2,
+    ]
     assert tile_for(1000, torch.float32) == FLOAT32_TILE
 
 

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import BadCheckpoint
+from hearth.kernels.quantized import ProductScratch, quantized_linear_reference
+from hearth.models import decoder
 from hearth.models.layout import layout_of
 from hearth.models.quantize import Quantized, dequantize, quantize
 from hearth.models.weights import Linear, Weights, bind, contiguous_places
-from tests.models.test_decoder import prefill, stage
+from tests.models.test_decoder import Stage, prefill, stage
 from tests.models.zoo import build, pack_directory
 
 QUANTS = ["int8", "fp8"]
@@ -95,12 +97,7 @@ def test_a_weight_that_is_not_finite_is_refused(quant: str, bad: float) -> None:
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("name", ["llama-gqa", "smollm2", "opt-350m", "falcon-rw-like"])
 def test_decoder_gives_the_logits_of_the_dequantised_weights(name: str, quant: str) -> None:
-    plain, quantised, step = stage(name), stage(name), prefill(name)
-    arch = plain.decoder.arch
-    layout = layout_of(arch, "float32", quant)
-    base = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    pack_directory(build(name).directory, arch, layout, base)
-    quantised.decoder.rebind(bind(arch, layout, contiguous_places(layout, base)))
+    plain, quantised, step = stage(name), _quantised(name, quant), prefill(name)
     plain.decoder.rebind(_dequantised(quantised.decoder.weights))
     expected = plain.logits(plain.decoder.embed(step), step)
 
@@ -108,6 +105,39 @@ def test_decoder_gives_the_logits_of_the_dequantised_weights(name: str, quant: s
 
     assert quantised.decoder.weights.layers[0].qkv.scale is not None
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "opt-350m", "falcon-7b", "neox-parallel"])
+def test_products_may_leave_parts_of_sums_where_nobody_needs_what_is_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, step = _quantised(name, "int8"), prefill(name)
+    expected = it.logits(it.decoder.embed(step), step).clone()
+    seen = []
+
+    def spoiling(*operands: torch.Tensor, out: torch.Tensor, scratch: ProductScratch) -> None:
+        scratch.partial.fill_(math.nan)
+        quantized_linear_reference(*operands, out=out)
+        scratch.partial.fill_(math.nan)
+        seen.append(scratch)
+
+    monkeypatch.setattr(decoder, "quantized_linear", spoiling)
+
+    logits = it.logits(it.decoder.embed(step), step)
+
+    assert torch.equal(logits, expected)
+    assert len(seen) >= 4 * it.decoder.arch.num_layers
+
+
+def _quantised(name: str, quant: str) -> Stage:
+    """The stage of all layers, with weights of eight bits."""
+    quantised = stage(name)
+    arch = quantised.decoder.arch
+    layout = layout_of(arch, "float32", quant)
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    pack_directory(build(name).directory, arch, layout, base)
+    quantised.decoder.rebind(bind(arch, layout, contiguous_places(layout, base)))
+    return quantised
 
 
 def _dequantised(weights: Weights) -> Weights:

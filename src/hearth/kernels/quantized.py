@@ -4,6 +4,16 @@
 
 The weight stays in eight bits until it is in registers, where int8 and float8_e4m3fn become the
 activations' dtype without loss; sums are float32 and are scaled once. Quantises nothing.
+
+Up to 256 rows, where memory is the limit, the work is shared evenly, whatever the weight's shape:
+
+    steps:      | tile 0               | tile 1               | ...      a step: BLOCK_K inputs of a tile
+    programs:   |   0           |   1           |   2          | ...      as many steps each
+
+Where a tile is of more than one program, each leaves a part of its sums, and the one that finishes last adds
+the parts up in the order of the inputs: the result does not depend on which one that was. There are as many
+programs as multiprocessors have room for. They start when the kernel before has ended: those that start early
+are put where there is room just then, too many of them on some multiprocessors.
 """
 
 from __future__ import annotations
@@ -26,14 +36,18 @@ def quantized_linear(
     bias: torch.Tensor | None,
     *,
     out: torch.Tensor,
+    scratch: ProductScratch | None = None,
 ) -> None:
-    """Compute `out = (x @ weight.T) * scale + bias` for x [rows, k], weight [n, k] and scale [n]."""
+    """Compute `out = (x @ weight.T) * scale + bias` for x [rows, k], weight [n, k] and scale [n].
+
+    Without `scratch`, or with too little of it, no two programs share a sum.
+    """
     if not runs_triton(x):
         quantized_linear_reference(x, weight, scale, bias, out=out)
     elif x.shape[0] <= MAX_SKINNY_ROWS:
         quantized_skinny_triton(x, weight, scale, bias, out=out)
     else:
-        quantized_tiled_triton(x, weight, scale, bias, out=out)
+        quantized_tiled_triton(x, weight, scale, bias, out=out, scratch=scratch)
 
 
 def quantized_linear_reference(
@@ -162,21 +176,42 @@ def _widened(w, AS_MANTISSAS: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The part of the output that one program computes: [block_m, block_n], in steps of block_k."""
+    """The part of the output that a program computes at a time: [block_m, block_n], in steps of block_k."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    per_processor: int = 0  #: programs that share all steps evenly; 0: one for each tile
 
 
-#: Tiles by the most rows that they are meant for; the last serves all that are larger.
+@dataclass(frozen=True, slots=True)
+class ProductScratch:
+    """Memory in which programs leave parts of sums. Counters are zero between launches."""
+
+    num_processors: int  #: of the device
+    partial: torch.Tensor  #: float32, flat: [program][first, last][tile]
+    counters: torch.Tensor  #: int32, flat: [program]
+
+    def num_programs(self, tile: Tile) -> int:
+        return tile.per_processor * self.num_processors
+
+    def suffices(self, tile: Tile) -> bool:
+        """Return True for a tile whose programs share and have room here, two parts of tiles each."""
+        count = self.num_programs(tile)
+        room = 2 * count * tile.block_m * tile.block_n
+        return 0 < count <= len(self.counters) and room <= len(self.partial)
+
+
+#: Tiles by the most rows that they are meant for; the last serves all that are larger. So many programs share
+#: that a multiprocessor has room for no more. None may need all registers: such ones added up wrongly.
 TILES = {
-    16: Tile(16, 32, 256, num_warps=4, num_stages=4),
-    32: Tile(32, 64, 128, num_warps=4, num_stages=4),
-    64: Tile(64, 64, 128, num_warps=4, num_stages=3),
-    256: Tile(128, 64, 128, num_warps=4, num_stages=3),
+    16: Tile(16, 64, 128, num_warps=4, num_stages=5, per_processor=3),
+    32: Tile(32, 64, 128, num_warps=4, num_stages=4, per_processor=3),
+    64: Tile(64, 64, 128, num_warps=4, num_stages=4, per_processor=2),
+    128: Tile(128, 64, 128, num_warps=4, num_stages=3, per_processor=2),
+    256: Tile(128, 128, 64, num_warps=8, num_stages=4, per_processor=1),
     1 << 31: Tile(256, 128, 64, num_warps=8, num_stages=4),
 }
 
@@ -200,18 +235,24 @@ def quantized_tiled_triton(
     bias: torch.Tensor | None,
     *,
     out: torch.Tensor,
+    scratch: ProductScratch | None = None,
     tile: Tile | None = None,
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
     tile = tile_for(rows, x.dtype) if tile is None else tile
+    if scratch is not None and not scratch.suffices(tile):
+        scratch = None
+    num_tiles = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
     launch(
         _tiled_kernel,
-        (cdiv(rows, tile.block_m) * cdiv(n, tile.block_n),),
+        (num_tiles if scratch is None else scratch.num_programs(tile),),
         out,
         x,
         weight,
         scale,
         bias,
+        None if scratch is None else scratch.partial,
+        None if scratch is None else scratch.counters,
         rows,
         n,
         k,
@@ -221,6 +262,7 @@ def quantized_tiled_triton(
         BLOCK_K=tile.block_k,
         EVEN_K=k % tile.block_k == 0,
         GROUP_N=GROUP_N,
+        SHARES=scratch is not None,
         AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -234,6 +276,8 @@ def _tiled_kernel(
     weight,
     scale,
     bias,
+    partial,
+    counters,
     rows,
     n,
     k,
@@ -243,31 +287,102 @@ def _tiled_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     GROUP_N: tl.constexpr,
+    SHARES: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPS)
-    # Programs that run together share a group of weight tiles and differ in their rows.
-    per_group = GROUP_N * tl.cdiv(rows, BLOCK_M)
-    first_n = tl.program_id(0) // per_group * GROUP_N
-    num_in_group = tl.minimum(tl.cdiv(n, BLOCK_N) - first_n, GROUP_N)
-    place = tl.program_id(0) % per_group
-    outputs = (first_n + place % num_in_group) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = place // num_in_group * BLOCK_M + tl.arange(0, BLOCK_M)
+    # A step is BLOCK_K inputs of a tile. All steps lie in a row, of which each program has a run.
+    num_k = tl.cdiv(k, BLOCK_K)
+    total = tl.cdiv(rows, BLOCK_M) * tl.cdiv(n, BLOCK_N) * num_k
+    share = num_k
+    if SHARES:
+        share = tl.cdiv(total, tl.num_programs(0))
+    first = tl.program_id(0) * share
+    end = tl.minimum(first + share, total)
     inputs = tl.arange(0, BLOCK_K)
-    in_n, in_rows = outputs[:, None] < n, tokens[None, :] < rows
-    weight_at = weight + outputs.to(tl.int64)[:, None] * k + inputs[None, :]
-    x_at = x + tokens.to(tl.int64)[None, :] * k + inputs[:, None]
-    # Transposed, out.T = weight @ x.T: the factor on the left may be converted in registers.
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for at in range(0, k, BLOCK_K):
-        in_k = inputs < k - at
-        w = tl.load(weight_at + at, in_n if EVEN_K else in_n & in_k[None, :], other=0.0)
-        a = tl.load(x_at + at, in_rows if EVEN_K else in_rows & in_k[:, None], other=0.0)
-        # To bfloat16 by way of float32: the direct conversions are slow instructions.
-        acc = tl.dot(_widened(w, AS_MANTISSAS).to(a.dtype), a, acc, input_precision="ieee")
-    acc *= tl.load(scale + outputs, outputs < n, other=0.0)[:, None]
-    if HAS_BIAS:
-        acc += tl.load(bias + outputs, outputs < n, other=0.0).to(tl.float32)[:, None]
-    out_at = out + tokens.to(tl.int64)[None, :] * n + outputs[:, None]
-    tl.store(out_at, acc.to(out.dtype.element_ty), in_n & in_rows)
+    while first < end:
+        # One tile, or as much of it as is this program's: its steps from `begin` on.
+        tile, begin = first // num_k, first % num_k
+        num_steps = tl.minimum(num_k - begin, end - first)
+        outputs, tokens = _place(tile, rows, n, BLOCK_M, BLOCK_N, GROUP_N)
+        # What lies beyond the last output or row is computed from that one, and dropped: no load has a mask.
+        weight_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * k + inputs[None, :]
+        x_at = x + tl.minimum(tokens, rows - 1).to(tl.int64)[None, :] * k + inputs[:, None]
+        # Transposed, out.T = weight @ x.T: the factor on the left may be converted in registers.
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for at in range(begin * BLOCK_K, (begin + num_steps) * BLOCK_K, BLOCK_K):
+            if EVEN_K:
+                w, a = tl.load(weight_at + at), tl.load(x_at + at)
+            else:
+                in_k = inputs < k - at
+                w = tl.load(weight_at + at, in_k[None, :], other=0.0)
+                a = tl.load(x_at + at, in_k[:, None], other=0.0)
+            factor = _factor(w, a.dtype, SHARES and AS_MANTISSAS, AS_MANTISSAS)
+            acc = tl.dot(factor, a, acc, input_precision="ieee")
+        is_whole = num_steps == num_k
+        if SHARES:  # noqa: SIM102 - only this one is known when the kernel is compiled
+            if num_steps < num_k:
+                # The first part of a tile is the last that its program has, and the others are first ones.
+                tl.store(_part_at(partial, tl.program_id(0), begin == 0, BLOCK_M, BLOCK_N), acc)
+                opens = tile * num_k // share
+                num_parts = (tile * num_k + num_k - 1) // share - opens + 1
+                tl.debug_barrier()
+                is_whole = tl.atomic_add(counters + opens, 1, sem="acq_rel") == num_parts - 1
+                tl.debug_barrier()
+                if is_whole:  # all parts are there: add them up in their order
+                    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                    for part in range(num_parts):
+                        part_at = _part_at(partial, opens + part, part == 0, BLOCK_M, BLOCK_N)
+                        acc += tl.load(part_at, cache_modifier=".cg")
+                    tl.store(counters + opens, 0)
+        if is_whole:
+            acc *= tl.load(scale + outputs, outputs < n, other=0.0)[:, None]
+            if HAS_BIAS:
+                acc += tl.load(bias + outputs, outputs < n, other=0.0).to(tl.float32)[:, None]
+            out_at = out + tokens.to(tl.int64)[None, :] * n + outputs[:, None]
+            tl.store(out_at, acc.to(out.dtype.element_ty), (outputs[:, None] < n) & (tokens[None, :] < rows))
+        first += num_steps
+
+
+@triton.jit
+def _place(tile, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr):
+    """The outputs and the rows of a tile. Neighbours have a group of weight tiles in common."""
+    per_group = GROUP_N * tl.cdiv(rows, BLOCK_M)
+    first_n = tile // per_group * GROUP_N
+    num_in_group = tl.minimum(tl.cdiv(n, BLOCK_N) - first_n, GROUP_N)
+    place = tile % per_group
+    outputs = (first_n + place % num_in_group) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return outputs, place // num_in_group * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
+def _part_at(partial, program, is_first, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where a program leaves a part of a tile, which may be the tile's first."""
+    slot = (program * 2 + tl.where(is_first, 1, 0)).to(tl.int64)
+    in_tile = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    return partial + slot * (BLOCK_N * BLOCK_M) + in_tile
+
+
+@triton.jit
+def _factor(w, dtype: tl.constexpr, BY_PAIRS: tl.constexpr, AS_MANTISSAS: tl.constexpr):
+    """Eight bits as a factor of a product with `dtype`, without loss. With BY_PAIRS integers become bfloat16
+    two at a time: seven bits under the exponent of 128, less 128 for positive and 256 for negative ones."""
+    if not BY_PAIRS or dtype != tl.bfloat16 or w.dtype.is_floating():
+        # By way of float32: the direct conversions are slow instructions.
+        return _widened(w, AS_MANTISSAS).to(dtype)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 wide, low, less;
+        cvt.u32.u16 wide, $1;
+        prmt.b32 wide, wide, 0x43434343, 0x4140;
+        and.b32 low, wide, 0xFF7FFF7F;
+        and.b32 less, wide, 0xFF80FF80;
+        sub.rn.bf16x2 $0, low, less;
+        }
+        """,
+        "=r,h",
+        [w],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )

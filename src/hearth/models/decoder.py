@@ -31,7 +31,7 @@ from hearth.kernels.lora import project_with_adapters
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
-from hearth.kernels.quantized import quantized_linear
+from hearth.kernels.quantized import ProductScratch, quantized_linear
 from hearth.kernels.rotary import HeadNorms, rotate_and_store
 from hearth.models.adapter import Projection, target_index
 from hearth.models.arch import Arch, Norm, Residual
@@ -70,6 +70,9 @@ class Decoder:
         self._on_layer = on_layer
         self.products = products
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+        # Parts of sums lie among q, k and v, and those of q, k and v where attention will leave its output.
+        self._product_scratch = workspace.product_scratch(workspace.qkv)
+        self._qkv_scratch = workspace.product_scratch(workspace.attended)
         self.rebind(weights)
 
     def rebind(self, weights: Weights) -> None:
@@ -298,7 +301,8 @@ class Decoder:
         adapters: AdapterRows | None,
     ) -> torch.Tensor:
         """Run a projection, and add what the adapters of the rows say."""
-        product = partial(self._linear, x, weights, out)
+        parts = self._qkv_scratch if projection is Projection.QKV else None
+        product = partial(self._linear, x, weights, out, parts)
         if adapters is None:
             return product()
         target, scratch = target_index(layer, projection), self._scratch(projection)
@@ -329,9 +333,13 @@ class Decoder:
         add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out)
         return out
 
-    def _linear(self, x: torch.Tensor, weights: Linear, out: torch.Tensor) -> torch.Tensor:
+    def _linear(
+        self, x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: ProductScratch | None = None
+    ) -> torch.Tensor:
+        """Run a projection; `scratch` None: nobody needs q, k and v meanwhile."""
         if weights.scale is None:
             linear(x, weights.weight, weights.bias, out=out, products=self.products)
         else:
-            quantized_linear(x, weights.weight, weights.scale, weights.bias, out=out)
+            scratch = self._product_scratch if scratch is None else scratch
+            quantized_linear(x, weights.weight, weights.scale, weights.bias, out=out, scratch=scratch)
         return out

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from hearth.kernels.decode_attention import SplitScratch
+from hearth.kernels.quantized import ProductScratch
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of, views
-from hearth.sizes import StepSize, workspace_buffers, workspace_bytes
+from hearth.sizes import PROGRAMS_PER_PROCESSOR, StepSize, workspace_buffers, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,17 @@ class Workspace:
         """Return the same buffers, each cut to so many rows, or all that it has."""
         names = [f.name for f in fields(self) if f.name not in ("scratch", "shrunk")]
         return replace(self, **{name: getattr(self, name)[:rows] for name in names})
+
+    def product_scratch(self, idle: torch.Tensor) -> ProductScratch:
+        """Return scratch for products of eight bits in one of the buffers, which nobody needs meanwhile.
+
+        Counters are those of attention, which is not running then.
+        """
+        numbers = idle.view(-1)
+        if numbers.dtype != torch.float32:
+            numbers = numbers[: len(numbers) // 2 * 2].view(torch.float32)
+        num_processors = max(1, self.scratch.num_programs // PROGRAMS_PER_PROCESSOR)
+        return ProductScratch(num_processors, numbers, self.scratch.counters)
 
     @staticmethod
     def num_bytes(arch: Arch, dtype: torch.dtype, size: StepSize, layers: range | None = None) -> int:
