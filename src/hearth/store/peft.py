@@ -200,8 +200,8 @@ class _Config:
     def _scale(self, module: str, shape: Shape, rank: object, alpha: object) -> float:
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             raise BadCheckpoint(
-                f"a rank in `{self.path}` must be from 1 to {MAX_RANK}, given: {brief(rank)}; merge the "
-                "adapter into its base with PEFT's `merge_and_unload`, and deploy that"
+                f"a rank in `{self.path}` must be a whole number from 1 to {MAX_RANK}, given: {brief(rank)}; "
+                "merge the adapter into its base with PEFT's `merge_and_unload`, and deploy that"
             )
         if not shape or shape[0] != rank:
             raise BadCheckpoint(

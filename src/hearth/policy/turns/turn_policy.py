@@ -2,8 +2,8 @@
 
 A model with requests wants a turn. While it is in turn it is promised its memory, and it steps; otherwise its
 requests wait, and what it has is lent. What those in turn are promised, and the little that all others keep,
-is never more than the budget. Beside others a model begins only if the adapters of all running requests fit as
-well: they are promised nothing, but requests that run with one do not go on without it.
+is never more than the budget. Beside others a model begins only if the adapters of all running requests fit
+as well: they are promised nothing, but requests that run with one do not go on without it.
 
 Every token has a time at which it is due (`paced_request.py`), and a model is as urgent as its most urgent
 request. Next in turn is the most urgent model; once several are overdue nobody has slack any more, and these
