@@ -10,6 +10,7 @@
     ├── ModelError            a model directory cannot be served
     │   ├── UnsupportedModel  the decoder has no way to represent it
     │   ├── BadCheckpoint     its weights are missing, misshapen or unreadable
+    │   │   └── SourceMissing nothing lies where it is to be deployed from
     │   └── BadTokenizer      its tokenizer or chat template is missing or broken
     ├── RequestError          one request is wrong; others are not affected
     │   ├── BadPrompt         empty, or a token outside the vocabulary
@@ -101,6 +102,10 @@ class UnsupportedModel(ModelError):
 
 class BadCheckpoint(ModelError):
     label = "bad_checkpoint"
+
+
+class SourceMissing(BadCheckpoint):
+    label = "source_missing"
 
 
 class BadTokenizer(ModelError):

@@ -203,8 +203,8 @@ class FakeGateway:
         *,
         is_adapter: bool = False,
     ) -> AsyncIterator[dict[str, object]]:
-        if name == "tiny" and not overwrite:
-            raise NameTaken("`tiny` is taken; use another name")
+        if name in {"tiny", *(one.name for one in self.adapters)} and not overwrite:
+            raise NameTaken(f"`{name}` is taken; use another name")
         yield {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2}
         if self.deploy_failure is not None:
             raise self.deploy_failure

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.errors import BadCheckpoint, HasAdapters, HearthError, RequestError, StoreFull
+from hearth.errors import BadCheckpoint, HasAdapters, HearthError, RequestError, SourceMissing, StoreFull
 from tests.api.conftest import request
 from tests.api.fake import MODEL, FakeGateway, FakeKeys
 
@@ -84,7 +84,8 @@ def test_a_directory_comes_before_a_repository_of_that_name(
 @pytest.mark.parametrize(
     ("failure", "status"),
     [
-        (BadCheckpoint("no adapter_config.json"), 400),
+        (BadCheckpoint("no `lora_B` for it"), 400),
+        (SourceMissing("no adapter_config.json"), 404),
         (RequestError("name the base"), 400),
         (HasAdapters("it has some"), 409),
         (StoreFull("no room"), 507),
@@ -99,20 +100,41 @@ def test_what_cannot_be_loaded_is_said_in_openais_object(
 
 
 def test_names_that_are_taken_unknown_or_no_adapters_are_refused(gateway: FakeGateway) -> None:
-    taken = request(gateway, "POST", LOAD, {"lora_name": "tiny", "lora_path": "/x"})
+    gateway.adapters = [ADAPTER]
+    taken = request(gateway, "POST", LOAD, {"lora_name": "shop", "lora_path": "/x"})
     assert taken.status_code == 400
-    assert "'tiny' has already been loaded" in taken.json()["error"]["message"]
+    assert "'shop' has already been loaded" in taken.json()["error"]["message"]
     for name in ("nobody", "tiny"):
-        assert request(gateway, "POST", UNLOAD, {"lora_name": name}).status_code == 404
+        unknown = request(gateway, "POST", UNLOAD, {"lora_name": name})
+        assert unknown.status_code == 404
+        assert f"The lora adapter '{name}' cannot be found" in unknown.json()["error"]["message"]
     for path in (LOAD, UNLOAD):
         assert request(gateway, "POST", path, {}).status_code == 400
     assert gateway.done == []
 
 
+@pytest.mark.parametrize("name", ["tiny", "small"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_adapter_takes_the_place_of_a_model(gateway: FakeGateway, name: str, in_place: bool) -> None:
+    body = {"lora_name": name, "lora_path": "/x", "load_inplace": in_place}
+    refused = request(gateway, "POST", LOAD, body)
+    assert refused.status_code == 400
+    assert f"`{name}` is the name of a model" in refused.json()["error"]["message"]
+    assert gateway.done == []
+
+
+def test_the_modelfile_of_an_adapter_names_its_base(gateway: FakeGateway) -> None:
+    gateway.adapters = [ADAPTER]
+    shown = request(gateway, "POST", "/api/show", {"model": "shop"}).json()
+    assert shown["modelfile"].splitlines()[1:] == ["FROM tiny", "ADAPTER /loras/shop"]
+    shown = request(gateway, "POST", "/api/show", {"model": "tiny"}).json()
+    assert shown["modelfile"].splitlines()[1:] == [f"FROM {MODEL.source}"]
+
+
 @pytest.mark.parametrize("path", [LOAD, UNLOAD])
 def test_only_who_may_deploy_may_load_and_unload(gateway: FakeGateway, path: str) -> None:
     gateway.keys = FakeKeys()
-    gateway.adapters = [ADAPTER]
+    gateway.adapters = [ADAPTER] if path == UNLOAD else []
     body = {"lora_name": "shop", **({"lora_path": "/x"} if path == LOAD else {})}
     for key, status in (("user-key", 403), ("monitor-key", 403), ("admin-key", 200)):
         headers = {"authorization": f"Bearer {key}"}

@@ -49,6 +49,7 @@ from hearth.types import (
 )
 from tests.control.gateway_rig import CONTEXT, WORKER, GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
+from tests.control.test_registry import ADAPTER
 
 USER = Caller("somebody", "user", GroupId("somebody"))
 
@@ -109,6 +110,26 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
             with pytest.raises(ShuttingDown):
                 await rig.submit(ask(), ANYBODY)
         assert rig.driver.requests.by_id == {}
+
+    with_rig(data_dir, scene)
+
+
+def test_an_adapter_that_is_replaced_while_a_prompt_is_encoded_answers_as_it_is_now(
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are those of its base, so nobody has to ask again."""
+    facts = replace(ADAPTER.facts, dimensions=deployed.facts.dimensions, dtype="float32")
+    first = replace(ADAPTER, facts=facts)
+    second = replace(first, digest="2" * 64)
+
+    async def scene(rig: GatewayRig) -> None:
+        with Registry.open(data_dir) as other:
+            other.add(first)
+            during_encoding(rig, lambda: other.replace(second), monkeypatch)
+            await rig.submit(replace(ask(), model="shop"), ANYBODY)
+        (active,) = rig.driver.requests.by_id.values()
+        assert active.adapter is not None
+        assert active.adapter.adapter == second.adapter_id
 
     with_rig(data_dir, scene)
 

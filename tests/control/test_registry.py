@@ -494,8 +494,9 @@ def test_a_base_is_replaced_only_by_what_its_adapters_fit(data_dir: DataDir) -> 
         registry.replace(replace(TINY, source="elsewhere", facts=replace(LARGE, quant="int8")))
         with pytest.raises(HasAdapters, match="shop"):
             registry.replace(replace(TINY, facts=wider))
-        with pytest.raises(UnknownModel, match="needs a name of its own, and `tiny` is its base"):
+        with pytest.raises(RequestError, match="needs a name of its own, and `tiny` is its base") as refused:
             registry.replace(replace(ADAPTER, name="tiny", base="tiny"))
+        assert refused.value.http_status == 400, "nothing is missing"
 
 
 def test_a_registry_of_an_older_hearth_learns_of_adapters(data_dir: DataDir) -> None:

@@ -25,6 +25,7 @@ from hearth.models.layout import COMPUTED_DTYPES
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import ADAPTER_PROJECTIONS, TARGET_FIELDS, Dimensions, PackedAdapters
 from hearth.types import AdapterId, RequestId
+from tests.models.adapters import fields_of
 from tests.models.test_adapter_layout import SIZES as SIZES_OF_LAYOUTS
 from tests.models.test_adapter_layout import targets
 
@@ -194,9 +195,11 @@ def test_a_table_without_tensors_says_the_same(chosen: list[AdapterTarget], dtyp
     )
     weights, row_weights = [0] * ADAPTER_PROJECTIONS, [0] * ADAPTER_PROJECTIONS
     for index, factors in bound.factors.items():
-        expected[index] = torch.tensor(factors.fields)
-        weights[index % ADAPTER_PROJECTIONS] += factors.num_numbers
+        expected[index] = torch.tensor(fields_of(factors))
         num_outputs = sum(one.b.shape[1] for one in factors.slices)
+        weights[index % ADAPTER_PROJECTIONS] += factors.a.numel() + sum(
+            one.b.numel() for one in factors.slices
+        )
         row_weights[index % ADAPTER_PROJECTIONS] += factors.a.shape[1] + 2 * num_outputs
     assert torch.equal(bound.table.view(-1, TARGET_FIELDS), expected)
     assert bound.weights == tuple(weights)

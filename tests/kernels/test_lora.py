@@ -26,6 +26,7 @@ from hearth.kernels.adapter_rows import (
 from hearth.kernels.lora import add_adapters_reference, add_adapters_triton, project_with_adapters
 from hearth.sizes import ADAPTER_PROJECTIONS, FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK, TARGET_FIELDS
 from tests.kernels.cases import assert_close, crossed, random
+from tests.models.adapters import fields_of
 
 #: Slices of an output, by begin, size and rank, of one adapter.
 Slices = Sequence[tuple[int, int, int]]
@@ -76,7 +77,7 @@ def groups_of(case: Case, device: str, dtype: torch.dtype) -> tuple[list[Adapter
                 ),
             )
             factors[TARGET] = target
-            table[TARGET] = torch.tensor(target.fields)
+            table[TARGET] = torch.tensor(fields_of(target))
         tables.append(table.to(device))
         if len(rows):
             groups.append(AdapterGroup(factors, tables[-1].data_ptr(), rows))

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hearth.kernels.adapter_rows import TargetFactors
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.families import read_arch
 from hearth.models.tensor_names import NAMES
+from hearth.sizes import target_fields
 from hearth.types import AdapterId
 from tests.models.zoo import build
 
@@ -102,6 +104,12 @@ class RandomAdapter:
         groups = b.view(num_kv, -1, dim, b.shape[1])
         parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
         return torch.cat([part.reshape(-1, b.shape[1]) for part in parts])
+
+
+def fields_of(factors: TargetFactors) -> list[int]:
+    """Return the numbers by which kernels find factors that are tensors."""
+    slices = [(one.b.data_ptr(), len(one.b), one.begin, one.b.shape[1]) for one in factors.slices]
+    return target_fields(factors.a.data_ptr(), slices)
 
 
 @cache

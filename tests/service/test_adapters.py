@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import openai
 import pytest
 
 from hearth.control.datadir import DataDir
@@ -101,6 +105,40 @@ def test_requests_of_an_adapter_that_is_removed_end_as_if_it_were_there(service:
     adapters = service.residents()[BASE]["adapters"]
     assert isinstance(adapters, list)
     assert "first" not in {one["name"] for one in adapters if isinstance(one, dict)}, "its memory stays"
+
+
+def test_every_answer_is_of_one_version_while_versions_come_and_go(service: Service, adapters: Path) -> None:
+    """One name means one adapter, then the other, then none; what was accepted ends, as it began."""
+    texts = {name: stream(service, name) for name in NAMES}
+    is_over = threading.Event()
+
+    def ask(_: int) -> list[str]:
+        told = []
+        while not is_over.is_set():
+            with suppress(openai.NotFoundError):
+                told.append(stream(service, "mine"))
+        return told
+
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask, number) for number in range(4)]
+        try:
+            for number in range(12):
+                if number % 3 == 2:
+                    assert service.http.delete("/hearth/models/mine").is_success
+                else:
+                    put(service, adapters / NAMES[number % 2], "mine")
+                time.sleep(0.1)  # some ask meanwhile
+        finally:
+            is_over.set()
+        told = [text for one in asking for text in one.result()]
+
+    assert told
+    assert set(told) <= set(texts.values())
+    answer = service.http.post("/v1/completions", json={"model": "mine", "prompt": "Hi"})
+    assert answer.status_code == 404
+    residents = service.residents()[BASE]["adapters"]
+    assert isinstance(residents, list)
+    assert not any(one["name"] == "mine" and one["num_running"] for one in residents if isinstance(one, dict))
 
 
 def test_what_an_adapter_was_trained_to_say_can_be_read(service: Service) -> None:

@@ -203,6 +203,7 @@ def test_a_scale_that_leaves_the_range_of_the_dtype_is_refused(tmp_path: Path) -
     "config",
     [
         {"r": 257},
+        {"r": 4.0},
         {"r": 0},
         {"r": True},
         {"r": "4"},

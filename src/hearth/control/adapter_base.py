@@ -77,7 +77,7 @@ def check_fit(manifest: AdapterManifest, base: Deployed, kind: str, where: str) 
     if manifest.dtype != dtype:
         raise BadCheckpoint(
             f"`{where}` was made for {manifest.dtype}, and `{base.name}` is computed in {dtype}; deploy the "
-            "directory that PEFT wrote instead"
+            f"directory that PEFT wrote instead, or convert it with `--dtype {dtype}`"
         )
 
 

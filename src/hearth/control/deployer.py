@@ -40,7 +40,7 @@ from hearth.control.sources import (
     downloaded,
     parse_source,
 )
-from hearth.errors import BadCheckpoint, HearthError, RequestError
+from hearth.errors import BadCheckpoint, HearthError, RequestError, SourceMissing
 from hearth.policy.fleet.footprint import Facts
 from hearth.sizes import computed_dtype
 from hearth.store.adapter_manifest import AdapterManifest
@@ -201,7 +201,7 @@ def _convert(
 ) -> _Placed:
     is_adapter = (path / ADAPTER_CONFIG).is_file()
     if order.is_adapter and not is_adapter:
-        raise BadCheckpoint(
+        raise SourceMissing(
             f"no {ADAPTER_CONFIG} in `{path}`; an adapter is a directory that PEFT's `save_pretrained` wrote"
         )
     if order.is_adapter or (is_adapter and not (path / "config.json").is_file()):

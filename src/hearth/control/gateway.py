@@ -155,7 +155,7 @@ class Gateway:
         if wanted.guide is not None:
             await self._encoder.check_guide(wanted.guide)
         self._refuse_when_closed()  # again, and what follows: much may have happened since
-        self._refuse_replaced(entry, prompt, wanted, caller)
+        entry = self._current(entry, prompt, wanted, caller)
         max_tokens, left = wanted.sampling.max_tokens, entry.max_context - len(prompt)
         max_tokens = left if max_tokens is None else min(max_tokens, left)
         admission.charge(len(prompt) if wanted.counts_prompt else 0, max_tokens)
@@ -169,10 +169,10 @@ class Gateway:
         Raises:
             HearthError: it cannot be taken. Nothing was started then.
         """
-        wanted, entry, prompt, pace = prepared.wanted, prepared.entry, prepared.prompt, prepared.pace
+        wanted, prompt, pace = prepared.wanted, prepared.prompt, prepared.pace
         tokenizer, caller, arrived_s = prepared.tokenizer, prepared.admission.caller, prepared.arrived_s
         self._refuse_when_closed()  # again: others may have been prepared since
-        self._refuse_replaced(entry, prompt, wanted, caller)
+        entry = self._current(prepared.entry, prompt, wanted, caller)
         request_id = RequestId(secrets.token_hex(12))
         model, adapter = ModelId(entry.deployed.name), entry.adapter_order
         stream = AnswerStream(
@@ -517,15 +517,19 @@ class Gateway:
         if (outage := self._supervisor.outage()) is not None:
             raise outage
 
-    def _refuse_replaced(
+    def _current(
         self, entry: CatalogEntry, prompt: tuple[int, ...], wanted: GenerationRequest, caller: Caller
-    ) -> None:
-        """Refuse tokens that are another model's now, or too many for a context that has become shorter."""
+    ) -> CatalogEntry:
+        """Return what has the name of an entry now: tokens are the base's, whichever adapter that is.
+
+        Refuses tokens that are another model's now, or too many for a context that has become shorter.
+        """
         name = entry.name
         current = self._deployments.find(name, caller.terms.models)
-        if current.adapter_order != entry.adapter_order or current.deployed.digest != entry.deployed.digest:
+        if current.deployed.digest != entry.deployed.digest:
             raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
         check_prompt(current, prompt, wanted.sampling.max_tokens)
+        return current
 
     async def _encode(
         self,

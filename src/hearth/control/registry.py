@@ -20,6 +20,7 @@ from hearth.errors import (
     DataDirError,
     HasAdapters,
     NameTaken,
+    RequestError,
     SnapshotError,
     StoreError,
     StoreFull,
@@ -117,6 +118,7 @@ class Registry:
 
         Raises:
             UnknownModel: an adapter's base is not deployed.
+            RequestError: an adapter has the name of its base.
             HasAdapters: what had the name has adapters, which would not fit.
         """
         self._write("insert or replace", deployed)
@@ -261,7 +263,7 @@ class Registry:
         mine = self._adapters_of(deployed.name)
         if isinstance(deployed, DeployedAdapter):
             if deployed.base == deployed.name:
-                raise UnknownModel(
+                raise RequestError(
                     f"an adapter needs a name of its own, and `{deployed.name}` is its base; choose another "
                     "with `--name`"
                 )

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.errors import ModelError, RequestError, StoreFull, Unreachable
+from hearth.errors import ModelError, RequestError, SourceMissing, StoreFull, Unreachable
 from hearth.store.upstream import parse_address
 
 #: Is called with the bytes that are done, and of how many.
@@ -244,7 +244,10 @@ def _translated(source: HubSource, error: Exception) -> Exception:
         case errors.RevisionNotFoundError():
             reason = f"it has no revision `{source.revision}`; name another, or none for the newest"
         case errors.RepositoryNotFoundError():
-            reason = "there is no such model; check the spelling, and for a private one set HF_TOKEN"
+            return SourceMissing(
+                f"`{source.text}` cannot be downloaded: there is no such model; check the spelling, and "
+                "for a private one set HF_TOKEN"
+            )
         case errors.HFValidationError():
             reason = f"its name cannot be one: {cause}"
         case _:

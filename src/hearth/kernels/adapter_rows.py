@@ -28,7 +28,6 @@ from hearth.sizes import (
     MAX_SHRUNK_RANK,
     TARGET_FIELDS,
     adapter_shares,
-    target_fields,
 )
 
 
@@ -62,17 +61,6 @@ class TargetFactors:
 
     a: torch.Tensor  #: [ranks of all slices, inputs]
     slices: tuple[SliceFactor, ...]  #: in order
-
-    @property
-    def num_numbers(self) -> int:
-        """How many numbers both factors have."""
-        return self.a.numel() + sum(one.b.numel() for one in self.slices)
-
-    @property
-    def fields(self) -> list[int]:
-        """The numbers by which kernels find the factors."""
-        slices = [(one.b.data_ptr(), len(one.b), one.begin, one.b.shape[1]) for one in self.slices]
-        return target_fields(self.a.data_ptr(), slices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,10 @@ class ArenaPool:
         return self._books.regions.free_bytes
 
     @property
+    def page_bytes(self) -> int:
+        return 1
+
+    @property
     def keeps_addresses(self) -> bool:
         return False
 

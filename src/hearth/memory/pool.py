@@ -159,6 +159,10 @@ class Pool(Protocol):
         """True if a model's space is the same, however often its bytes leave and come back, unless
         `take_displaced` names it."""
 
+    @property
+    def page_bytes(self) -> int:
+        """Pieces of adapters share pages of so many bytes; 1: they lie anywhere."""
+
     def missing_bytes(self, model: ModelId, shape: Shape) -> int:
         """Return the bytes that have to come free before a model can be placed; 0: it can."""
 

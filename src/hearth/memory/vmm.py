@@ -60,6 +60,10 @@ class MappedPool:
         return self._pages.num_pages * self._pages.page_bytes
 
     @property
+    def page_bytes(self) -> int:
+        return self._pages.page_bytes
+
+    @property
     def free_bytes(self) -> int:
         return self._table.num_free * self._pages.page_bytes
 

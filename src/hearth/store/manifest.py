@@ -200,7 +200,7 @@ def read_manifest_text(directory: Path) -> str:
         return read_text(directory / MANIFEST, MAX_JSON_BYTES, BadCheckpoint)
     except FileNotFoundError:
         raise BadCheckpoint(
-            f"no {MANIFEST} in `{directory}`; make a model with `hearth convert SOURCE DEST`"
+            f"no {MANIFEST} in `{directory}`; convert or deploy it again: `hearth convert`, `hearth deploy`"
         ) from None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.errors import BadCheckpoint, UnsupportedModel
+from hearth.errors import BadCheckpoint, SourceMissing, UnsupportedModel
 from hearth.model_files import brief, read_object
 from hearth.models.adapter import MAX_RANK
 from hearth.models.adapter_pack import LoraModule, LoraModules
@@ -80,13 +80,14 @@ def open_peft(directory: Path) -> PeftAdapter:
 
     Raises:
         UnsupportedModel: it is of a kind that cannot be served.
+        SourceMissing: there is none.
         BadCheckpoint: its files are missing, broken or contradict each other.
     """
     path = directory / CONFIG
     try:
         config = _Config(path, read_object(path, BadCheckpoint))
     except FileNotFoundError:
-        raise BadCheckpoint(
+        raise SourceMissing(
             f"no {CONFIG} in `{directory}`; an adapter is a directory that PEFT's `save_pretrained` wrote"
         ) from None
     config.check()
@@ -199,8 +200,8 @@ class _Config:
     def _scale(self, module: str, shape: Shape, rank: object, alpha: object) -> float:
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             raise BadCheckpoint(
-                f"a rank in `{self.path}` must be from 1 to {MAX_RANK}, given: {brief(rank)}; merge the "
-                "adapter into its base with PEFT's `merge_and_unload`, and deploy that"
+                f"a rank in `{self.path}` must be a whole number from 1 to {MAX_RANK}, given: {brief(rank)}; "
+                "merge the adapter into its base with PEFT's `merge_and_unload`, and deploy that"
             )
         if not shape or shape[0] != rank:
             raise BadCheckpoint(

@@ -205,6 +205,21 @@ class WorkerAdapters:
         self._pieces.bind(adapter, model, engine)
         self.residency.started(run)
 
+    def running_bytes(self, base: ModelId) -> int:
+        """Return the memory that adapters of a model's running requests take, also those that are not there.
+
+        With what pages lose on which not all of another piece fits.
+        """
+        page_bytes, num_bytes = self._reclaimer.pool.page_bytes, 0
+        for adapter in self.residency.run_by(base):
+            if (found := self._found.get(adapter)) is not None:
+                layout = found.manifest.layout
+                filled_bytes = page_bytes - page_bytes % max(layout.layer_sizes)
+                num_bytes += (
+                    layout.num_bytes * page_bytes // filled_bytes if filled_bytes else layout.num_bytes
+                )
+        return -(-num_bytes // page_bytes) * page_bytes
+
     def usages(self) -> list[AdapterUsage]:
         """Return all adapters that have memory or requests here."""
         return [

@@ -52,7 +52,10 @@ class HostedModels:
             resources.new_pool, self.hosted, lambda model: self.turns.due_in_s(model), self._engines
         )
         self.adapters = WorkerAdapters(resources, self.reclaimer, self.hosted, post_adapter)
-        self.turns = Turns(resources.turns, self.hosted, self.reclaimer.pool, self.reclaimer.reload_costs)
+        self.turns = Turns(
+            *(resources.turns, self.hosted, self.reclaimer.pool, self.reclaimer.reload_costs),
+            self.adapters.running_bytes,
+        )
         self._resources, self._post = resources, post
         #: Retired models whose engine waits for them, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}

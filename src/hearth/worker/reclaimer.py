@@ -56,7 +56,9 @@ class Reclaimer:
         models that have one, also of retired ones.
         """
         self.pool = new_pool(self.eviction_terms)
-        self.adapters = AdapterResidency(self._adapter_cost, self._is_active, lambda: self.policy.is_short)
+        self.adapters = AdapterResidency(
+            self._adapter_cost, self._is_active, lambda: self.policy.is_short, self._is_whole
+        )
         self.pieces = AdapterPieces(self.pool, self.adapters, engines)
         self.policy = ReclaimPolicy(self, keeps_addresses=self.pool.keeps_addresses, adapters=self.adapters)
         self.reload_costs = DeviceReloadCosts()
@@ -182,6 +184,11 @@ class Reclaimer:
         """True if a model has its engine and its turn."""
         hosted = self._hosted.get(model)
         return hosted is not None and hosted.takes_requests and hosted.has_turn
+
+    def _is_whole(self, model: ModelId) -> bool:
+        """True if all weights of a model are there or on their way."""
+        hosted = self._hosted.get(model)
+        return hosted is not None and (hosted.is_loaded or hosted.is_loading)
 
     def _unassembled_bytes(self) -> int:
         """Return the KV that models are promised which have no engine yet."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import assert_never
 
 from hearth.memory.pool import Pool
@@ -47,13 +47,22 @@ class Turns:
         hosted: Mapping[ModelId, HostedModel],
         pool: Pool,
         reload_costs: DeviceReloadCosts,
+        adapter_bytes: Callable[[ModelId], int],
     ) -> None:
-        """`rules`: None if no turns are taken. `hosted` are the hosted models, kept by whoever calls."""
+        """`rules`: None if no turns are taken. `hosted` are the hosted models, kept by whoever calls.
+
+        `adapter_bytes`: as in `TurnPolicy`.
+        """
         self._hosted, self._reload_costs = hosted, reload_costs
         self._policy: TurnPolicy | None = None
         if rules is not None:
             # Mapped pages keep addresses, and are those that all models share the workspace in.
-            self._policy = TurnPolicy(pool.budget_bytes, shares_workspace=pool.keeps_addresses, rules=rules)
+            self._policy = TurnPolicy(
+                pool.budget_bytes,
+                shares_workspace=pool.keeps_addresses,
+                rules=rules,
+                adapter_bytes=adapter_bytes,
+            )
         #: When each model that is in turn began, or that waits began to wait.
         self._since_s: dict[ModelId, float] = {}
         self._settled_s = -math.inf  #: until when the last decision stands

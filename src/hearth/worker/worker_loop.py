@@ -187,6 +187,7 @@ class WorkerLoop:
             if self._turns.is_settled() and self._is_any_ready():
                 return None
             self._take_turns()
+            self._load_deferred()  # adapters that are in their way may be in use no more
             self._serve_adapters()
             self._models.look_ahead()
             if self._is_any_ready():

@@ -20,6 +20,7 @@ class Line:
 
     costs: dict[AdapterId, float] = field(default_factory=dict)
     active: set[ModelId] = field(default_factory=lambda: {BASE})
+    in_pieces: set[ModelId] = field(default_factory=set)  #: bases whose weights are not all there
     num_runs: int = 0
     is_promise_short: bool = False
 
@@ -28,6 +29,7 @@ class Line:
             lambda adapter: self.costs.get(adapter, 1.0),
             lambda base: base in self.active,
             lambda: self.is_promise_short,
+            lambda base: base not in self.in_pieces,
         )
 
     def ask(self, adapter: AdapterId, base: ModelId = BASE, *, is_pinned: bool = False) -> int:
@@ -259,6 +261,38 @@ def test_an_adapter_drains_for_nobody_while_its_base_lacks_another() -> None:
     line.bring(B)
     assert line.residency.drain(5)
     assert line.residency.last_in_use() == B
+
+
+def test_an_adapter_is_in_nobodys_way_for_good_while_its_base_waits_for_its_own_weights() -> None:
+    """Those may need the very room that the adapter has; it comes back before the base steps."""
+    line = Line()
+    line.ask(A)
+    line.bring(A)
+    assert line.residency.last_in_use() == A
+
+    line.in_pieces = {BASE}
+    assert line.residency.last_in_use() is None
+    assert not line.residency.drain(5)
+    assert line.residency.idle() == [], "it goes for nothing but what is promised"
+    assert line.residency.idle(is_promised=True) == [A]
+
+    line.residency.left(A)
+    assert line.residency.lacking(BASE)
+    assert line.residency.next() == A
+
+
+def test_adapters_of_running_requests_are_told_by_base_wherever_they_are() -> None:
+    line = Line(active={BASE, OTHER})
+    line.ask(A, OTHER)
+    line.bring(A)
+    line.ask(B)
+    line.bring(B)
+    line.ask(C)
+    assert (line.residency.run_by(BASE), line.residency.run_by(OTHER)) == ({B}, {A})
+
+    line.active = {BASE}
+    line.residency.left(A)
+    assert line.residency.run_by(OTHER) == {A}
 
 
 def test_adapters_of_a_model_that_waits_for_its_turn_give_way_and_come_back_before_its_step() -> None:

@@ -554,6 +554,22 @@ def test_a_model_that_wants_its_kv_no_more_holds_up_no_adapter() -> None:
     assert not pool.policy.is_short
 
 
+def test_a_model_that_lacks_an_adapter_is_not_waited_for_by_that_adapter() -> None:
+    """It asks for its KV when it steps, which it does not before the adapter is there."""
+    late = hosted(num_blocks=0, floor_blocks=0)
+    late.num_waiting = 1
+    pool = pool_of(free_bytes=8, base=late)
+    base = ModelId("base")
+    assert pool.bring_adapter(NEW, 6) is not None
+    late.floor_blocks = 4
+    pool.before_step(base, num_wanted=4)
+    assert pool.policy.is_short
+
+    pool.adapters.left(NEW)  # while its base had no turn
+    assert pool.adapters.lacking(base)
+    assert not pool.policy.is_short
+
+
 def test_an_adapter_gets_the_room_of_the_cheapest_idle_one_before_any_weights() -> None:
     pool = pool_of(free_bytes=8, c=hosted(hold=Hold.RETAINED, floor_blocks=0))
     idle(pool, DEAR, CHEAP)

@@ -18,7 +18,8 @@ class Table:
 
     def __init__(self, sizes: dict[ModelId, int] | None = None, budget_bytes: int = 100) -> None:
         self.sizes = sizes or {A: 80, B: 80}
-        self.policy = TurnPolicy(budget_bytes)
+        self.adapter_bytes: dict[ModelId, int] = {}
+        self.policy = TurnPolicy(budget_bytes, adapter_bytes=lambda model: self.adapter_bytes.get(model, 0))
         self.all_s = 0.1
         self.missing = dict.fromkeys(self.sizes, 0.1)
         for model, num_bytes in self.sizes.items():
@@ -349,3 +350,34 @@ def test_while_tokens_may_bring_a_model_ahead_of_its_pace_no_decision_stands_for
     table.ask(B, 0.0)
     assert table.decide(0.0) == []
     assert table.policy.stands_s < table.policy.wake_s, "A is not ahead by two reloads yet, and may be"
+
+
+def test_models_whose_running_requests_have_adapters_are_in_turn_together_only_if_those_fit_too() -> None:
+    for own, others in ((30, 0), (0, 30), (15, 15)):
+        table = Table({A: 40, B: 40})
+        table.adapter_bytes = {A: own, B: others}
+        running(table)
+        table.ask(B, 0.1)
+        assert table.decide(0.1) == []
+        assert table.decide(100.0) == [EndTurn(A, TurnEnd.TIME), BeginTurn(B)]
+
+    table = Table({A: 40, B: 40})
+    table.adapter_bytes = {A: 10, B: 10}
+    running(table)
+    table.ask(B, 0.1)
+    assert table.decide(0.1) == [BeginTurn(B)]
+
+
+def test_adapters_keep_no_model_from_a_turn_alone_or_beside_pinned_models() -> None:
+    table = Table({A: 40, B: 40})
+    table.adapter_bytes = {B: 1000}
+    table.ask(B, 0.0)
+    assert table.decide(0.0) == [BeginTurn(B)]
+
+    table = Table({A: 40, B: 40})
+    table.adapter_bytes = {B: 1000}
+    table.policy.pin(A, 0.0, is_pinned=True)
+    assert table.decide(0.0) == [BeginTurn(A)]
+    table.load(A, 0.1)
+    table.ask(B, 0.1)
+    assert table.decide(0.1) == [BeginTurn(B)]

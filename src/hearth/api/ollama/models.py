@@ -52,7 +52,7 @@ def show_object(view: ModelView, template: str | None) -> dict[str, object]:
     """Return all that clients may ask of a model. `template`: of its chats, in Jinja."""
     capabilities = ["completion", *(["tools"] if tool_format(template) is not None else []), "embedding"]
     return {
-        "modelfile": f"# deployed with Hearth\nFROM {view.source}\n",
+        "modelfile": _modelfile(view),
         "parameters": f"num_ctx {view.max_context}",
         "template": template or "{{ prompt }}",
         "details": details(view),
@@ -64,6 +64,12 @@ def show_object(view: ModelView, template: str | None) -> dict[str, object]:
         "capabilities": capabilities,
         "modified_at": time_text(datetime.fromtimestamp(view.created_at_s, UTC)),
     }
+
+
+def _modelfile(view: ModelView) -> str:
+    """Return the words of a Modelfile, which for an adapter name its base as well."""
+    words = f"FROM {view.source}" if view.base is None else f"FROM {view.base}\nADAPTER {view.source}"
+    return f"# deployed with Hearth\n{words}\n"
 
 
 def details(view: ModelView) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from hearth.api.body import OwnBody, Text
 from hearth.api.guard import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, caller_of
 from hearth.api.json_body import JsonRoute
-from hearth.errors import ConfigError, ModelError, NameTaken, RequestError, UnknownModel
+from hearth.errors import ConfigError, ModelError, NameTaken, RequestError, SourceMissing, UnknownModel
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
@@ -44,8 +44,17 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
     @routes.post(LOAD_ADAPTER_PATH, summary="Deploy a LoRA adapter, as vLLM's users do")
-    async def load(body: LoadAdapterBody) -> Response:
-        """Needs the rights to deploy. The adapter is there when this answers, and after a restart, too."""
+    async def load(body: LoadAdapterBody, request: Request) -> Response:
+        """Needs the rights to deploy. The adapter is there when this answers, and after a restart, too.
+
+        400: the name is taken, or it cannot be served. 404: there is none at `lora_path`.
+        """
+        with suppress(UnknownModel):
+            if gateway.model(body.lora_name, caller_of(request)).base is None:
+                raise RequestError(
+                    f"`{body.lora_name}` is the name of a model, which no adapter replaces; choose another "
+                    "`lora_name`"
+                )
         order = (_source_of(body.lora_path), body.lora_name, "auto", "none", body.load_inplace)
         try:
             deploying = gateway.deploy(*order, body.base_model_name, is_adapter=True)
@@ -57,6 +66,8 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
                 f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the "
                 "adapter in place, set 'load_inplace' to True."
             ) from None
+        except SourceMissing as error:
+            raise UnknownModel(str(error)) from error
         except (ModelError, ConfigError) as error:
             raise RequestError(str(error)) from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -64,13 +75,20 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
     @routes.post(UNLOAD_ADAPTER_PATH, summary="Remove a LoRA adapter, as vLLM's users do")
     async def unload(body: UnloadAdapterBody, request: Request) -> Response:
         """Needs the rights to deploy. Requests that run are finished."""
-        view = gateway.model(body.lora_name, caller_of(request))
+        try:
+            view = gateway.model(body.lora_name, caller_of(request))
+        except UnknownModel as error:
+            raise UnknownModel(f"{_not_found(body.lora_name)}: {error}") from error
         if view.base is None:
-            raise UnknownModel(f"The lora adapter '{body.lora_name}' cannot be found.")
+            raise UnknownModel(f"{_not_found(body.lora_name)}: that is a model; remove it with `hearth rm`")
         await gateway.remove(view.name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes
+
+
+def _not_found(name: str) -> str:
+    return f"The lora adapter '{name}' cannot be found"
 
 
 def _source_of(path: str) -> str:

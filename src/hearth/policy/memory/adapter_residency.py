@@ -78,13 +78,15 @@ class AdapterResidency:
         cost_per_byte: Callable[[AdapterId], float],
         is_active: Callable[[ModelId], bool],
         is_promise_short: Callable[[], bool],
+        is_whole: Callable[[ModelId], bool] = lambda base: True,
     ) -> None:
-        """`cost_per_byte`: how dear an adapter is to have back. `is_active`: a base can step, now or soon.
+        """`cost_per_byte`: how dear an adapter is to have back. `is_active`: a base has its turn.
 
-        `is_promise_short`: a model waits for room that it is promised.
+        `is_promise_short`: a model waits for room that it is promised. `is_whole`: all of a base's weights
+        are there or on their way.
         """
         self._cost_per_byte, self._is_active = cost_per_byte, is_active
-        self._is_promise_short = is_promise_short
+        self._is_promise_short, self._is_whole = is_promise_short, is_whole
         self._known: dict[AdapterId, _KnownAdapter] = {}
         self._runs: dict[int, _AdapterRun] = {}  #: all that wait or run
         # A thousand may be there, so what every step asks for has an index; the order is that of coming.
@@ -208,6 +210,11 @@ class AdapterResidency:
     def lacking(self, base: ModelId) -> bool:
         """True if a running request of a model has an adapter that is not there: the model must not step."""
         return any(self.is_run_by(adapter, base) for adapter in self._lacking)
+
+    def run_by(self, base: ModelId) -> set[AdapterId]:
+        """Return the adapters that running requests of a model have, also those that are not there."""
+        own = {run.adapter for run in self._runs.values() if run.base == base}
+        return {adapter for adapter in own if self.is_run_by(adapter, base)}
 
     def is_run_by(self, adapter: AdapterId, base: ModelId) -> bool:
         """True if a running request of a model has an adapter."""
@@ -346,9 +353,14 @@ class AdapterResidency:
         return any(self._is_active(self._runs[run].base) for run in known.running)
 
     def _is_stepped(self, known: _KnownAdapter) -> bool:
-        """True if an adapter is in use, and by a base that lacks no other: its requests end some day."""
+        """True if an adapter is in use by a base that lacks nothing else: its requests end some day.
+
+        A base without all of its weights may be waiting for the very room that its adapters have.
+        """
         bases = {self._runs[run].base for run in known.running}
-        return any(self._is_active(base) and not self.lacking(base) for base in bases)
+        return any(
+            self._is_active(base) and self._is_whole(base) and not self.lacking(base) for base in bases
+        )
 
     def _takes_requests(self, adapter: AdapterId) -> bool:
         return self._known[adapter].residence is Residence.THERE and adapter not in self._draining

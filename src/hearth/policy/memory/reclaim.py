@@ -148,8 +148,14 @@ class ReclaimPolicy:
         return bool(self._deferred) or any(map(self._is_owed, self._owed))
 
     def _is_owed(self, model: ModelId) -> bool:
-        """True if a model which waited for KV still does: its requests may have ended, or its turn."""
+        """True if a model which waited for KV still does: its requests may have ended, or its turn.
+
+        One that lacks an adapter makes no step before that is there, and asks again then: the adapter, which
+        leaves to models what they are promised, must not wait for it.
+        """
         if model not in self._books.models():
+            return False
+        if self._adapters is not None and self._adapters.lacking(model):
             return False
         kv = self._books.kv_of(model)
         return kv.has_work and kv.num_blocks < kv.floor_blocks

@@ -2,7 +2,8 @@
 
 A model with requests wants a turn. While it is in turn it is promised its memory, and it steps; otherwise its
 requests wait, and what it has is lent. What those in turn are promised, and the little that all others keep,
-is never more than the budget.
+is never more than the budget. Beside others a model begins only if the adapters of all running requests fit
+as well: they are promised nothing, but requests that run with one do not go on without it.
 
 Every token has a time at which it is due (`paced_request.py`), and a model is as urgent as its most urgent
 request. Next in turn is the most urgent model; once several are overdue nobody has slack any more, and these
@@ -161,9 +162,16 @@ class TurnPolicy:
     """Mutable; written by the one thread that tells it what happens and carries out what it decides."""
 
     def __init__(
-        self, budget_bytes: int, *, shares_workspace: bool = True, rules: TurnRules | None = None
+        self,
+        budget_bytes: int,
+        *,
+        shares_workspace: bool = True,
+        rules: TurnRules | None = None,
+        adapter_bytes: Callable[[ModelId], int] = lambda model: 0,
     ) -> None:
+        """`adapter_bytes`: what adapters of a model's running requests take besides its promise."""
         self._budget_bytes, self._shares_workspace = budget_bytes, shares_workspace
+        self._adapter_bytes = adapter_bytes
         self._rules = rules or TurnRules()
         self._models: dict[ModelId, _Model] = {}
         self._bound: _BoundMemory | None = None  #: None since a turn began or ended, or a model left
@@ -400,7 +408,21 @@ class TurnPolicy:
 
     def _fits(self, models: Collection[ModelId], without: Collection[ModelId] = ()) -> bool:
         """True if models may be in turn beside those that are, but those `without`."""
-        return self.bound_bytes(models, without) <= self._budget_bytes
+        spare_bytes = self._budget_bytes - self.bound_bytes(models, without)
+        return spare_bytes >= 0 and self._adapters_fit(models, without, spare_bytes)
+
+    def _adapters_fit(
+        self, models: Collection[ModelId], without: Collection[ModelId], spare_bytes: int
+    ) -> bool:
+        """True if the adapters of all running requests can be there beside what is promised.
+
+        Adapters are promised nothing: none keeps a model from a turn alone, or beside pinned models.
+        """
+        staying = {name for name, one in self._models.items() if one.turn is not None}
+        staying -= {*without, *models}
+        if len(models) == 1 and all(self._models[name].is_pinned for name in staying):
+            return True
+        return sum(map(self._adapter_bytes, {*models, *staying})) <= spare_bytes
 
     def _choose_leaving(self, blocked: ModelId) -> list[ModelId]:
         """Return the models whose room is kept for one that waits while less urgent ones may begin.
