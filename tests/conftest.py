@@ -23,6 +23,10 @@ import pytest
 # reads it once, and is imported by tests alone: the process that hands them out needs none.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The tests start some hundred processes, which should not compile the same sources each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # However slow the machine is, for others may use it too.
 _UNCHECKED = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_UNCHECKED, max_examples=60)
@@ -83,7 +87,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @contextmanager
 def _compiled_once() -> Iterator[None]:
     """In a new checkout let one process compile all tests, which takes it seconds, while the others wait."""
-    if "PYTEST_XDIST_WORKER" not in os.environ or sys.dont_write_bytecode:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
     lock = os.open(TESTS, os.O_RDONLY)
