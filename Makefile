@@ -66,8 +66,6 @@ demo: $(INSTALLED) ## a first answer and where its time went, then serve; DEMO_P
 	@$(BIN)/hearth demo $(if $(DEMO_PORT),--port $(DEMO_PORT)) \
 	  $(if $(DEMO_DATA_DIR),--data-dir '$(DEMO_DATA_DIR)') $(if $(filter-out 0,$(DEMO_ONCE)),--once)
 
-# The tests start some hundred processes, which should not compile the same sources each.
-test: export PYTHONDONTWRITEBYTECODE :=
 test: style ## format check, lint, types and all CPU tests: what CI runs
 	@mkdir -p $(dir $(TYPES))
 	$(BIN)/mypy >$(TYPES) 2>&1 & types=$$!; \

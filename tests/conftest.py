@@ -6,11 +6,14 @@ import hearth  # noqa: F401 - before torch, so that its threads sleep while they
 
 # isort: split
 
+import fcntl
 import gc
 import os
 import random
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -20,12 +23,17 @@ import pytest
 # reads it once, and is imported by tests alone: the process that hands them out needs none.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The tests start some hundred processes, which should not compile the same sources each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # However slow the machine is, for others may use it too.
 _UNCHECKED = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_UNCHECKED, max_examples=60)
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+TESTS = Path(__file__).parent
 #: Files of `tests/service` that do not share the service of the others, by the service that they use.
 OTHER_SERVICES = {
     "test_affinity.py": "pair",
@@ -70,9 +78,31 @@ def pytest_collection() -> Generator[None, object, object]:
     """Look for garbage only once all tests are there, for none of them and of what they import is any."""
     gc.disable()
     try:
-        return (yield)
+        with _compiled_once():
+            return (yield)
     finally:
         gc.enable()
+
+
+@contextmanager
+def _compiled_once() -> Iterator[None]:
+    """In a new checkout let one process compile all tests, which takes it seconds, while the others wait."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    lock = os.open(TESTS, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            compiles = not any(TESTS.glob("*/__pycache__/test_*-pytest-*.pyc"))
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            compiles = False
+        if not compiles:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        yield
+    finally:
+        os.close(lock)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

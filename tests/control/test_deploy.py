@@ -22,12 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import huggingface_hub
 import msgspec
 import pytest
 from huggingface_hub.errors import DryRunError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from tokenizers import Tokenizer as Backend
 
 from bench.bad_server import BadServer
 from hearth.control.datadir import DataDir
@@ -208,6 +210,20 @@ def test_while_a_model_is_replaced_the_old_one_stays_whole(data_dir: DataDir, ch
     carry_out(order, data_dir, lambda *_: seen.append(read_manifest(Path(old.directory)).digest))
     assert set(seen) == {old.digest}
     assert read_manifest(Path(old.directory)).digest == old.digest, "it is registered until another one is"
+
+
+def test_the_vocabulary_of_a_checkpoint_is_read_once(
+    data_dir: DataDir, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def counted(text: str) -> Backend:
+        read.append(len(text))
+        return Backend.from_str(text)
+
+    monkeypatch.setattr("hearth.text.tokenizer.Backend", SimpleNamespace(from_str=counted))
+    carry_out(DeployOrder(str(checkpoint)), data_dir, lambda *_: None)
+    assert len(read) == 1
 
 
 def test_of_two_deployments_of_a_name_the_second_is_refused_or_wins(

@@ -1,4 +1,4 @@
-"""Anthropic's client against SmolLM2: what is asked for is what comes back."""
+"""Anthropic's client against SmolLM2 and a tiny model: what is asked for is what comes back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2"
+TINY = "tiny-a"  #: knows nothing, and answers in milliseconds where answers are only compared
 GREEDY = {"temperature": 0}
 QUESTION: list[MessageParam] = [
     {"role": "user", "content": "What is the capital of France? Answer in one word."}
@@ -58,8 +59,8 @@ def test_a_message_answers_a_question_that_the_model_knows(client: anthropic.Ant
 
 @pytest.mark.client("anthropic", "messages, streamed")
 def test_a_streamed_message_is_the_same_text_in_pieces(client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(model=MODEL, max_tokens=8, messages=QUESTION, extra_body=GREEDY)
-    with client.messages.stream(model=MODEL, max_tokens=8, messages=QUESTION, extra_body=GREEDY) as stream:
+    whole = client.messages.create(model=TINY, max_tokens=8, messages=QUESTION, extra_body=GREEDY)
+    with client.messages.stream(model=TINY, max_tokens=8, messages=QUESTION, extra_body=GREEDY) as stream:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
 
@@ -70,12 +71,12 @@ def test_a_streamed_message_is_the_same_text_in_pieces(client: anthropic.Anthrop
 
 @pytest.mark.client("anthropic", "`stop_sequences`")
 def test_the_stop_sequence_that_ended_an_answer_is_named(client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(model=MODEL, max_tokens=12, messages=QUESTION, extra_body=GREEDY)
+    whole = client.messages.create(model=TINY, max_tokens=12, messages=QUESTION, extra_body=GREEDY)
     (block,) = whole.content
     assert block.type == "text"
     stop = block.text[2:5]
     cut = client.messages.create(
-        model=MODEL, max_tokens=12, messages=QUESTION, stop_sequences=["zzz", stop], extra_body=GREEDY
+        model=TINY, max_tokens=12, messages=QUESTION, stop_sequences=["zzz", stop], extra_body=GREEDY
     )
 
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
@@ -138,8 +139,8 @@ def test_a_streamed_call_is_put_together_by_the_client(client: anthropic.Anthrop
 
 @pytest.mark.client("anthropic", "`count_tokens`")
 def test_tokens_are_counted_as_the_answer_counts_them(client: anthropic.Anthropic) -> None:
-    counted = client.messages.count_tokens(model=MODEL, messages=QUESTION, system="You are brief.")
-    answer = client.messages.create(model=MODEL, max_tokens=1, messages=QUESTION, system="You are brief.")
+    counted = client.messages.count_tokens(model=TINY, messages=QUESTION, system="You are brief.")
+    answer = client.messages.create(model=TINY, max_tokens=1, messages=QUESTION, system="You are brief.")
 
     cached = answer.usage.cache_read_input_tokens or 0
     assert counted.input_tokens == answer.usage.input_tokens + cached

@@ -1,4 +1,4 @@
-"""instructor against SmolLM2 in its default mode, which demands the call of a tool."""
+"""instructor against a tiny model in its default mode, which demands the call of a tool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_model_of_pydantic_comes_back_by_the_default_mode(service: Service) ->
 
     with service.client() as plain:
         found = instructor.from_openai(plain).chat.completions.create(
-            model="smollm2",
+            model="tiny-a",
             messages=[{"role": "user", "content": "What is the capital of France?"}],
             response_model=City,
             max_retries=0,

@@ -1,4 +1,4 @@
-"""langchain-openai against SmolLM2: chats, structured output by both methods, tools."""
+"""langchain-openai against SmolLM2 and a tiny model: chats, structured output by both methods, tools."""
 
 from __future__ import annotations
 
@@ -26,10 +26,20 @@ class City(BaseModel):
 
 @pytest.fixture
 def model(service: Service) -> ChatOpenAI:
+    return chatting(service, "smollm2")
+
+
+@pytest.fixture
+def tiny(service: Service) -> ChatOpenAI:
+    """A model that knows nothing, and answers in milliseconds, for answers whose form is dictated."""
+    return chatting(service, "tiny-a")
+
+
+def chatting(service: Service, name: str) -> ChatOpenAI:
     from langchain_openai import ChatOpenAI
 
     return ChatOpenAI(
-        model="smollm2",
+        model=name,
         base_url=f"{service.url}/v1",
         api_key=SecretStr("none"),
         temperature=0,
@@ -57,27 +67,27 @@ def test_a_streamed_chat_comes_in_pieces(model: ChatOpenAI) -> None:
 
 
 @pytest.mark.client("langchain-openai", "structured output by `function_calling`")
-def test_structured_output_by_a_call(model: ChatOpenAI) -> None:
-    found = model.with_structured_output(City, method="function_calling").invoke(QUESTION)
+def test_structured_output_by_a_call(tiny: ChatOpenAI) -> None:
+    found = tiny.with_structured_output(City, method="function_calling").invoke(QUESTION)
 
     assert isinstance(found, City)
 
 
 @pytest.mark.client("langchain-openai", "structured output by `json_schema`")
-def test_structured_output_by_a_schema(model: ChatOpenAI) -> None:
-    found = model.with_structured_output(City, method="json_schema").invoke(QUESTION)
+def test_structured_output_by_a_schema(tiny: ChatOpenAI) -> None:
+    found = tiny.with_structured_output(City, method="json_schema").invoke(QUESTION)
 
     assert isinstance(found, City)
 
 
 @pytest.mark.client("langchain-openai", "`bind_tools`, and the result sent back")
-def test_a_tool_is_called_and_its_result_sent_back(model: ChatOpenAI) -> None:
+def test_a_tool_is_called_and_its_result_sent_back(tiny: ChatOpenAI) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
-    bound = model.bind_tools([City], tool_choice="any")
+    bound = tiny.bind_tools([City], tool_choice="any")
     asked = bound.invoke(QUESTION)
     (call,) = asked.tool_calls
     assert call["name"] == "City"
 
     history = [HumanMessage(QUESTION), asked, ToolMessage("noted", tool_call_id=call["id"])]
-    assert model.invoke(history).content
+    assert tiny.invoke(history).content

@@ -47,10 +47,14 @@ def complete(service: Service, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the network when it is imported
     import litellm
 
-    def complete(messages: list[dict[str, object]] = QUESTION, **options: object) -> Any:  # type: ignore[assignment]
+    def complete(
+        messages: list[dict[str, object]] = QUESTION,  # type: ignore[assignment]
+        model: str = "smollm2",
+        **options: object,
+    ) -> Any:
         given = {"temperature": 0, "max_tokens": 8, "timeout": PATIENCE_S, "num_retries": 0, **options}
         return litellm.completion(
-            "openai/smollm2", messages, api_base=f"{service.url}/v1", api_key="none", **given
+            f"openai/{model}", messages, api_base=f"{service.url}/v1", api_key="none", **given
         )
 
     return complete
@@ -74,10 +78,10 @@ def test_a_streamed_chat_comes_in_pieces(complete: Any) -> None:
 
 @pytest.mark.client("litellm", "`tool_choice` `required`, and the result sent back")
 def test_a_tool_is_called_and_its_result_sent_back(complete: Any) -> None:
-    asked = complete(tools=[WEATHER], tool_choice="required", max_tokens=40)
+    asked = complete(model="tiny-a", tools=[WEATHER], tool_choice="required", max_tokens=40)
     (call,) = asked.choices[0].message.tool_calls
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
 
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    answer = complete([*QUESTION, asked.choices[0].message.model_dump(), result], tools=[WEATHER])
+    answer = complete([*QUESTION, asked.choices[0].message.model_dump(), result], "tiny-a", tools=[WEATHER])
     assert answer.choices[0].message.content or answer.choices[0].message.tool_calls

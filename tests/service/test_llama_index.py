@@ -20,13 +20,13 @@ QUESTION = "What is the capital of France? Answer in one word."
 
 
 @contextmanager
-def model(service: Service, *, is_chat: bool) -> Iterator[OpenAILike]:
+def model(service: Service, *, is_chat: bool, name: str = "smollm2") -> Iterator[OpenAILike]:
     """Yield a model whose connections are closed in the end: it would leave that to chance."""
     from llama_index.llms.openai_like import OpenAILike
 
     with httpx.Client(timeout=PATIENCE_S) as connections:
         yield OpenAILike(
-            model="smollm2",
+            model=name,
             api_base=f"{service.url}/v1",
             api_key="none",
             is_chat_model=is_chat,
@@ -61,7 +61,7 @@ def test_a_streamed_chat_comes_in_pieces(service: Service) -> None:
 
 @pytest.mark.client("llama-index", "completion, also streamed")
 def test_a_completion_is_the_same_in_pieces(service: Service) -> None:
-    with model(service, is_chat=False) as plain:
+    with model(service, is_chat=False, name="tiny-a") as plain:
         whole = plain.complete("The sun rises in the").text
         chunks = list(plain.stream_complete("The sun rises in the"))
     assert whole

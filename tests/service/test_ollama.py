@@ -1,4 +1,4 @@
-"""Ollama's client against SmolLM2: what is asked for is what comes back."""
+"""Ollama's client against SmolLM2 and a tiny model: what is asked for is what comes back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2:latest"
+TINY = "tiny-a:latest"  #: knows nothing, and answers in milliseconds where answers are only compared
 GREEDY = {"temperature": 0, "num_predict": 10}
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 WEATHER = {
@@ -54,8 +55,8 @@ def test_a_chat_answers_a_question_that_the_model_knows(client: ollama.Client) -
 
 @pytest.mark.client("ollama", "chat, streamed")
 def test_a_streamed_chat_is_the_same_text_in_pieces(client: ollama.Client) -> None:
-    whole = client.chat(MODEL, QUESTION, options=GREEDY)
-    *pieces, last = client.chat(MODEL, QUESTION, options=GREEDY, stream=True)
+    whole = client.chat(TINY, QUESTION, options=GREEDY)
+    *pieces, last = client.chat(TINY, QUESTION, options=GREEDY, stream=True)
 
     assert len(pieces) > 2
     assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
@@ -101,8 +102,8 @@ def test_an_answer_is_held_to_a_format(client: ollama.Client) -> None:
         "required": ["city"],
         "additionalProperties": False,
     }
-    held = client.chat(MODEL, QUESTION, format=schema, options=GREEDY | {"num_predict": 40})
-    free = client.generate(MODEL, "A city as JSON", format="json", options=GREEDY)
+    held = client.chat(TINY, QUESTION, format=schema, options=GREEDY | {"num_predict": 40})
+    free = client.generate(TINY, "A city as JSON", format="json", options=GREEDY)
 
     assert json.loads(held.message.content or "")["city"] in ("Paris", "Rome")
     assert (free.response or "").lstrip().startswith("{")
@@ -131,8 +132,8 @@ def test_an_empty_prompt_loads_and_unloads(client: ollama.Client, service: Servi
 
 @pytest.mark.client("ollama", "embeddings")
 def test_texts_become_embeddings_of_length_one(client: ollama.Client) -> None:
-    answer = client.embed(MODEL, ["Hello there", "Good day"])
-    older = client.embeddings(MODEL, "Hello there")
+    answer = client.embed(TINY, ["Hello there", "Good day"])
+    older = client.embeddings(TINY, "Hello there")
 
     assert len(answer.embeddings) == 2
     assert sum(number**2 for number in answer.embeddings[0]) == pytest.approx(1.0, abs=1e-3)

@@ -1,4 +1,4 @@
-"""The official client against SmolLM2: what is asked for is what comes back."""
+"""The official client against SmolLM2 and a tiny model: what is asked for is what comes back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.service.harness import Service
 pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2"
+TINY = "tiny-a"  #: knows nothing, and answers in milliseconds where answers are only compared
 QUESTION: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is the capital of France? Answer in one word."}
 ]
@@ -30,7 +31,7 @@ def client(service: Service) -> Iterable[openai.OpenAI]:
 def complete(client: openai.OpenAI, prompt: str | list[int], **options: object) -> Completion:
     """Greedy and short unless told otherwise."""
     given = {"temperature": 0, "max_tokens": 8, **options}
-    answer = client.completions.create(model=MODEL, prompt=prompt, **given)  # type: ignore[call-overload]  # options of any kind
+    answer = client.completions.create(model=TINY, prompt=prompt, **given)  # type: ignore[call-overload]  # options of any kind
     assert isinstance(answer, Completion)
     return answer
 
@@ -66,7 +67,7 @@ def test_a_chat_answers_a_question_that_the_model_knows(client: openai.OpenAI) -
 
 @pytest.mark.client("openai", "chat, streamed, with usage")
 def test_a_streamed_chat_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
-    options = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 10}
+    options = {"model": TINY, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 10}
     whole = client.chat.completions.create(**options)  # type: ignore[call-overload]  # one set of options for both
     chunks: list[ChatCompletionChunk] = list(
         client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]  # likewise
@@ -89,7 +90,7 @@ def test_a_streamed_completion_is_the_same_text_in_pieces(service: Service) -> N
     with service.client() as client:
         whole = complete(client, "The sun rises in the")
         chunks = client.completions.create(
-            model=MODEL, prompt="The sun rises in the", temperature=0, max_tokens=8, stream=True
+            model=TINY, prompt="The sun rises in the", temperature=0, max_tokens=8, stream=True
         )
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
@@ -118,7 +119,7 @@ def test_the_second_time_the_prompt_comes_from_the_cache(client: openai.OpenAI) 
 @pytest.mark.client("openai", "`n`")
 def test_several_choices_of_one_prompt_differ_and_are_counted(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, n=2, temperature=1.5, seed=3, max_completion_tokens=8
+        model=TINY, messages=QUESTION, n=2, temperature=1.5, seed=3, max_completion_tokens=8
     )
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].message.content != answer.choices[1].message.content
@@ -129,7 +130,7 @@ def test_several_choices_of_one_prompt_differ_and_are_counted(client: openai.Ope
 @pytest.mark.client("openai", "several prompts")
 def test_several_prompts_get_an_answer_each(client: openai.OpenAI) -> None:
     prompts = ["The sky is", "Grass is"]
-    together = client.completions.create(model=MODEL, prompt=prompts, temperature=0, max_tokens=4)
+    together = client.completions.create(model=TINY, prompt=prompts, temperature=0, max_tokens=4)
     alone = [complete(client, prompt, max_tokens=4).choices[0].text for prompt in prompts]
     assert [choice.text for choice in together.choices] == alone
 
@@ -155,7 +156,7 @@ def test_the_same_seed_gives_the_same_text_and_another_one_another(client: opena
 @pytest.mark.client("openai", "`logprobs` of a chat")
 def test_logprobs_are_those_of_the_most_likely_tokens(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, logprobs=True, top_logprobs=3, max_completion_tokens=4
+        model=TINY, messages=QUESTION, temperature=0, logprobs=True, top_logprobs=3, max_completion_tokens=4
     )
     told = answer.choices[0].logprobs
     assert told is not None
@@ -209,7 +210,7 @@ def test_a_penalty_keeps_a_token_from_coming_again_and_again(client: openai.Open
 @pytest.mark.client("openai", "`max_completion_tokens`")
 def test_max_completion_tokens_ends_an_answer_for_its_length(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL,
+        model=TINY,
         messages=[{"role": "user", "content": "Count to one hundred."}],
         max_completion_tokens=3,
         temperature=0.0,
@@ -221,7 +222,7 @@ def test_max_completion_tokens_ends_an_answer_for_its_length(client: openai.Open
 
 def test_unknown_fields_are_accepted_as_openai_does(client: openai.OpenAI) -> None:
     answer = client.completions.create(
-        model=MODEL, prompt="Hi", max_tokens=1, user="ada", extra_body={"of_the_future": {"x": 1}}
+        model=TINY, prompt="Hi", max_tokens=1, user="ada", extra_body={"of_the_future": {"x": 1}}
     )
     assert answer.choices[0].finish_reason in ("length", "stop")
 
@@ -230,5 +231,5 @@ def test_an_answer_can_be_explained_by_its_id(service: Service, client: openai.O
     answer = complete(client, "Hello", max_tokens=2)
     explained = service.explain(answer.id)
     assert explained["outcome"] in ("length", "stop")
-    assert explained["model"] == MODEL
+    assert explained["model"] == TINY
     assert explained["num_output_tokens"] == 2

@@ -81,7 +81,7 @@ def test_an_agent_answers_with_a_type(service: Service) -> None:
     agent = Agent(
         name="Waiter",
         instructions="Bring a drink.",
-        model="smollm2",
+        model="tiny-a",
         output_type=Drink,
         model_settings=ModelSettings(temperature=0),
     )
@@ -96,7 +96,7 @@ def test_an_agent_continues_a_conversation_that_the_service_has_stored(service: 
     agent = Agent(
         name="Talker",
         instructions="Be brief.",
-        model="smollm2",
+        model="tiny-a",
         model_settings=ModelSettings(temperature=0, max_tokens=4, store=True),
     )
 

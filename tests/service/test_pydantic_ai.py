@@ -1,4 +1,4 @@
-"""pydantic-ai against SmolLM2: an agent's text, and its structured output by a tool and by a schema."""
+"""pydantic-ai against SmolLM2 and a tiny model: text of an agent, structured output by tool and by schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class City(BaseModel):
     districts: int = Field(ge=1, le=99)
 
 
-def answer(service: Service, output_type: object = str) -> object:
+def answer(service: Service, model: str, output_type: object = str) -> object:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -28,7 +28,7 @@ def answer(service: Service, output_type: object = str) -> object:
     async def run() -> object:
         async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
             agent = Agent(
-                OpenAIChatModel("smollm2", provider=OpenAIProvider(openai_client=client)),
+                OpenAIChatModel(model, provider=OpenAIProvider(openai_client=client)),
                 output_type=output_type,  # type: ignore[arg-type]  # of any kind
                 model_settings=ModelSettings(temperature=0, max_tokens=40),
                 retries=0,
@@ -40,16 +40,16 @@ def answer(service: Service, output_type: object = str) -> object:
 
 @pytest.mark.client("pydantic-ai", "chat")
 def test_an_agent_answers_in_text(service: Service) -> None:
-    assert "Paris" in str(answer(service))
+    assert "Paris" in str(answer(service, "smollm2"))
 
 
 @pytest.mark.client("pydantic-ai", "structured output by a tool, its default")
 def test_an_agent_answers_by_its_output_tool(service: Service) -> None:
-    assert isinstance(answer(service, City), City)
+    assert isinstance(answer(service, "tiny-a", City), City)
 
 
 @pytest.mark.client("pydantic-ai", "structured output by `NativeOutput`")
 def test_an_agent_answers_by_a_schema(service: Service) -> None:
     from pydantic_ai import NativeOutput
 
-    assert isinstance(answer(service, NativeOutput(City)), City)
+    assert isinstance(answer(service, "tiny-a", NativeOutput(City)), City)

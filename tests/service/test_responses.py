@@ -90,12 +90,12 @@ def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI) -> None:
 def test_a_type_is_parsed(client: openai.OpenAI, is_stream: bool) -> None:
     if is_stream:
         with client.responses.stream(
-            model=MODEL, input="Tea, two cups.", text_format=Drink, temperature=0
+            model="tiny-a", input="Tea, two cups.", text_format=Drink, temperature=0
         ) as stream:
             drink = stream.get_final_response().output_parsed
     else:
         drink = client.responses.parse(
-            model=MODEL, input="Tea, two cups.", text_format=Drink, temperature=0
+            model="tiny-a", input="Tea, two cups.", text_format=Drink, temperature=0
         ).output_parsed
     assert isinstance(drink, Drink)
 

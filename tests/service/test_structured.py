@@ -227,7 +227,7 @@ def test_the_result_of_a_tool_can_be_sent_back(client: openai.OpenAI) -> None:
 @pytest.mark.client("openai", "tool call of a model whose template knows no tools, streamed")
 def test_a_model_whose_template_knows_no_tools_calls_one_and_gets_the_result(client: openai.OpenAI) -> None:
     chunks = client.chat.completions.create(
-        model="smollm2",
+        model="tiny-a",
         messages=QUESTION,
         tools=[WEATHER, CLOCK],
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
@@ -242,7 +242,7 @@ def test_a_model_whose_template_knows_no_tools_calls_one_and_gets_the_result(cli
     assert json.loads(call.function.arguments)["city"] in ("Paris", "London", "Rome")
 
     answer = client.chat.completions.create(
-        model="smollm2",
+        model="tiny-a",
         messages=[
             *QUESTION,
             {

@@ -52,6 +52,17 @@ def test_encodes_and_decodes_as_transformers_does(
     ]
 
 
+def test_models_whose_files_say_the_same_share_a_vocabulary(write: Write) -> None:
+    plain = Tokenizer.load(write())
+    tuned = Tokenizer.load(write(chat_template__jinja=CHAT))
+    other = Tokenizer.load(write(tokenizer_config__json={"eos_token": "the"}))
+
+    assert tuned.spelled is plain.spelled
+    assert (tuned.has_chat_template, plain.has_chat_template) == (True, False)
+    assert other.spelled is not plain.spelled
+    assert other.special_ids != plain.special_ids == tuned.special_ids
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_text_survives_the_way_there_and_back(
     tokenizers: dict[str, Tokenizer], texts: list[str], kind: str

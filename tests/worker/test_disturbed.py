@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from hearth.messages import StepDone
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.manifest import read_manifest
+from hearth.store.manifest import Manifest, read_manifest
 from hearth.types import Hold, ModelId, SamplingTable
 from tests.engine.harness import assert_greedy, prompts_for
 from tests.models.zoo import WIDE
@@ -57,6 +57,12 @@ def source(name: str) -> str:
     return name.removesuffix(TWIN)
 
 
+@cache
+def _manifest(where: Path) -> Manifest:
+    """A manifest that nobody changes, read once: promises ask for it again and again."""
+    return read_manifest(where)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Models and a pool with room for a few pages more than they are promised."""
@@ -69,8 +75,11 @@ class Setting:
     def where(self, name: str) -> Path:
         return converted(source(name), chunk_bytes=self.page_bytes)
 
+    def manifest(self, name: str) -> Manifest:
+        return _manifest(self.where(name))
+
     def spec(self, name: str) -> ModelSpec:
-        return ModelSpec(read_manifest(self.where(name)).arch, torch.float32, CONTEXT, LIMITS, frozenset())
+        return ModelSpec(self.manifest(name).arch, torch.float32, CONTEXT, LIMITS, frozenset())
 
     def block_bytes(self, name: str) -> int:
         return block_bytes(self.spec(name))
@@ -91,7 +100,7 @@ class Setting:
 
     def promise(self, name: str) -> Promise:
         """With what the seams of KV extents may cost in an arena."""
-        own_bytes = self._rounded(read_manifest(self.where(name)).num_bytes)
+        own_bytes = self._rounded(self.manifest(name).num_bytes)
         own_bytes += self._rounded(self.floor_bytes(name)) + self.tables_bytes(name)
         own_bytes += 16 * self.block_bytes(name) if self.new_pool is arena else 0
         return Promise(
@@ -104,7 +113,7 @@ class Setting:
         """What of a promise is for rounding and seams, and free for others in an arena."""
         if self.new_pool is not arena:
             return 0
-        used_bytes = read_manifest(self.where(name)).num_bytes + self.floor_bytes(name)
+        used_bytes = self.manifest(name).num_bytes + self.floor_bytes(name)
         used_bytes += self.tables_bytes(name) + workspace_bytes(self.spec(name), self.device)
         return self.promise_bytes(name) - used_bytes
 

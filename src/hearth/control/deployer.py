@@ -75,6 +75,7 @@ class _Placed:
     is_new: bool = False  #: made for this order
     base: Deployed | None = None  #: that it was converted for, if it is an adapter
     commit: str | None = None  #: of the repository that it was downloaded from
+    tokenizer: Tokenizer | None = None  #: of its source, held so that what it shares is not read again
 
 
 def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed | DeployedAdapter:
@@ -208,7 +209,7 @@ def _convert(
         return _convert_adapter(path, name, order, data_dir, on_progress)
     from hearth.store.convert import convert  # loads torch, which takes seconds and not every order needs
 
-    _check_tokenizer(path)
+    tokenizer = _checked_tokenizer(path)
     place = data_dir.models_path / f"{file_name(name)}-{secrets.token_hex(4)}"
     manifest = convert(
         path,
@@ -218,7 +219,7 @@ def _convert(
         store=data_dir.path,
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
     )
-    return _Placed(str(place), place, manifest, is_new=True)
+    return _Placed(str(place), place, manifest, is_new=True, tokenizer=tokenizer)
 
 
 def _convert_adapter(
@@ -239,18 +240,17 @@ def _convert_adapter(
     return _Placed(str(place), place, manifest, is_new=True, base=base)
 
 
-def _check_tokenizer(path: Path) -> None:
+def _checked_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer before all the converting: a model without one is of no use here."""
     from hearth.store.convert import open_source  # loads torch, as above
 
-    with open_source(path) as source:
-        if path.is_dir():
-            Tokenizer.load(path).try_out()
-            return
-        with tempfile.TemporaryDirectory() as texts:
+    with open_source(path) as source, tempfile.TemporaryDirectory() as texts:
+        if not path.is_dir():
             for name, content in source.text_files().items():
                 (Path(texts) / name).write_bytes(content)
-            Tokenizer.load(Path(texts)).try_out()
+        tokenizer = Tokenizer.load(path if path.is_dir() else Path(texts))
+        tokenizer.try_out()
+        return tokenizer
 
 
 class _Reporter:

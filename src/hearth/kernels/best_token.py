@@ -39,10 +39,20 @@ def best_tokens_reference(
     last_tokens: torch.Tensor,
     parts: torch.Tensor,
 ) -> None:
-    # The index of `max` rather than `argmax`: several times faster on a CPU.
-    best, tokens = logits.max(-1)
+    tokens = highest(logits)
+    best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     chosen[:, 0], chosen[:, 1] = tokens, best.float().view(torch.int32)
     last_tokens.index_copy_(0, slots[: len(logits)].long(), tokens)
+
+
+def highest(rows: torch.Tensor) -> torch.Tensor:
+    """Return the column of the highest number of each row: of equals the first, and NaN is higher than all.
+
+    NumPy's is ten times as fast as torch's on a CPU.
+    """
+    if rows.device.type == "cpu":
+        return torch.from_numpy(rows.float().numpy().argmax(-1))
+    return rows.max(-1).indices
 
 
 def best_tokens_triton(

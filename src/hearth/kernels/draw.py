@@ -17,6 +17,7 @@ import math
 
 import torch
 
+from hearth.kernels.best_token import highest
 from hearth.kernels.jit import cdiv, launch, next_power_of_2, runs_triton, tl, triton
 from hearth.kernels.noise import gumbel, noise_keys
 from hearth.kernels.top_k_top_p import rank_cutoff
@@ -76,7 +77,7 @@ def draw_tokens_reference(
     keys = noise_keys(seeds[own_slots], positions[rows] + 1)
     drawn = torch.cat(
         [
-            scaled[piece].add_(gumbel(keys[piece], vocab_size)).max(-1).indices
+            highest(scaled[piece].add_(gumbel(keys[piece], vocab_size)))
             for piece in sampled_pieces(*scaled.shape)
         ]
     )

@@ -5,11 +5,13 @@ Does not stream (`detokenizer.py`) and never truncates, pads or logs.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -23,10 +25,24 @@ from hearth.text.tokenizer_settings import MAX_TOKEN_ID, ListedToken, Settings, 
 REPLACEMENT = "\ufffd"  #: what decoders put for bytes that are not UTF-8, or not yet
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Vocabulary:
+    """The part of a tokenizer that models share whose files say the same: many are tuned from one model."""
+
+    backend: Backend
+    special_ids: frozenset[int]
+    spelled: SpelledTokens | None
+
+
+#: Those in use, by a digest of what they were read from. Two threads may read the same one; either does.
+_vocabularies: WeakValueDictionary[bytes, Vocabulary] = WeakValueDictionary()
+
+
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
     """A tokenizer with its chat template; all requests of a model share it."""
 
+    _vocabulary: Vocabulary = field(repr=False)  #: keeps it for the next model that says the same
     _backend: Backend = field(repr=False)
     _chat_template: ChatTemplate | None
     eos_ids: frozenset[int]  #: every id that some file names as the end of an output
@@ -40,17 +56,16 @@ class Tokenizer:
         """Read a model's tokenizer. Raises `BadTokenizer` if a file is missing or broken."""
         settings = read_settings(directory)
         with _sound(f"{directory / 'tokenizer.json'} cannot be read"):
-            backend = _load_backend(directory)
-            _add_listed_tokens(backend, settings, directory)
-            _mark_special_tokens(backend, settings)
-        added, spelling = backend.get_added_tokens_decoder(), spelling_of(_decoder_section(backend))
+            vocabulary = _read_vocabulary(directory, settings)
+        backend = vocabulary.backend
         return Tokenizer(
+            _vocabulary=vocabulary,
             _backend=backend,
             _chat_template=settings.chat_template,
             eos_ids=frozenset([*_role_ids("eos_token", backend, settings), *settings.eos_ids]),
             bos_id=next(iter([*_role_ids("bos_token", backend, settings), *settings.bos_ids]), None),
-            special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
-            spelled=None if spelling is None else SpelledTokens(spelling, backend.id_to_token),
+            special_ids=vocabulary.special_ids,
+            spelled=vocabulary.spelled,
         )
 
     def try_out(self) -> None:
@@ -168,20 +183,36 @@ class Tokenizer:
 _OLD_FILES = {"merges.txt", "spiece.model", "tekken.json", "vocab.json", "vocab.txt"}
 
 
-def _load_backend(directory: Path) -> Backend:
-    path = directory / "tokenizer.json"
+def _read_vocabulary(directory: Path, settings: Settings) -> Vocabulary:
+    """Return the vocabulary of a model: one in use that says the same, or a new one."""
+    content = _read_tokenizer(directory)
+    said = repr((sorted(settings.special_tokens.items()), settings.listed_tokens))
+    key = hashlib.blake2b(f"{said}\n{content}".encode(), digest_size=32).digest()
+    if (known := _vocabularies.get(key)) is not None:
+        return known
+    backend = Backend.from_str(content)
+    backend.no_truncation()
+    backend.no_padding()
+    _add_listed_tokens(backend, settings, directory)
+    _mark_special_tokens(backend, settings)
+    added, spelling = backend.get_added_tokens_decoder(), spelling_of(_decoder_section(backend))
+    new = _vocabularies[key] = Vocabulary(
+        backend,
+        frozenset(token_id for token_id, token in added.items() if token.special),
+        None if spelling is None else SpelledTokens(spelling, backend.id_to_token),
+    )
+    return new
+
+
+def _read_tokenizer(directory: Path) -> str:
     try:
-        content = read_text(path, MAX_TOKENIZER_BYTES, BadTokenizer)
+        return read_text(directory / "tokenizer.json", MAX_TOKENIZER_BYTES, BadTokenizer)
     except FileNotFoundError:
         found = sorted(p.name for p in directory.glob("*") if "tokenizer" in p.name or p.name in _OLD_FILES)
         raise BadTokenizer(
             f"no `tokenizer.json` in {directory}, tokenizer files there: {', '.join(found) or 'none'}; "
             "make one with `transformers.AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)`"
         ) from None
-    backend = Backend.from_str(content)
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
 
 
 @contextmanager
