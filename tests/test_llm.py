@@ -368,6 +368,7 @@ def test_the_deltas_of_a_stream_are_what_generate_returns(llm: LLM) -> None:
 
 
 def test_leaving_a_stream_early_frees_the_engine(llm: LLM) -> None:
+    wait_until_idle(llm)
     num_free = llm.engine.batcher.blocks.num_available
     stream = llm.stream("warm", greedy(None))
     next(stream)
