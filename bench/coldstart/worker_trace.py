@@ -100,7 +100,6 @@ def _trace(place: Path) -> None:
     ring = Ring(1 << 18)
     hasten_snapshots()
     trace_worker(ring)
-
     write_when_told(ring.all, place)
 
 
