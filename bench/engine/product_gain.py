@@ -21,7 +21,8 @@ from statistics import median
 
 import torch
 
-from bench.engine.decode_kernels import LLAMA_7B, LLAMA_8B, run, say
+from bench.engine.decode_kernels import LLAMA_7B, run, say
+from bench.engine.decode_kernels import SHAPES as OTHERS
 from bench.engine.kernels import BF16
 from bench.engine.product_choices import ADDED
 from bench.engine.product_sizes import products_of
@@ -36,7 +37,7 @@ from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.kernels.cublas_lt import ChosenProducts, ProductKernels, loaded_library, size_of
 from hearth.kernels.product_table import ProductSize, ProductTable
 
-SHAPES = {shape.name: shape for shape in (LLAMA_7B, LLAMA_8B)}
+SHAPES = {shape.name: shape for shape in (LLAMA_7B, *OTHERS) if shape.name in GPU.shapes}
 #: Rows of products that are checked: few, odd ones, and those of the largest steps.
 EXACT_ROWS = (2, 8, 64, 77, 208, 256, 2048, 8192)
 #: Work that should gain, and the rows that nearly all of its steps are padded to (`bench/engine/padding.py`).

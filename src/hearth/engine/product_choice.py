@@ -226,7 +226,7 @@ class ProductChooser:
     ) -> Generator[ProductSize, None, dict[ProductSize, bytes]]:
         """Return those kernels that make a captured step faster: all, or those that do so by themselves.
 
-        Where these do not so together, the best one of them.
+        Of several that do so only by themselves, and not together, the best one.
         """
         gain = yield from self._told_gain(shape, algorithms, capturer)
         if gain.is_faster:

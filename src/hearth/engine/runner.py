@@ -292,7 +292,8 @@ class Runner:
         """Capture what a trial of restored graphs does around them. Runs nothing; any thread may call it.
 
         torch loads a kernel when it is first launched, and a trial has a dozen that no step has: else the
-        first trial of a process waits for them, with the requests of its step.
+        first trial of a process waits for them, with the requests of its step. So would the first draw for
+        the one that widens logits.
         """
         if not self.sizes.decode:
             return
@@ -304,6 +305,7 @@ class Runner:
             trial.begin(self._inputs.view(None, shape).rows, size, self.decoder.logits[:size])
             trial.step_done()
             trial.replay()
+            self.decoder.wide_logits[:size].copy_(self.decoder.logits[:size])
 
         capturer.capture(work)
 
