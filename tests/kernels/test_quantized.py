@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from hearth.kernels import jit
 from hearth.kernels.quantized import (
     FLOAT32_TILE,
     GROUP_N,
@@ -215,10 +216,13 @@ def test_programs_may_share_the_sums_of_tiles(
 @pytest.mark.parametrize("lacks", ["room", "counters"])
 def test_too_little_scratch_is_left_alone(lacks: str, device: str) -> None:
     case = Case.build((17, 20, 64), device, torch.float32, torch.int8)
-    tile = Tile(16, 16, 32, num_warps=4, num_stages=2, per_processor=8)
-    scratch = scratch_for(device, 2, room=2 * 16 * 256 - 1 if lacks == "room" else 1 << 20)
-    if lacks == "counters":
-        scratch = replace(scratch, counters=scratch.counters[:8])
+    tile = Tile(16, 16, 32, num_warps=4, num_stages=2, per_processor=4)
+    scratch = scratch_for(device, 2, room=2 * 8 * tile.block_m * tile.block_n)
+    assert scratch.suffices(tile)
+    if lacks == "room":
+        scratch = replace(scratch, partial=scratch.partial[1:])
+    else:
+        scratch = replace(scratch, counters=scratch.counters[1:])
 
     out = case.run(quantized_tiled_triton, tile=tile, scratch=scratch)
 
@@ -228,26 +232,24 @@ def test_too_little_scratch_is_left_alone(lacks: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("shape", [(1000, 4096), (4096, 11008), (12288, 4096)])
 @pytest.mark.parametrize("rows", [2, 17, 48, 100, 256, 300])
-def test_shared_sums_have_the_same_bits_every_time(rows: int, stored: torch.dtype, device: str) -> None:
-    case = Case.build((rows, 1000, 4096), device, torch.bfloat16, stored)
-    scratch = scratch_for(device, 132, 1 << 24)
+def test_sums_are_right_and_have_the_same_bits_every_time(
+    rows: int, shape: tuple[int, int], stored: torch.dtype, device: str
+) -> None:
+    case = Case.build((rows, *shape), device, torch.bfloat16, stored)
+    scratch = scratch_for(device, jit.num_processors(), 1 << 24)
 
-    first = case.run(quantized_linear, scratch=scratch).clone()
-    assert_close(first, case.expected())
+    first, expected = case.run(quantized_linear, scratch=scratch).clone(), case.expected()
+    assert (first - expected).abs().max() < 0.01 * expected.abs().max(), "a part of some sum"
     for _ in range(50):
         assert torch.equal(case.run(quantized_linear, scratch=scratch), first)
 
 
 def test_tiles_grow_with_the_rows() -> None:
-    tiles = [tile_for(rows, torch.bfloat16) for rows in (2, 16, 17, 64, 128, 256, 257, 100_000)]
+    tiles = [tile_for(rows, torch.bfloat16) for rows in (2, 16, 17, 64, 256, 257, 100_000)]
 
-    assert tiles == [
-        TILES[16],
-        TILES[16],
-        *(TILES[rows] for rows in (32, 64, 128, 256)),
-        *[TILES[1 << 31]] * 2,
-    ]
+    assert tiles == [TILES[16], TILES[16], TILES[32], TILES[64], TILES[256], *[TILES[1 << 31]] * 2]
     assert tile_for(1000, torch.float32) == FLOAT32_TILE
 
 

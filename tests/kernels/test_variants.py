@@ -20,6 +20,7 @@ from hearth.kernels import (
 )
 from hearth.kernels.paged import Heads, PagedRows
 from tests.kernels.test_decode_attention import scratch_for
+from tests.kernels.test_quantized import scratch_for as product_scratch
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +54,8 @@ def eight_bit(function: Callable[..., None]) -> Callable[[int], None]:
 
 
 def tiled(*operands: Any, out: torch.Tensor) -> None:
-    quantized.quantized_tiled_triton(*operands, out=out, tile=quantized.TILES[32])
+    scratch = product_scratch("cuda", num_processors=2)
+    quantized.quantized_tiled_triton(*operands, out=out, scratch=scratch, tile=quantized.TILES[32])
 
 
 KERNELS: dict[str, tuple[Any, Callable[[int], None]]] = {

@@ -205,13 +205,12 @@ class ProductScratch:
 
 
 #: Tiles by the most rows that they are meant for; the last serves all that are larger. So many programs share
-#: that a multiprocessor has room for no more. None may need all registers: such ones added up wrongly.
+#: that a multiprocessor has room for no more, each of one warp group (docs/log.md: others gave wrong sums).
 TILES = {
     16: Tile(16, 64, 128, num_warps=4, num_stages=5, per_processor=3),
     32: Tile(32, 64, 128, num_warps=4, num_stages=4, per_processor=3),
     64: Tile(64, 64, 128, num_warps=4, num_stages=4, per_processor=2),
-    128: Tile(128, 64, 128, num_warps=4, num_stages=3, per_processor=2),
-    256: Tile(128, 128, 64, num_warps=8, num_stages=4, per_processor=1),
+    256: Tile(128, 64, 128, num_warps=4, num_stages=3, per_processor=2),
     1 << 31: Tile(256, 128, 64, num_warps=8, num_stages=4),
 }
 
@@ -290,19 +289,20 @@ def _tiled_kernel(
     SHARES: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
 ):
-    # A step is BLOCK_K inputs of a tile. All steps lie in a row, of which each program has a run.
+    # A program has a run of steps, or one tile; what is known of that when it is compiled saves registers.
     num_k = tl.cdiv(k, BLOCK_K)
-    total = tl.cdiv(rows, BLOCK_M) * tl.cdiv(n, BLOCK_N) * num_k
-    share = num_k
+    first, end, share = tl.program_id(0), tl.program_id(0) + 1, 1
     if SHARES:
+        total = tl.cdiv(rows, BLOCK_M) * tl.cdiv(n, BLOCK_N) * num_k
         share = tl.cdiv(total, tl.num_programs(0))
-    first = tl.program_id(0) * share
-    end = tl.minimum(first + share, total)
+        first = tl.program_id(0) * share
+        end = tl.minimum(first + share, total)
     inputs = tl.arange(0, BLOCK_K)
     while first < end:
-        # One tile, or as much of it as is this program's: its steps from `begin` on.
-        tile, begin = first // num_k, first % num_k
-        num_steps = tl.minimum(num_k - begin, end - first)
+        tile, begin, num_steps = first, 0, num_k
+        if SHARES:  # as much of a tile as is this program's: its steps from `begin` on
+            tile, begin = first // num_k, first % num_k
+            num_steps = tl.minimum(num_k - begin, end - first)
         outputs, tokens = _place(tile, rows, n, BLOCK_M, BLOCK_N, GROUP_N)
         # What lies beyond the last output or row is computed from that one, and dropped: no load has a mask.
         weight_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * k + inputs[None, :]
@@ -318,8 +318,9 @@ def _tiled_kernel(
                 a = tl.load(x_at + at, in_k[:, None], other=0.0)
             factor = _factor(w, a.dtype, SHARES and AS_MANTISSAS, AS_MANTISSAS)
             acc = tl.dot(factor, a, acc, input_precision="ieee")
-        is_whole = num_steps == num_k
-        if SHARES:  # noqa: SIM102 - only this one is known when the kernel is compiled
+        is_whole = True
+        if SHARES:
+            is_whole = num_steps == num_k
             if num_steps < num_k:
                 # The first part of a tile is the last that its program has, and the others are first ones.
                 tl.store(_part_at(partial, tl.program_id(0), begin == 0, BLOCK_M, BLOCK_N), acc)
@@ -340,7 +341,7 @@ def _tiled_kernel(
                 acc += tl.load(bias + outputs, outputs < n, other=0.0).to(tl.float32)[:, None]
             out_at = out + tokens.to(tl.int64)[None, :] * n + outputs[:, None]
             tl.store(out_at, acc.to(out.dtype.element_ty), (outputs[:, None] < n) & (tokens[None, :] < rows))
-        first += num_steps
+        first += num_steps if SHARES else 1
 
 
 @triton.jit
