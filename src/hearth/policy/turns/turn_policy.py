@@ -171,7 +171,8 @@ class TurnPolicy:
     ) -> None:
         """`adapter_bytes`: what adapters of a model's running requests take besides its promise."""
         self._budget_bytes, self._shares_workspace = budget_bytes, shares_workspace
-        self._adapter_bytes = adapter_bytes
+        self._look_at_adapters = adapter_bytes
+        self._adapter_bytes: dict[ModelId, int] = {}  #: by model that the decision of now has looked at
         self._rules = rules or TurnRules()
         self._models: dict[ModelId, _Model] = {}
         self._bound: _BoundMemory | None = None  #: None since a turn began or ended, or a model left
@@ -284,6 +285,7 @@ class TurnPolicy:
         `weights_of` is asked once for each model: nothing is loaded or taken meanwhile.
         """
         self.wake_s = self.stands_s = math.inf
+        self._adapter_bytes.clear()
         weights_of = _WeightsMemo(weights_of).__getitem__
         changes: list[TurnChange] = []
         for model, one in self._models.items():
@@ -422,7 +424,9 @@ class TurnPolicy:
         staying -= {*without, *models}
         if len(models) == 1 and all(self._models[name].is_pinned for name in staying):
             return True
-        return sum(map(self._adapter_bytes, {*models, *staying})) <= spare_bytes
+        for model in {*models, *staying} - self._adapter_bytes.keys():
+            self._adapter_bytes[model] = self._look_at_adapters(model)
+        return sum(self._adapter_bytes[model] for model in {*models, *staying}) <= spare_bytes
 
     def _choose_leaving(self, blocked: ModelId) -> list[ModelId]:
         """Return the models whose room is kept for one that waits while less urgent ones may begin.
