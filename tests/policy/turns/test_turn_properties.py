@@ -45,6 +45,7 @@ class SteppedModel:
     load_s: float
     standing_bytes: int = 0
     workspace_bytes: int = 0
+    adapter_bytes: int = 0  #: of requests that run
     there: float = 0.0  #: share of its weights
     left: dict[RequestId, int] = field(default_factory=dict)
     loads_until_s: float | None = None
@@ -59,7 +60,7 @@ class TurnWorld:
 
     def __init__(self, models: list[SteppedModel], pinned: int | None) -> None:
         self.models = {ModelId(f"m{number}"): model for number, model in enumerate(models)}
-        self.policy = TurnPolicy(BUDGET_BYTES)
+        self.policy = TurnPolicy(BUDGET_BYTES, adapter_bytes=lambda name: self.models[name].adapter_bytes)
         self.sharing = StepSharing()
         self.now_s = 0.0
         self.pinned = None if pinned is None else ModelId(f"m{pinned}")
@@ -170,8 +171,15 @@ class TurnWorld:
         """Check what is bound, and would be, against plain sums."""
         in_turn = {name for name in self.models if self.policy.is_in_turn(name)}
         assert self.policy.bound_bytes() == self._bound_of(in_turn) <= BUDGET_BYTES
+        self._check_adapters(in_turn)
         first, *_, last = [*self.models, *self.models]
         assert self.policy.bound_bytes((first,), (last,)) == self._bound_of((in_turn - {last}) | {first})
+
+    def _check_adapters(self, in_turn: set[ModelId]) -> None:
+        """Check that adapters fit beside what is bound, unless one model is alone or beside a pinned one."""
+        if len(in_turn - {self.pinned}) > 1:
+            adapter_bytes = sum(self.models[name].adapter_bytes for name in in_turn)
+            assert self._bound_of(in_turn) + adapter_bytes <= BUDGET_BYTES
 
     def _bound_of(self, in_turn: set[ModelId]) -> int:
         kept = {*self.sent_in_turn, *in_turn}
@@ -240,6 +248,7 @@ stepped_models = st.builds(
     num_bytes=st.integers(5, 90),
     standing_bytes=st.integers(0, 1),
     workspace_bytes=st.integers(0, 4),
+    adapter_bytes=st.sampled_from((0, 0, 5, 20, 200)),
     step_s=st.sampled_from((0.01, 0.05, 0.2)),
     load_s=st.sampled_from((0.01, 0.05, 0.3, 1.0, 3.0)),
 )
@@ -296,7 +305,8 @@ def test_whatever_happens_what_is_pinned_stays_and_nobody_is_woken_for_nothing(
     happenings: list[tuple[str, int, float]],
 ) -> None:
     """Models come, go and are pinned, one at a time; requests end and loads take as long as they like."""
-    policy, now_s, number = TurnPolicy(BUDGET_BYTES), 0.0, 0
+    adapter_bytes = dict(zip(map(ModelId, ("m0", "m1", "m2", "m3")), (0, 2, 4, 200), strict=True))
+    policy, now_s, number = TurnPolicy(BUDGET_BYTES, adapter_bytes=adapter_bytes.__getitem__), 0.0, 0
     requests: dict[ModelId, list[RequestId]] = {}
     pinned, whole = set[ModelId](), set[ModelId]()
 
