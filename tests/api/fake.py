@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from hearth.control.caller import OPERATOR, Caller, GroupId
+from hearth.control.caller import OPERATOR, Caller, GroupId, KeyTerms
 from hearth.control.correlation import Correlation
 from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
@@ -70,6 +70,7 @@ class FakeKeys:
             "user-key": Caller("ann", "user", GroupId("ann's")),
             "monitor-key": Caller("eve", "monitor", GroupId("eve's")),
             "admin-key": Caller("bob", "admin", GroupId("bob's")),
+            "limited-key": Caller("liz", "admin", GroupId("liz's"), KeyTerms(models=("shop",))),
         }
         return callers.get(key)
 
@@ -173,6 +174,8 @@ class FakeGateway:
 
     def model(self, name: str, caller: Caller = OPERATOR) -> ModelView:
         adapter = next((one for one in self.adapters if one.name == name), None)
+        if caller.terms.models is not None and name not in caller.terms.models:
+            raise UnknownModel(f"no model is deployed under `{name}`; deploy it")
         if adapter is not None:
             return adapter
         if name not in ("tiny", "small"):

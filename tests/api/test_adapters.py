@@ -123,6 +123,15 @@ def test_no_adapter_takes_the_place_of_a_model(gateway: FakeGateway, name: str, 
     assert gateway.done == []
 
 
+def test_no_adapter_takes_the_place_of_a_model_that_the_key_may_not_use(gateway: FakeGateway) -> None:
+    gateway.keys = FakeKeys()
+    body = {"lora_name": "tiny", "lora_path": "/x", "load_inplace": True}
+    refused = request(gateway, "POST", LOAD, body, headers={"authorization": "Bearer limited-key"})
+    assert refused.status_code == 400
+    assert "`tiny` is the name of a model" in refused.json()["error"]["message"]
+    assert gateway.done == []
+
+
 def test_the_modelfile_of_an_adapter_names_its_base(gateway: FakeGateway) -> None:
     gateway.adapters = [ADAPTER]
     shown = request(gateway, "POST", "/api/show", {"model": "shop"}).json()
