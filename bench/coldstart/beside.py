@@ -92,9 +92,9 @@ def others(setting: Setting) -> Part:
     used, phases = watch.use(len(seen.restores)), _phases(service, seen.restores)
     graphs = [Window(one.end_s - one.seconds + shift_s, one.end_s + shift_s) for one in used.restored]
     arms = seen.arms([*phases["load"], *graphs])
-    if not arms["restored"]:
+    if lacking := [name for name, found in arms.items() if not found]:
         raise RuntimeError(
-            f"no token came while {OTHER} was restored, which it was {len(seen.restores)} times"
+            f"{OTHER} was restored {len(seen.restores)} times, and no token came in these arms: {lacking}"
         )
     phases["graphs"] = [
         Window(window.begin_s + one.paused_s, window.end_s)

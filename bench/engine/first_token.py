@@ -94,10 +94,9 @@ def watch(rig: Rig) -> Marks:
     marks.after(runner, "_run", "graphs queued", has_event=True)
     marks.after(runner, "launch", "launched", has_event=True)
     marks.after(PendingStep, "wait", "waited")
-    commit = "take_tokens" if hasattr(engine.batcher, "take_tokens") else "commit"  # as sources before had it
-    marks.after(engine.batcher, commit, "committed")
+    marks.after(engine.batcher, "take_tokens", "committed")
     marks.last(PendingStep, "wait", "last waited")
-    marks.last(engine.batcher, commit, "last committed")
+    marks.last(engine.batcher, "take_tokens", "last committed")
     return marks
 
 

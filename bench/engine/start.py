@@ -153,7 +153,7 @@ def measure() -> dict[str, object]:
             store = directory / "store"
             part("empty", lambda: new_process("--first-token", str(model), str(store), "20"))
             part("filled", lambda: new_process("--first-token", str(model), str(store), str(NUM_REQUESTS)))
-            deploy_cold(model, directory / "data")
+            part("deploy", lambda: deploy_cold(model, directory / "data"))
             for name in ("service_empty", "service_filled"):
                 part(name, lambda: service_start(directory / "data", "cuda"))
         else:
