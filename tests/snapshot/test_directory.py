@@ -16,6 +16,7 @@ from hearth.errors import (
     SnapshotUnauthenticated,
     StoreFull,
 )
+from hearth.snapshot import trial_mark
 from hearth.snapshot.directory import (
     SUFFIX,
     SnapshotDirectory,
@@ -100,12 +101,14 @@ def test_snapshots_go_with_their_models(directory: SnapshotDirectory) -> None:
 
 def test_what_was_never_finished_goes_and_all_else_stays(directory: SnapshotDirectory) -> None:
     kept = directory.save(of("a"), SECTIONS)
-    for left in (kept.with_name(f".{kept.name}.123"), directory.path / ".key.123"):
+    mark = f".{kept.stem}.12ab{trial_mark.SUFFIX}"
+    for left in (kept.with_name(f".{kept.name}.123"), kept.with_name(mark), directory.path / ".key.123"):
         left.write_bytes(b"half")
+    (directory.path / ".profile").write_bytes(b"of somebody whose directory was named for snapshots")
     (directory.path / ".mounted").mkdir()
     remove_unfinished(directory.path)
     assert os.listdir(kept.parent) == [kept.name]
-    assert sorted(os.listdir(directory.path)) == [".mounted", "a", "key"]
+    assert sorted(os.listdir(directory.path)) == [".mounted", ".profile", "a", "key"]
     remove_unfinished(directory.path / "nowhere")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -36,6 +37,8 @@ from hearth.snapshot.trial_mark import abandoned_marks
 
 SUFFIX = ".snapshot"
 _KEY = "key"
+#: Names of what is being written: snapshots, marks of trials and the key.
+_UNFINISHED = re.compile(r"\..+\.(snapshot\.[0-9a-f]+|trial)|\.key\.[0-9a-f]+")
 
 #: Errors of files that will never be read, whoever tries.
 _UNREADABLE = (SnapshotTruncated, SnapshotCorrupt, SnapshotForeign, SnapshotUnauthenticated)
@@ -233,9 +236,13 @@ def remove_unfinished(path: Path) -> None:
     Only who knows that nobody writes there may call it. Raises OSError.
     """
     for directory in (path, *_model_directories(path)):
-        for unfinished in directory.glob(".*"):
+        for unfinished in filter(_is_unfinished, directory.glob(".*")):
             with suppress(FileNotFoundError, IsADirectoryError):  # gone, or not ours
                 unfinished.unlink()
+
+
+def _is_unfinished(path: Path) -> bool:
+    return _UNFINISHED.fullmatch(path.name) is not None
 
 
 def keep_quota(path: Path, quota_bytes: int, kept: Path | None = None) -> int:
