@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from hearth.kernels import jit
+from hearth.kernels import jit, quantized
 from hearth.kernels.quantized import (
     FLOAT32_TILE,
     GROUP_N,
@@ -161,6 +161,24 @@ def test_every_value_of_eight_bits_is_read_exactly(
     assert torch.equal(out.float().cpu(), weight.float().t())
 
 
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_programs_that_share_read_every_value_of_eight_bits_exactly(
+    stored: torch.dtype, device: str, dtype: torch.dtype
+) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    codes[codes.view(stored).float().isnan()] = 0
+    x = torch.eye(16, device=device, dtype=dtype)
+    out, scale = torch.empty(16, 16, device=device, dtype=dtype), torch.ones(16, device=device)
+    tile = Tile(16, 64, 128, num_warps=4, num_stages=2, per_processor=1)
+
+    quantized_tiled_triton(
+        x, codes.view(stored).to(device), scale, None, out=out, scratch=scratch_for(device, 2), tile=tile
+    )
+
+    assert torch.equal(out.float().cpu(), codes.view(stored).float().t())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [quantized_linear_reference, *KERNELS])
 def test_sums_past_the_range_of_float16_are_scaled_before_they_are_rounded(
@@ -228,6 +246,20 @@ def test_too_little_scratch_is_left_alone(lacks: str, device: str) -> None:
 
     assert_close(out, case.expected())
     assert scratch.partial.isnan().all()
+
+
+@pytest.mark.parametrize(("capability", "is_by_pairs"), [(80, False), (90, True)])
+def test_pairs_of_weights_are_converted_at_once_where_the_device_can(
+    capability: int, is_by_pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(quantized, "launch", lambda *args, BY_PAIRS, **options: asked.append(BY_PAIRS))
+    monkeypatch.setattr(quantized, "capability", lambda: capability)
+    case = Case.build((20, 64, 128), "cpu", torch.bfloat16, torch.int8)
+    for scratch in (scratch_for("cpu", 2), None):
+        quantized_tiled_triton(case.x, case.weight, case.scale, None, out=case.out, scratch=scratch)
+
+    assert asked == [is_by_pairs, False]
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])

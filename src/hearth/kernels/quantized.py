@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
+from hearth.kernels.jit import capability, cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
 #: Up to so many rows a program for each row beats tensor cores.
@@ -262,6 +262,7 @@ def quantized_tiled_triton(
         EVEN_K=k % tile.block_k == 0,
         GROUP_N=GROUP_N,
         SHARES=scratch is not None,
+        BY_PAIRS=scratch is not None and capability() >= 90,  # older devices have no such subtraction
         AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -287,6 +288,7 @@ def _tiled_kernel(
     EVEN_K: tl.constexpr,
     GROUP_N: tl.constexpr,
     SHARES: tl.constexpr,
+    BY_PAIRS: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
 ):
     # A program has a run of steps, or one tile; what is known of that when it is compiled saves registers.
@@ -316,7 +318,7 @@ def _tiled_kernel(
                 in_k = inputs < k - at
                 w = tl.load(weight_at + at, in_k[None, :], other=0.0)
                 a = tl.load(x_at + at, in_k[:, None], other=0.0)
-            factor = _factor(w, a.dtype, SHARES and AS_MANTISSAS, AS_MANTISSAS)
+            factor = _factor(w, a.dtype, BY_PAIRS, AS_MANTISSAS)
             acc = tl.dot(factor, a, acc, input_precision="ieee")
         is_whole = True
         if SHARES:
