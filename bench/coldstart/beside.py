@@ -1,4 +1,4 @@
-"""What others notice of a model that is restored beside them: gaps between the tokens of running streams.
+"""Do others notice a model that is restored beside them? Gaps between the tokens of running streams.
 
 Three arms with the same streams: alone, while another model comes and goes and is asked for a token each
 time, and while it stays and is asked as often. A token of the other model is work in each of the latter; what

@@ -1,4 +1,4 @@
-"""What of the gaps between tokens that a client sees is the worker's, and what did its threads do then?
+"""Which gaps between tokens that a client sees are the worker's, and what did its threads do then?
 
     python -m bench.coldstart.in_service [--only others burst] [--rounds N] [--tiny]
 
@@ -54,7 +54,7 @@ _KINDS = {
 
 
 class WorkerNotes:
-    """What a worker has noted, to be found by time."""
+    """Notes of a worker, to be found by time."""
 
     def __init__(self, notes: Sequence[Noted]) -> None:
         self._notes = sorted(notes, key=lambda one: one.begin_s)

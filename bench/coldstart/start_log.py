@@ -72,7 +72,7 @@ class Restoring:
 
 
 class LogTail:
-    """What is added to a log. Mutable; costs whoever looks no more than what is new."""
+    """Lines that are added to a log. Mutable; costs whoever looks no more than what is new."""
 
     def __init__(self, log: Path) -> None:
         """Begin at the end that the log has now."""

@@ -141,7 +141,7 @@ def longest_gaps(spans: Sequence[Span], count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What one kernel computes and moves."""
+    """The numbers that one kernel computes, and the bytes that it moves."""
 
     flops: float
     num_bytes: float

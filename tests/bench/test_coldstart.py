@@ -227,7 +227,7 @@ def test_gaps_are_told_apart_by_all_that_happened_meanwhile() -> None:
 
 
 def test_beside_a_model_that_stays_the_gaps_of_the_same_moments_count() -> None:
-    """Its tokens are then as large a share of the gaps as of those while it is restored."""
+    """The tokens of that model are then as large a share of the gaps as while it is restored."""
     gaps = [Gap(0.0, 0.2), Gap(0.4, 0.5), Gap(0.9, 1.0)]
     seen = _Seen(alone=[Gap(7.0, 7.1)], beside=gaps)
     seen.rounds = [_Round(Window(0.0, 1.0), resident_s=10.0), _Round(Window(2.0, 3.0), resident_s=20.0)]

@@ -117,7 +117,7 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
 def test_an_adapter_that_is_replaced_while_a_prompt_is_encoded_answers_as_it_is_now(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens are those of its base, so nobody has to ask again."""
+    """The tokens of an adapter are those of its base, so nobody has to ask again."""
     facts = replace(ADAPTER.facts, dimensions=deployed.facts.dimensions, dtype="float32")
     first = replace(ADAPTER, facts=facts)
     second = replace(first, digest="2" * 64)
