@@ -133,6 +133,7 @@ def test_several_prompts_get_an_answer_each(client: openai.OpenAI) -> None:
     together = client.completions.create(model=TINY, prompt=prompts, temperature=0, max_tokens=4)
     alone = [complete(client, prompt, max_tokens=4).choices[0].text for prompt in prompts]
     assert [choice.text for choice in together.choices] == alone
+    assert alone[0] != alone[1], "else nobody would notice if they were swapped"
 
 
 @pytest.mark.client("openai", "`stop`")
