@@ -369,23 +369,26 @@ def _part_at(partial, program, is_first, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 def _factor(w, dtype: tl.constexpr, BY_PAIRS: tl.constexpr, AS_MANTISSAS: tl.constexpr):
     """Eight bits as a factor of a product with `dtype`, without loss. With BY_PAIRS integers become bfloat16
     two at a time: seven bits under the exponent of 128, less 128 for positive and 256 for negative ones."""
+    # One return: of two, Triton 3.6 wants the same type, also where it is known which one it will be.
     if not BY_PAIRS or dtype != tl.bfloat16 or w.dtype.is_floating():
         # By way of float32: the direct conversions are slow instructions.
-        return _widened(w, AS_MANTISSAS).to(dtype)
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 wide, low, less;
-        cvt.u32.u16 wide, $1;
-        prmt.b32 wide, wide, 0x43434343, 0x4140;
-        and.b32 low, wide, 0xFF7FFF7F;
-        and.b32 less, wide, 0xFF80FF80;
-        sub.rn.bf16x2 $0, low, less;
-        }
-        """,
-        "=r,h",
-        [w],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+        factor = _widened(w, AS_MANTISSAS).to(dtype)
+    else:
+        factor = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 wide, low, less;
+            cvt.u32.u16 wide, $1;
+            prmt.b32 wide, wide, 0x43434343, 0x4140;
+            and.b32 low, wide, 0xFF7FFF7F;
+            and.b32 less, wide, 0xFF80FF80;
+            sub.rn.bf16x2 $0, low, less;
+            }
+            """,
+            "=r,h",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return factor
