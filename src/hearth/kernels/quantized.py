@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
+from hearth.kernels.jit import capability, cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
 #: Up to so many rows a program for each row beats tensor cores.
@@ -264,6 +264,8 @@ def quantized_tiled_triton(
         GROUP_N=GROUP_N,
         SHARES=scratch is not None,
         AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
+        # Devices before Hopper subtract no pairs.
+        BY_PAIRS=scratch is not None and not x.is_cpu and capability() >= 90,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -289,6 +291,7 @@ def _tiled_kernel(
     GROUP_N: tl.constexpr,
     SHARES: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
+    BY_PAIRS: tl.constexpr,
 ):
     # A step is BLOCK_K inputs of a tile. All steps lie in a row, of which each program has a run.
     num_k = tl.cdiv(k, BLOCK_K)
@@ -316,7 +319,7 @@ def _tiled_kernel(
                 in_k = inputs < k - at
                 w = tl.load(weight_at + at, in_k[None, :], other=0.0)
                 a = tl.load(x_at + at, in_k[:, None], other=0.0)
-            factor = _factor(w, a.dtype, SHARES and AS_MANTISSAS, AS_MANTISSAS)
+            factor = _factor(w, a.dtype, BY_PAIRS, AS_MANTISSAS)
             acc = tl.dot(factor, a, acc, input_precision="ieee")
         is_whole = num_steps == num_k
         if SHARES:  # noqa: SIM102 - only this one is known when the kernel is compiled
