@@ -555,7 +555,7 @@ def test_a_model_that_wants_its_kv_no_more_holds_up_no_adapter() -> None:
 
 
 def test_a_model_that_lacks_an_adapter_is_not_waited_for_by_that_adapter() -> None:
-    """It asks for its KV when it steps, which it does not before the adapter is there."""
+    """A model asks for its KV when it steps, which it does not before the adapter is there."""
     late = hosted(num_blocks=0, floor_blocks=0)
     late.num_waiting = 1
     pool = pool_of(free_bytes=8, base=late)
