@@ -95,7 +95,7 @@ def test_steps_are_measured() -> None:
 
 
 def test_nobody_waits_for_the_driver_between_a_step_and_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may be busy for two steps with a graph of some model: it is asked how long a step took later."""
+    """The driver may be busy for two steps with a graph of some model, and is asked for times later."""
     engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
     asked, launch = list[str](), engine.runner.launch
     monkeypatch.setattr(PendingStep, "is_computed", False)  # as on a device
@@ -117,6 +117,22 @@ def test_nobody_waits_for_the_driver_between_a_step_and_its_tokens(monkeypatch: 
     engine.flush()
     assert asked == ["time", "time"]
     assert taken_in() is None  # its event went behind its tokens, too
+
+
+def test_the_device_is_waited_for_where_the_books_of_a_broken_engine_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, done = engine_for("llama-gqa"), list[str]()
+    monkeypatch.setattr(engine.batcher.blocks, "release", lambda blocks: 1 // 0)
+    monkeypatch.setattr(engine.runner, "close", lambda: done.append("waited"))
+    engine.add(engine.request(new_id(), prompts("llama-gqa", [5])[0], greedy(1)))
+    engine.step()
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+
+    with pytest.raises(ZeroDivisionError):
+        engine.close()
+    assert done == ["waited"]
 
 
 def test_a_cpu_begins_with_few_tokens_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ CASES = {
     "gaps between slices": Case(300, 200, [[(0, 64, 8), (150, 40, 5)], [(70, 33, 2)]], [1, 0, None, 1, 1]),
     "the largest rank": Case(70, 40, [[(0, 20, 256), (20, 20, 1)]], [0, None]),
     "the largest rank of two rows": Case(70, 40, [[(0, 20, 256), (20, 20, 1)]], [0, 0]),
+    "the largest rank of aligned rows": Case(70, 48, [[(0, 24, 256), (24, 24, 1)]], [0, None, 0]),
     "more rows than a tile": Case(130, 64, [[(0, 64, 9)], [(0, 64, 16)]], [0, 1] * 20 + [None] + [0] * 9),
     "many adapters": Case(64, 36, [[(0, 36, 1 + 3 * at)] for at in range(9)], [*range(9), None, 5]),
     "wide rows of slices": Case(128, 300, [[(0, 90, 70), (90, 100, 40), (190, 110, 9)]], [0, None]),

@@ -422,9 +422,9 @@ class Engine:
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
         self._flight = self._unmeasured = None
-        self.settle()
         self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
         self._marks.closed()
+        self.settle()  # not before: books that are wrong must not keep the device from being waited for
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.

@@ -264,7 +264,7 @@ def test_an_adapter_drains_for_nobody_while_its_base_lacks_another() -> None:
 
 
 def test_an_adapter_is_in_nobodys_way_for_good_while_its_base_waits_for_its_own_weights() -> None:
-    """The weights may need the very room that the adapter has; it comes back before the base steps."""
+    """Weights may need the very room that the adapter has; it comes back before the base steps."""
     line = Line()
     line.ask(A)
     line.bring(A)

@@ -108,7 +108,7 @@ class Batcher:
         self._num_steps = 0
         self._last_decode = DecodedSequences()  #: of the step that was planned last
         #: What `settle` has to do to the books of blocks, in order. Whatever reads them here does it first.
-        self._unsettled: list[Callable[[], None]] = []
+        self._unsettled: deque[Callable[[], None]] = deque()
 
     @property
     def _max_length(self) -> int:
@@ -322,10 +322,13 @@ class Batcher:
         return not self._unsettled
 
     def settle(self) -> None:
-        """Publish and release blocks, which `take_tokens` has left to be done."""
-        for change in self._unsettled:
-            change()
-        self._unsettled.clear()  # not before: who looks from outside sees books that are not finished
+        """Publish and release blocks, which `take_tokens` has left to be done.
+
+        Each once, also where one raises: whoever calls again is told of the same fault, not of a later one.
+        """
+        while self._unsettled:
+            self._unsettled[0]()
+            self._unsettled.popleft()  # not before: who looks from outside sees books that are not finished
 
     def take_tokens(
         self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
