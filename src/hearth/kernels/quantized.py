@@ -262,10 +262,8 @@ def quantized_tiled_triton(
         EVEN_K=k % tile.block_k == 0,
         GROUP_N=GROUP_N,
         SHARES=scratch is not None,
-        BY_PAIRS=scratch is not None and capability() >= 90,  # older devices have no such subtraction
         AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
-        # Devices before Hopper subtract no pairs.
-        BY_PAIRS=scratch is not None and not x.is_cpu and capability() >= 90,
+        BY_PAIRS=scratch is not None and capability() >= 90,  # older devices have no such subtraction
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -292,7 +290,6 @@ def _tiled_kernel(
     SHARES: tl.constexpr,
     BY_PAIRS: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
-    BY_PAIRS: tl.constexpr,
 ):
     # A program has a run of steps, or one tile; what is known of that when it is compiled saves registers.
     num_k = tl.cdiv(k, BLOCK_K)
