@@ -146,7 +146,7 @@ def test_tensors_of_all_chunks_are_all_tensors() -> None:
 
 
 def test_a_directory_without_a_manifest_says_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match=r"no manifest\.json .* `hearth convert SOURCE DEST`"):
+    with pytest.raises(BadCheckpoint, match=r"no manifest\.json .* `hearth convert`, `hearth deploy`"):
         read_manifest(tmp_path)
 
 

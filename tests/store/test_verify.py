@@ -165,7 +165,7 @@ def test_a_missing_file_is_named(model: Path) -> None:
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match=r"no manifest\.json .* `hearth convert SOURCE DEST`"):
+    with pytest.raises(BadCheckpoint, match=r"no manifest\.json .* `hearth convert`, `hearth deploy`"):
         verify(tmp_path)
 
 
