@@ -1,4 +1,4 @@
-"""pydantic-ai against SmolLM2 and a tiny model: text of an agent, structured output by tool and by schema."""
+"""pydantic-ai against SmolLM2 and a tiny model: an agent answers in text, by a tool and by a schema."""
 
 from __future__ import annotations
 
