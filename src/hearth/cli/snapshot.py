@@ -156,7 +156,7 @@ def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson =
 
     BESIDES is the memory that a worker was seen to take besides its pool. GRAPHS counts captured steps, and
     behind a plus those of steps with adapters, which a model has once adapters are deployed on it. STATE says
-    in a word what is wrong with a snapshot, which is then made anew; `hearth snapshot verify` says more, as it
+    in a word what is wrong with a snapshot, which is then made anew; `hearth snapshot verify` says more: it
     reads all of it. A snapshot of a model that was removed goes with it; those that were used longest ago go
     when all of them take more than store.snapshot_bytes.
 
