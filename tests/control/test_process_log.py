@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -63,7 +64,7 @@ def test_a_standard_error_that_is_closed_or_not_wanted_loses_no_line_of_the_file
     to_stderr: bool, tmp_path: Path
 ) -> None:
     with pipe() as (_, stderr):
-        closed = os.dup(stderr)
+        closed = fcntl.fcntl(stderr, fcntl.F_DUPFD, 900)  # a number that the log's own files will not get
     os.close(closed)
     log = ProcessLog(tmp_path / "service.log", to_stderr=to_stderr, stderr=closed)
     os.write(log.fd, b"one\n")
