@@ -438,6 +438,20 @@ def test_models_and_adapters_share_their_names(data_dir: DataDir) -> None:
         assert registry.adapters() == []
 
 
+def test_an_adapter_replaces_an_adapter_and_no_model(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(OTHER)
+        registry.add(ADAPTER)
+        registry.replace(replace(ADAPTER, source="elsewhere"))
+        with pytest.raises(
+            RequestError, match=r"`Other-1\.0` is the name of a model, which no adapter replaces"
+        ):
+            registry.replace(replace(ADAPTER, name="Other-1.0"))
+        assert registry.all() == [OTHER, TINY]
+        assert registry.adapters() == [replace(ADAPTER, source="elsewhere")]
+
+
 @pytest.mark.parametrize("base", ["nobody", "other-lora"])
 def test_an_adapter_needs_a_model_that_is_deployed(data_dir: DataDir, base: str) -> None:
     with Registry.open(data_dir) as registry:

@@ -118,7 +118,7 @@ class Registry:
 
         Raises:
             UnknownModel: an adapter's base is not deployed.
-            RequestError: an adapter has the name of its base.
+            RequestError: an adapter has the name of its base, or of another model, which no adapter replaces.
             HasAdapters: what had the name has adapters, which would not fit.
         """
         self._write("insert or replace", deployed)
@@ -259,7 +259,7 @@ class Registry:
             self._is_way_back_over = True
 
     def _check(self, deployed: Deployed | DeployedAdapter) -> None:
-        """Refuse an adapter without a base, and whatever would leave others so."""
+        """Refuse adapters without a base or in place of a model, and what would leave others without one."""
         mine = self._adapters_of(deployed.name)
         if isinstance(deployed, DeployedAdapter):
             if deployed.base == deployed.name:
@@ -267,8 +267,9 @@ class Registry:
                     f"an adapter needs a name of its own, and `{deployed.name}` is its base; choose another "
                     "with `--name`"
                 )
-            is_base = "select 1 from models where name = ? and base is null"
-            if not self._execute(is_base, deployed.base).fetchall():
+            if self._is_model(deployed.name):
+                raise name_of_model(deployed.name)
+            if not self._is_model(deployed.base):
                 raise UnknownModel(
                     f"the base of `{deployed.name}` is no model that is deployed: `{deployed.base}`; deploy "
                     "that first, or name another with `--base`"
@@ -280,6 +281,11 @@ class Registry:
                 f"`{deployed.name}` has adapters that would not fit what is to replace it: "
                 f"{listed([adapter.name for adapter in mine])}; remove them first, or choose another name"
             )
+
+    def _is_model(self, name: str) -> bool:
+        """True if a model is deployed under a name, and no adapter."""
+        rows = self._execute("select 1 from models where name = ? and base is null", name)
+        return bool(rows.fetchall())
 
     def _put(self, verb: str, deployed: Deployed | DeployedAdapter) -> None:
         base = deployed.base if isinstance(deployed, DeployedAdapter) else None
@@ -332,4 +338,10 @@ class Registry:
 def name_taken(name: str) -> NameTaken:
     return NameTaken(
         f"a model is deployed as `{name}` already; choose another name, or replace it with `--overwrite`"
+    )
+
+
+def name_of_model(name: str) -> RequestError:
+    return RequestError(
+        f"`{name}` is the name of a model, which no adapter replaces; choose another name or remove it"
     )

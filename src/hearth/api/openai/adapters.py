@@ -15,6 +15,7 @@ from hearth.api.body import OwnBody, Text
 from hearth.api.guard import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.control.caller import OPERATOR
+from hearth.control.registry import name_of_model
 from hearth.errors import ConfigError, ModelError, NameTaken, RequestError, SourceMissing, UnknownModel
 
 if TYPE_CHECKING:
@@ -50,12 +51,10 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
 
         400: the name is taken, or it cannot be served. 404: there is none at `lora_path`.
         """
-        with suppress(UnknownModel):  # which for a caller whose key is limited is also what others have
+        # Before the work; the registry looks again. A limited key does not know the models of others.
+        with suppress(UnknownModel):
             if gateway.model(body.lora_name, OPERATOR).base is None:
-                raise RequestError(
-                    f"`{body.lora_name}` is the name of a model, which no adapter replaces; choose another "
-                    "`lora_name`"
-                )
+                raise name_of_model(body.lora_name)
         order = (_source_of(body.lora_path), body.lora_name, "auto", "none", body.load_inplace)
         try:
             deploying = gateway.deploy(*order, body.base_model_name, is_adapter=True)
