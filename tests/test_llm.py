@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from hearth import LLM, Completion, SamplingParams
+from hearth import LLM, Completion, SamplingParams, garbage
 from hearth.config import EngineConfig
 from hearth.engine.engine import StepOutcome, StepOutputs
 from hearth.engine.loop import Outbox, StepLoop
@@ -378,6 +378,30 @@ def test_leaving_a_stream_early_frees_the_engine(llm: LLM) -> None:
     wait_until_idle(llm)
     llm.engine.batcher.check()
     assert llm.engine.batcher.blocks.num_available == num_free
+
+
+def test_no_step_waits_for_a_collection_of_garbage_and_afterwards_all_is_as_before(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, found, step = gc.get_threshold(), set[int](), llm.engine.step
+
+    def watched() -> StepOutcome:
+        found.add(gc.get_threshold()[0])
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", watched)
+    llm.generate(["warm", "cold"], greedy(4))
+    assert (found, gc.get_threshold()) == ({garbage.MAX_YOUNG}, given)
+    found.clear()
+    assert len(list(llm.stream("warm", greedy(4)))) == 4
+    assert (found, gc.get_threshold()) == ({garbage.MAX_YOUNG}, given)
+    stream = llm.stream("warm", greedy(None))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined] # as leaving a `for` does
+    assert gc.get_threshold() == given
+    with pytest.raises(BadPrompt):
+        llm.generate([[VOCAB_SIZE]], greedy(4))
+    assert gc.get_threshold() == given
 
 
 def test_the_device_has_all_prompts_before_their_text_is_looked_at(

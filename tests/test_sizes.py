@@ -29,6 +29,7 @@ from hearth.sizes import (
     adapter_table_buffer,
     block_buffer,
     bytes_of,
+    counter_buffer,
     graph_bytes,
     input_buffers,
     run_bytes,
@@ -85,12 +86,14 @@ def test_an_engine_allocates_exactly_what_is_told(name: str, dtype: str) -> None
     tables_bytes = run_bytes(table_buffers(dimensions, LIMITS, context))
     size = StepSize.of(LIMITS, "cpu")
     told_bytes = tables_bytes + workspace_bytes(dimensions, dimensions.layers, dtype, size)
-    # The host has two copies of a step's inputs and of what it chose, whatever the device is.
+    # The host has two copies of a step's inputs, of writes to its table and of what it chose, whatever the
+    # device is.
     staged = (
         input_buffers(LIMITS, context)["packed"],
         sampler_buffers(LIMITS.max_seqs, dimensions.vocab_size)["chosen"],
     )
-    staged_bytes = 2 * sum(buffer.num_bytes for buffer in staged)
+    num_writes = LIMITS.max_seqs + LIMITS.max_batch_tokens  # of the block table, a place and a block each
+    staged_bytes = 2 * (sum(buffer.num_bytes for buffer in staged) + 2 * 4 * num_writes)
 
     assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes
     ask(engine, [[5, 6, 7], [8, 9]], greedy(3))
@@ -386,6 +389,13 @@ LLAMA_2_7B = Dimensions(
     is_gated=True,
     is_parallel=False,
 )
+
+
+@pytest.mark.parametrize(("num_heads", "num_counters"), [(32, 300), (64, 300), (71, 600), (192, 900)])
+def test_each_part_of_the_heads_that_share_k_and_v_has_a_counter(num_heads: int, num_counters: int) -> None:
+    dimensions = replace(LLAMA_2_7B, num_heads=num_heads, num_kv_heads=1)
+
+    assert counter_buffer(dimensions, 300).shape == (num_counters,)
 
 
 @pytest.mark.parametrize(

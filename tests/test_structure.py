@@ -15,7 +15,7 @@ Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncF
 BASE = {"types", "errors", "version", "sizes"}
 EXECUTION = BASE | {"config", "policy", "kernels", "models"}
 COMPOSITION = EXECUTION | {
-    *("cpus", "host_memory"),
+    *("cpus", "garbage", "host_memory"),
     *("text", "messages", "engine", "memory", "store", "snapshot"),
     *("transfer", "worker", "control", "forecast", "api", "sim"),
 }
@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "cgroups": set(),
     "cpus": {"cgroups"},
     "host_memory": {"cgroups"},
+    "garbage": set(),
     "native_code": set(),
     "cuda_driver": {"errors"},
     "cuda_batches": {"cuda_driver", "native_code"},
@@ -44,16 +45,17 @@ ARROWS: dict[str, set[str]] = {
     "models": BASE | {"kernels", "model_files"},
     "engine": EXECUTION | {"host_memory", "text"},
     "memory": EXECUTION | {"cuda_batches", "cuda_driver"},
-    "store": EXECUTION | {"cpus", "cuda_batches", "cuda_driver", "messages", "model_files", "native_code"},
+    "store": EXECUTION
+    | {"cpus", "cuda_batches", "cuda_driver", "garbage", "messages", "model_files", "native_code"},
     "snapshot": BASE | {"cuda_driver", "cuda_graphs", "kernels", "native_code"},
     "transfer": EXECUTION | {"messages"},
     "worker": EXECUTION
-    | {"beacon", "cpus", "host_memory", "engine", "memory", "store", "snapshot", "transfer"}
+    | {"beacon", "cpus", "garbage", "host_memory", "engine", "memory", "store", "snapshot", "transfer"}
     | {"cuda_batches", "cuda_driver", "cuda_graphs", "messages", "native_code", "wire"},
     "forecast": BASE | {"policy"},
     "control": BASE
     | {"beacon", "config", "cpus", "host_memory", "policy", "store", "messages", "wire", "forecast", "text"}
-    | {"snapshot"},
+    | {"garbage", "snapshot"},
     "api": BASE | {"config", "control", "messages", "policy", "text"},
     "sim": BASE | {"config", "policy", "snapshot"},
     "doctor": BASE | {"config", "cpus", "kernels", "snapshot", "store"},

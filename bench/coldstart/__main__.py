@@ -37,7 +37,7 @@ from bench.coldstart.part import Part
 from bench.coldstart.registering import pinning
 from bench.coldstart.setting import TINY_SCALE, Scale, Setting
 from bench.coldstart.shapes import SHAPES
-from bench.report import arguments, emit, keep, result_path, tell
+from bench.report import arguments, emit, environment, keep, result_path, tell
 
 #: Models whose graphs are captured if nobody says which: 13B is like 7B there.
 _CAPTURED = ("7B", "4B", "0.5B")
@@ -120,17 +120,21 @@ def ask_each(setting: Setting, asked: Mapping[str, Question]) -> Iterator[tuple[
             tell(f"{name}: {row.measure}: {row.value:.4g} {row.unit}, bound {row.bound}, aim {row.aim}")
         if part.error is not None:
             tell(f"{name}: ERROR: {part.error}")
-        yield name, part.as_json(time.perf_counter() - began_s)
+        yield name, {"environment": environment(), **part.as_json(time.perf_counter() - began_s)}
 
 
 def merged(
     answers: Mapping[str, Mapping[str, object]], order: Sequence[str], *, is_tiny: bool
 ) -> dict[str, Mapping[str, object]]:
-    """Return answers with those that were saved before to questions which were not asked now."""
+    """Return answers with those that were saved before to questions which were not asked now.
+
+    Each says when and on what it was measured.
+    """
     path = result_path("coldstart")
     before = json.loads(path.read_text()) if path.exists() else {}
     saved: Mapping[str, Mapping[str, object]] = before["results"] if before.get("is_tiny") == is_tiny else {}
-    found = {**saved, **answers}
+    dated = {name: {"environment": before.get("environment"), **answer} for name, answer in saved.items()}
+    found = {**dated, **answers}
     return {name: found[name] for name in order if name in found}
 
 

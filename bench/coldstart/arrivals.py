@@ -21,7 +21,7 @@ from bench.coldstart.part import Part, figures_of_peers
 from bench.coldstart.setting import ServiceKind, Setting
 from bench.coldstart.snapshot_use import SnapshotUse
 from bench.report import Row, percentiles, step
-from bench.service.client import Answer, Connection, Reply, ask_all, completion, read
+from bench.service.client import Answer, Connection, Reply, ask_all, completion, read, uncollected
 from bench.service.gaps import Gap
 from bench.service.process import Service
 from bench.service.streams import good
@@ -81,7 +81,7 @@ def burst(setting: Setting) -> Part:
         with step(f"burst, {name}"):
             service = _new_worker(setting, has_snapshots=has_snapshots)
             watch = setting.watch(service)
-            steps = ask_at_once(setting, service)
+            steps = first_steps(ask_at_once(setting, service))
         used = watch.use(int(has_snapshots))
         if (problem := _problem(used, has_snapshots=has_snapshots)) is not None:
             problems.append(f"{name}: {problem}")
@@ -97,13 +97,13 @@ def burst(setting: Setting) -> Part:
     return Part(rows, found, "; ".join(problems) or None)
 
 
-def ask_at_once(setting: Setting, service: Service) -> FirstSteps:
-    """Ask for many streams, and return how even their steps were."""
+def ask_at_once(setting: Setting, service: Service) -> list[Answer]:
+    """Ask for many streams at once, and return them when all have ended."""
     scale = setting.scale
     prompts = setting.prompts(MODEL).take(scale.burst_requests)
     questions = [completion(MODEL, prompt, scale.burst_tokens) for prompt in prompts]
-    with asyncio.Runner() as runner:
-        return first_steps([good(reply) for reply in runner.run(ask_all(service.port, questions))])
+    with uncollected(), asyncio.Runner() as runner:
+        return [good(reply) for reply in runner.run(ask_all(service.port, questions))]
 
 
 def first_steps(answers: Sequence[Answer]) -> FirstSteps:
@@ -140,7 +140,7 @@ def poisson(setting: Setting) -> Part:
                 service = _new_worker(setting, has_snapshots=has_snapshots)
                 watch = setting.watch(service)
                 coming = arrivals(rate_per_s, scale.arrivals_s)
-                with asyncio.Runner() as runner:
+                with uncollected(), asyncio.Runner() as runner:
                     first_s = runner.run(_first_texts_s(service.port, setting, coming))
             used = watch.use(int(has_snapshots))
             found[f"{name}, {rate_per_s:g}/s"] = {

@@ -17,7 +17,7 @@ from bench.coldstart.part import Part
 from bench.coldstart.setting import Setting
 from bench.coldstart.start_log import LogTail, Restoring
 from bench.report import Row, percentiles, step
-from bench.service.client import Answer, ask, completion, request
+from bench.service.client import Answer, ask, completion, request, uncollected
 from bench.service.gaps import Gap, Window, gaps, load_windows
 from bench.service.process import Service
 from bench.service.streams import good
@@ -85,7 +85,7 @@ def others(setting: Setting) -> Part:
     coming = setting.watch(service)
     coming.use(setting.bring_to_host(service, RUNNING, OTHER))  # until their graphs are there as well
     watch = setting.watch(service)
-    with step("others"), asyncio.Runner() as runner:
+    with step("others"), uncollected(), asyncio.Runner() as runner:
         seen = runner.run(_measure(setting, service))
     # A log has the time of day, streams that of a clock which never jumps.
     shift_s = time.perf_counter() - time.time()

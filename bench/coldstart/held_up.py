@@ -19,7 +19,6 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 
 import argparse
 import ctypes
-import gc
 import os
 import subprocess
 import sys
@@ -27,9 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -40,6 +37,7 @@ import torch
 
 from bench.coldstart.graph_process import SPARE_BYTES, GraphTask, hosting_of, placed, worker_setup
 from bench.coldstart.restore_parts import PackedGraph
+from bench.coldstart.ring import Noted, Ring
 from bench.coldstart.shapes import SHAPES, TINY_SHAPES
 from bench.report import percentiles, tell
 from hearth.config import EngineConfig, StoreConfig
@@ -76,19 +74,8 @@ from hearth.worker.start_times import StartTimes
 RUNNING, OTHER = "7B", "4B"
 LONG = 2.0  #: times the median
 _TOLD = 4  #: long gaps of a part
-_LONG_GARBAGE_S = 0.0003
 PARTS = ("cold", "rehearsed", "stood_in", "others")
 PATIENCE_S = 90.0  #: for one of them, with kernels to compile
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """Something that a thread did."""
-
-    thread: str
-    what: str
-    begin_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,52 +88,6 @@ class Scale:
     burst: int = 64
     burst_tokens: int = 48
     prompt: int = 128
-
-
-class Ring:
-    """The last things that threads did. Mutable; any thread writes."""
-
-    def __init__(self, max_events: int = 1 << 15) -> None:
-        #: What `Noted` is made of. To append is one step of the interpreter, and costs who is watched little.
-        self._events: deque[tuple[str, str, float, float]] = deque(maxlen=max_events)
-
-    @contextmanager
-    def span(self, what: str) -> Iterator[None]:
-        begin_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._events.append((threading.current_thread().name, what, begin_s, time.perf_counter()))
-
-    def trace(self, owner: object, name: str, what: str) -> None:
-        """Have all calls of a function noted from now on."""
-        called: Callable[..., Any] = getattr(owner, name)
-
-        def noted(*arguments: Any, **named: Any) -> Any:
-            with self.span(what):
-                return called(*arguments, **named)
-
-        setattr(owner, name, noted)
-
-    def trace_garbage(self) -> None:
-        """Have all collections of garbage noted that take a while, by the thread that they keep."""
-        begun_s = [0.0]
-
-        def noted(phase: str, about: dict[str, int]) -> None:
-            now_s = time.perf_counter()
-            if phase == "start":
-                begun_s[0] = now_s
-            elif now_s - begun_s[0] > _LONG_GARBAGE_S:
-                what = f"garbage {about['generation']}"
-                self._events.append((threading.current_thread().name, what, begun_s[0], now_s))
-
-        gc.callbacks.append(noted)
-
-    def all(self) -> list[Noted]:
-        return [Noted(*one) for one in list(self._events)]
-
-    def during(self, begin_s: float, end_s: float) -> list[Noted]:
-        return [one for one in self.all() if one.begin_s < end_s and one.end_s > begin_s]
 
 
 @dataclass(frozen=True, slots=True)

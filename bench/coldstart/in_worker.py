@@ -24,7 +24,6 @@ import hearth  # noqa: F401 - before torch, so that threads wait as a worker's d
 # isort: split
 
 import argparse
-import gc
 import logging
 import os
 import shutil
@@ -50,7 +49,8 @@ import torch
 
 from bench.coldstart.beside import by_phase
 from bench.coldstart.graph_process import GraphTask, worker_setup
-from bench.coldstart.held_up import OTHER, RUNNING, Ring, tell_steps
+from bench.coldstart.held_up import OTHER, RUNNING, tell_steps
+from bench.coldstart.ring import Ring
 from bench.coldstart.shapes import SHAPES, TINY_SHAPES
 from bench.random_model import write_random
 from bench.report import step, tell
@@ -65,9 +65,11 @@ from hearth.engine.graph_trial import GraphTrial
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.engine.runner import PendingStep, Runner
+from hearth.garbage import collect_when_idle
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.memory.page_table import PageTable
+from hearth.memory.vmm import MappedPool
 from hearth.messages import (
     DropModel,
     HostModel,
@@ -82,8 +84,9 @@ from hearth.messages import (
 from hearth.models.dtypes import DTYPES
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
+from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.store.borrower import Borrower
-from hearth.store.loader import Loader
+from hearth.store.loader import Load, Loader
 from hearth.store.manifest import read_manifest
 from hearth.types import ModelId
 from hearth.worker import __main__ as worker_main
@@ -114,6 +117,9 @@ TELL = "tell"  #: and the model whose tokens are told
 _TRACED = (
     (WorkerLoop, "_tell_residency", "tell_residency"),
     *((HostedModels, name, name) for name in ("drop", "found", "engine_ready", "weights_loaded", "load")),
+    *((HostedModels, "settle", "settle step"), (HostedModels, "_announced", "announce load")),
+    *((MappedPool, "load_ended", "load_ended"), (Load, "_give_back", "give back chunks")),
+    *((ModelLoad, "_capture_first", "capture first steps"), (RestoredGraphs, "_functions", "functions")),
     *((Reclaimer, name, name) for name in ("place", "before_step", "after_step")),
     *((Runner, name, name) for name in ("launch", "close", "settle", "rehearse", "stand_in", "fill_tables")),
     *((GraphTrial, name, f"trial {name}") for name in ("begin", "replay", "end")),
@@ -350,8 +356,6 @@ def trace_worker(ring: Ring) -> None:
         ring.trace(owner, function, what)
     _trace_by_kind(ring)
     ring.trace_garbage()
-    gc.collect()
-    gc.freeze()  # as a worker's process has it
 
 
 def _trace_by_kind(ring: Ring) -> None:
@@ -419,7 +423,8 @@ def main() -> None:
         thread = threading.Thread(target=measure, args=(rig, chosen.without), name="asks")
         thread.start()
         try:
-            loop.run()  # on the thread that has brought the device up: captures find library memory by it
+            with collect_when_idle():  # as a worker's process does
+                loop.run()  # on the thread that has brought the device up: captures find library memory by it
         finally:
             rig.client.facts.put(None)
             thread.join()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from bench.coldstart.part import Part, figures_of_peers
 from bench.coldstart.setting import NEW_TOKENS, PROMPT_TOKENS, Setting
 from bench.report import Row, percentiles, step
+from bench.service.client import uncollected
 from bench.service.gpu import Asked
 from bench.service.gpu import kill as kill_worker
 from hearth.types import Rung
@@ -83,7 +84,7 @@ def kill(setting: Setting) -> Part:
         setting.ask(service, "7B")
         setting.rest()
         watch = setting.watch(service)
-        with asyncio.Runner() as runner:
+        with uncollected(), asyncio.Runner() as runner:
             part = runner.run(kill_worker(service, setting.scale.kill, setting.bytes_per_s, "7B"))
     pause_s, teardown_s = (part.details[name] for name in ("pause_s", "teardown_s"))
     assert isinstance(pause_s, float)

@@ -28,6 +28,7 @@ from bench.coldstart.start_log import breakdown, num_rehearsals
 from bench.load.raw_readers import to_device_bytes_per_s
 from bench.random_model import write_random
 from bench.report import step, tell
+from bench.service.client import uncollected
 from bench.service.gpu import SEVEN, TINY, Asked, one
 from bench.service.gpu import Scale as KillScale
 from bench.service.process import Service, deploy, serving
@@ -338,7 +339,7 @@ class Setting:
 
     def ask(self, service: Service, model: str) -> Asked:
         """Ask for a few tokens."""
-        with asyncio.Runner() as runner:
+        with uncollected(), asyncio.Runner() as runner:
             return runner.run(one(service, model, self.prompts(model).take(1)[0], NEW_TOKENS))
 
     def bring_to_host(self, service: Service, *models: str) -> int:

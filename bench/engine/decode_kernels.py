@@ -1,6 +1,6 @@
 """How near are the kernels of a decode step to what memory allows, alone and behind each other?
 
-python -m bench.engine.decode_kernels [--only chain,attention,empty,elementwise,eight_bit,steps]
+python -m bench.engine.decode_kernels [--only chain,elementwise,eight_bit,steps]
 
 Prints a JSON line for each measurement. Every time is of launches inside a CUDA graph, over data that does
 not fit the cache. Bounds count each byte of weights and KV once, at 4.2 TB/s.
@@ -14,22 +14,20 @@ import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from random import Random
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from bench.engine.kernels import BF16, INT32, _paged
 from bench.engine.timing import microseconds
-from bench.sharegpt import conversations
 from hearth.kernels import jit
 from hearth.kernels.activation import activate
-from hearth.kernels.decode_attention import SplitScratch, TileShape, decode_attention_triton
+from hearth.kernels.decode_attention import SplitScratch, decode_attention_triton
 from hearth.kernels.linear import linear
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.quantized import quantized_skinny_triton
 from hearth.kernels.rotary import rotate_and_store
+from hearth.sizes import PROGRAMS_PER_PROCESSOR
 
 TB_PER_S = 4.2
 
@@ -67,8 +65,8 @@ def set_overlap(is_on: bool) -> None:
     jit.can_overlap = lambda: is_on
 
 
-def scratch_for(heads: Heads, num_rows: int, per_processor: int = 4) -> SplitScratch:
-    num_programs = per_processor * torch.cuda.get_device_properties(0).multi_processor_count
+def scratch_for(heads: Heads, num_rows: int) -> SplitScratch:
+    num_programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(0).multi_processor_count
     partials = 2 * num_programs * heads.num_q // heads.num_kv
     return SplitScratch(
         num_programs,
@@ -216,106 +214,6 @@ def eight_bit() -> None:
         del it
 
 
-class Attention:
-    """Decode attention over rows of some lengths, in as many layers as the cache does not hold."""
-
-    def __init__(self, heads: Heads, lengths: list[int]) -> None:
-        self.heads, self.num_rows = heads, len(lengths)
-        self.num_bytes = 4 * sum(lengths) * heads.num_kv * heads.dim
-        self.num_layers = max(2, min(32, -(-600_000_000 // self.num_bytes)))
-        self.kv, table = _paged(lengths, heads, self.num_layers)
-        slots = torch.arange(self.num_rows, **INT32)
-        self.rows = PagedRows(torch.tensor(lengths, **INT32) - 1, slots, table)
-        self.qkv = torch.randn(self.num_rows, (heads.num_q + 2 * heads.num_kv) * heads.dim, **BF16)
-        self.out = torch.empty(self.num_rows, heads.num_q * heads.dim, **BF16)
-
-    def microseconds(
-        self, shape: TileShape | None = None, per_processor: int = 4, there: int | None = None
-    ) -> float:
-        """Time a launch, of which so many rows are there; None: all of them."""
-        scratch = scratch_for(self.heads, self.num_rows, per_processor)
-        count = None if there is None else torch.tensor([there], **INT32)
-
-        def launch(layer: int) -> None:
-            decode_attention_triton(
-                self.qkv,
-                self.heads,
-                self.rows,
-                self.kv[:, layer],
-                window=None,
-                scratch=scratch,
-                out=self.out,
-                shape=shape,
-                num_rows=count,
-            )
-
-        return microseconds([lambda layer=layer: launch(layer) for layer in range(self.num_layers)])
-
-
-#: Tiles beside the one that is used, each with as many programs per multiprocessor as fit.
-TILES = [((64, 4, 2, 128), 4), ((32, 4, 2, 128), 4), ((32, 4, 4, 128), 3), ((16, 4, 2, 128), 4)]
-
-
-def ragged(count: int) -> list[int]:
-    """Contexts of requests in the midst of conversations."""
-    random = Random(3)
-    return [one.prompt + random.randrange(one.new) for one in conversations()[1000 : 1000 + count]]
-
-
-LENGTHS = {
-    "1 x 192": [192],
-    "1 x 4096": [4096],
-    "16 x 512": [512] * 16,
-    "64 x 192": [192] * 64,
-    "256 x 64": [64] * 256,
-    "256 x 161": [161] * 256,
-    "256 x 192": [192] * 256,
-    "64 ragged": ragged(64),
-    "208 ragged": ragged(208),
-    "480 ragged": ragged(480),
-    "64 x 2048": [2048] * 64,
-    "40 x 128, 8192, 23 x 128": [128] * 40 + [8192] + [128] * 23,
-}
-
-
-def attention() -> None:
-    """Time decode attention over lengths and heads, with the tile that is used and with others."""
-    set_overlap(True)
-    for heads in (Heads(32, 32, 128), Heads(32, 8, 128), Heads(14, 2, 64), Heads(8, 1, 256)):
-        for name, lengths in LENGTHS.items():
-            it = Attention(heads, lengths)
-            us = it.microseconds()
-            tried = dict[str, object]()
-            for shape, per_processor in TILES:
-                try:
-                    tried[str((*shape, per_processor))] = round(
-                        it.microseconds(TileShape(*shape), per_processor), 1
-                    )
-                except OutOfResources as error:
-                    tried[str((*shape, per_processor))] = str(error)[:60]
-            say(
-                part="attention",
-                heads=(heads.num_q, heads.num_kv, heads.dim),
-                lengths=name,
-                us=us,
-                tb_per_s=it.num_bytes / us / 1e6,
-                **tried,
-            )
-            del it
-            torch.cuda.empty_cache()
-
-
-def empty() -> None:
-    """Time decode attention in steps where few of the rows that may decode do."""
-    it = Attention(Heads(32, 8, 128), [16] * 1024)
-    for overlaps in (True, False):
-        set_overlap(overlaps)
-        found = {
-            there: [round(it.microseconds(None, n, there), 2) for n in (1, 2, 4)] for there in (0, 1, 64)
-        }
-        say(part="empty", overlaps=overlaps, us_by_rows_and_programs=found)
-
-
 def elementwise() -> None:
     set_overlap(True)
     tokens, hidden, inter, heads = 8192, 4096, 11008, Heads(32, 32, 128)
@@ -354,7 +252,7 @@ def steps() -> None:
             torch.cuda.empty_cache()
 
 
-PARTS = {part.__name__: part for part in (chain, attention, empty, elementwise, eight_bit, steps)}
+PARTS = {part.__name__: part for part in (chain, elementwise, eight_bit, steps)}
 
 
 def main() -> None:

@@ -160,7 +160,7 @@ def tuned(runner: Runner, rows: Sequence[int], capturer: Capturer | None) -> dic
     def told(found: ProductChoice | StepGain) -> None:
         nonlocal num_sizes
         if isinstance(found, StepGain):
-            us = [round(found.torch_us, 1), round(found.chosen_us, 1)]
+            us = [round(found.default_us, 1), round(found.chosen_us, 1)]
             sizes = [[size.outputs, size.inputs] for size in found.sizes]
             say(part="tuned", step=found.shape.num_rows, of=sizes, us=us, is_faster=found.is_faster)
             return
@@ -169,7 +169,7 @@ def tuned(runner: Runner, rows: Sequence[int], capturer: Capturer | None) -> dic
         say(
             part="tuned",
             size=[size.rows, size.outputs, size.inputs, size.adds],
-            torch_us=found.torch_us,
+            default_us=found.default_us,
             rank=None if found.algorithm is None else words.index(found.algorithm),
             of=len(words),
             shares={words.index(word): round(share, 3) for word, share in found.final_shares.items()},

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.device_clock import ClockWatch
 from bench.engine.scale import Scale, Work
 from bench.engine.step_watch import StepWatch
 from bench.random_engine import choose_products, new_engine, new_tokenizer
@@ -39,6 +40,7 @@ class Pass:
     seconds: float
     tokens_per_s: float
     steps: dict[str, object]
+    clock: dict[str, float] | None  #: of the device; None: nobody can say
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Rig:
     engine: Engine
     llm: LLM
     watch: StepWatch
+    clock: ClockWatch
     prompts: Prompts
     device: torch.device
     passes: dict[str, Pass]  #: the last one through each work, by its text
@@ -64,11 +67,13 @@ class Rig:
             for one in work.requests
         ]
         self.watch.take()
+        self.clock.take()
         began_s = time.perf_counter()
         completions = self.llm.generate(prompts, params)
         seconds = time.perf_counter() - began_s
         assert [len(c.token_ids) for c in completions] == [one.new for one in work.requests]
-        self.passes[work.text] = Pass(seconds, work.num_tokens / seconds, self.watch.take())
+        rate, steps = work.num_tokens / seconds, self.watch.take()
+        self.passes[work.text] = Pass(seconds, rate, steps, self.clock.take())
         return self.passes[work.text]
 
     def describe(self) -> dict[str, object]:
@@ -113,10 +118,12 @@ def opened(shape: Shape, scale: Scale, device: torch.device) -> Iterator[Rig]:
         capture_sizes(engine.runner)  # as `LLM` does while weights come, which are here in a moment
         watch = StepWatch(engine)
         llm = LLM.over(engine, new_tokenizer(shape.arch.vocab_size))
+    clock = ClockWatch(device)
     try:
         prompts, opened_s = Prompts(shape.arch.vocab_size), time.perf_counter() - began_s
-        yield Rig(shape, scale, engine, llm, watch, prompts, device, {}, opened_s)
+        yield Rig(shape, scale, engine, llm, watch, clock, prompts, device, {}, opened_s)
     finally:
+        clock.close()
         llm.close()
 
 

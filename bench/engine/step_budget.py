@@ -40,8 +40,8 @@ CASES = [
     Case("64 prompts of 128", 0, 0, (128,) * 64),
     Case("a prompt of 3,500, 20 decode rows behind 3,500", 20, 3500, (3500,)),
 ]
-#: Parts of names of the libraries' kernels for products, and of ours for one row.
-_PRODUCTS = ("nvjet", "gemm", "cutlass", "splitKreduce", "skinny_linear")
+#: Parts of names of the libraries' kernels for products, and of ours for one row and for small matrices.
+_PRODUCTS = ("nvjet", "gemm", "cutlass", "splitKreduce", "skinny_linear", "narrow_linear")
 #: A part of the name of the kernel that only sums up what the product in front of it left in parts.
 _ENDS = "splitKreduce"
 #: By a part of our kernels' names.

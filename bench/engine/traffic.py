@@ -44,7 +44,7 @@ def _passes(rig: Rig, name: str, work: Work) -> Found:
         _row(rig, name, f"{work.text}, {which}", work.unit, one.tokens_per_s) for which, one in passes.items()
     ]
     details = {
-        which: {"seconds": one.seconds, "tokens_per_s": one.tokens_per_s, **one.steps}
+        which: {"seconds": one.seconds, "tokens_per_s": one.tokens_per_s, **one.steps, "clock": one.clock}
         for which, one in passes.items()
     }
     return Found(rows, {**details, "times_best_peer": _times_best_peer(rows), "engine": rig.describe()})
@@ -70,9 +70,10 @@ def _first_tokens(rig: Rig) -> Found:
             (f"prompt_{length}", "", 0.0),
             (f"rested_{length}", ", after a pause", _REST_S),
         ):
+            rig.clock.take()
             times = percentiles(rig.first_tokens_ms(length, rig.scale.num_prompt_runs, rest_s))
             rows.append(_row(rig, key, f"{text}{how}", "ms", times["p50"], bound))
-            details[key] = {"ms": times, **rig.watch.take()}
+            details[key] = {"ms": times, **rig.watch.take(), "clock": rig.clock.take()}
     return Found(rows, {**details, "times_best_peer": _times_best_peer(rows)})
 
 

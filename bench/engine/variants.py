@@ -37,6 +37,7 @@ MODELS: Mapping[str, tuple[Mapping[str, object], str]] = {
     "Llama-2-7B": (LLAMA_7B, "none"),
     "Llama-3-8B": (LLAMA_8B, "none"),
     "Mistral-7B": (MISTRAL, "none"),
+    "Qwen2.5-0.5B": (QWEN_HALF, "none"),
     "Qwen2.5-0.5B int8": (QWEN_HALF, "int8"),
 }
 NUM_PROCESSORS, CAPABILITY, MEMORY_BYTES = 132, 90, 125 << 30  # an H200

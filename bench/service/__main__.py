@@ -37,7 +37,7 @@ import uvloop
 from bench.random_model import TINY, write_random
 from bench.report import arguments, emit, percentiles, tell
 from bench.service.bare_engine import Bare, bare
-from bench.service.client import completion
+from bench.service.client import completion, uncollected
 from bench.service.collector import collecting
 from bench.service.dialects import (
     BARE_TEMPLATE,
@@ -241,7 +241,8 @@ def dispatch(scale: Scale, place: Path) -> Part:
         ):
             tell("dispatch: the service")
             asked = [completion("tiny", prompt, 1) for prompt in prompts.take(scale.num_dispatches + 20)]
-            answers = runner.run(in_turn(service.port, asked))[20:]
+            with uncollected():
+                answers = runner.run(in_turn(service.port, asked))[20:]
             explained = [service.client.explain(answer.reply.request_id) for answer in answers[-400:]]
     served = percentiles([answer.first_s for answer in answers])
     alone = percentiles(engine_s)

@@ -6,9 +6,11 @@ It shares its machine with what it measures. Knows nothing of what it asks for.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypedDict, cast
 
@@ -209,6 +211,17 @@ async def ask_all(port: int, questions: list[bytes]) -> list[Reply]:
     finally:
         for connection in connections:
             connection.close()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Have this process look for no garbage meanwhile: its pauses would be taken for the service's."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 async def metrics_of(port: int, key: str | None = None) -> dict[str, float]:

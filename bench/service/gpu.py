@@ -33,7 +33,7 @@ from bench.llama7b import CONFIG
 from bench.load.raw_readers import to_device_bytes_per_s
 from bench.random_model import write_random
 from bench.report import arguments, emit, percentiles, tell
-from bench.service.client import Answer, Connection, ask, completion, metrics_of
+from bench.service.client import Answer, Connection, ask, completion, metrics_of, uncollected
 from bench.service.gaps import Gap, Window, gaps, load_again_and_again
 from bench.service.process import Service, deploy, serving
 from bench.service.streams import Prompts, good
@@ -272,7 +272,7 @@ def measure(place: Path, scale: Scale, only: Sequence[str]) -> tuple[dict[str, P
     with serving(data_dir, flags(data_dir, scale, model_bytes)) as service:
         parts = {}
         for name in only:
-            with asyncio.Runner() as runner:
+            with uncollected(), asyncio.Runner() as runner:
                 parts[name] = runner.run(PARTS[name](service, scale, bytes_per_s))
         with asyncio.Runner() as runner:
             metrics = runner.run(metrics_of(service.port))

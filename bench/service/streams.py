@@ -12,7 +12,7 @@ import uvloop
 
 from bench.report import percentiles
 from bench.service.bare_engine import Done
-from bench.service.client import Answer, Connection, Reply, ask_all, completion, read
+from bench.service.client import Answer, Connection, Reply, ask_all, completion, read, uncollected
 from bench.service.process import Service, machine_cpu_s
 
 #: Cores that others may keep busy in a round that counts as undisturbed.
@@ -70,13 +70,14 @@ class Prompts:
 
 def stream_all(service: Service, model: str, prompts: Sequence[list[int]], num_tokens: int) -> Run:
     requests = [completion(model, prompt, num_tokens) for prompt in prompts]
-    before, client_s = service.cpu_s(), time.process_time()
-    began_s, machine_s = time.perf_counter(), machine_cpu_s()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        replies = runner.run(ask_all(service.port, requests))
-    took_s, machine_s = time.perf_counter() - began_s, machine_cpu_s() - machine_s
-    client_s = time.process_time() - client_s
-    after = service.cpu_s()
+    with uncollected():
+        before, client_s = service.cpu_s(), time.process_time()
+        began_s, machine_s = time.perf_counter(), machine_cpu_s()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            replies = runner.run(ask_all(service.port, requests))
+        took_s, machine_s = time.perf_counter() - began_s, machine_cpu_s() - machine_s
+        client_s = time.process_time() - client_s
+        after = service.cpu_s()
     answers = [read(reply) for reply in replies]
     wrong = [answer for answer in answers if answer.num_tokens != num_tokens]
     if wrong:

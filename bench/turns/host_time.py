@@ -157,6 +157,10 @@ class MadeUpStep:
     def __init__(self, plan: StepPlan, end_s: float, clock: SkippingClock) -> None:
         self._plan, self._end_s, self._clock = plan, end_s, clock
 
+    @property
+    def is_done(self) -> bool:
+        return self._clock.monotonic() >= self._end_s
+
     def wait(self) -> StepResult:
         self._clock.skip_to(self._end_s)
         return StepResult([7] * self._plan.num_samples, None, [])

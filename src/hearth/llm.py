@@ -22,6 +22,7 @@ from hearth.config import EngineConfig, StoreConfig
 from hearth.engine.engine import Engine, Output, StepOutputs
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import BadPrompt, BadSampling, EngineFailed, UnknownModel
+from hearth.garbage import postponed
 from hearth.offline import ModelOptions, OpenedModel, add_adapters, open_model, read_adapters
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.store.record import LoadRecord
@@ -68,7 +69,10 @@ class Completion:
 
 
 class LLM:
-    """A model that is loaded and ready. Any thread may ask it."""
+    """A model that is loaded and ready. Any thread may ask it.
+
+    While it answers, the process around it looks for garbage only if very much comes: see `garbage.py`.
+    """
 
     def __init__(
         self,
@@ -170,7 +174,17 @@ class LLM:
         the last, so prompts are not held back by `max_step` beside those of other prompts. `progress` shows a
         bar on the terminal.
         """
-        asked = _as_prompts(prompts)
+        with postponed():
+            return self._generate(_as_prompts(prompts), params, adapter, progress=progress)
+
+    def _generate(
+        self,
+        asked: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
+        *,
+        progress: bool,
+    ) -> list[Completion]:
         each = zip(asked, _as_params(params, len(asked)), _as_adapters(adapter, len(asked)), strict=True)
         requests = [self._request(*one, is_streamed=False) for one in each]
         answers = {
@@ -190,18 +204,19 @@ class LLM:
 
     def _stream(self, request: EngineRequest) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
-        loop.add([request], outbox)
-        try:
-            answer = _ReceivedAnswer(request, self._tokenizer)
-            answer.open_transcript()  # while the device computes
-            while answer.finish_reason is None:
-                message = _received(outbox)
-                if isinstance(message, RequestFailed):
-                    raise message.error
-                for output in message:
-                    yield answer.take(output)
-        finally:
-            loop.cancel(request.request_id)
+        with postponed():
+            loop.add([request], outbox)
+            try:
+                answer = _ReceivedAnswer(request, self._tokenizer)
+                answer.open_transcript()  # while the device computes
+                while answer.finish_reason is None:
+                    message = _received(outbox)
+                    if isinstance(message, RequestFailed):
+                        raise message.error
+                    for output in message:
+                        yield answer.take(output)
+            finally:
+                loop.cancel(request.request_id)
 
     def close(self) -> None:
         """End live requests, wait for the step thread and let the memory go. Closing again is harmless."""

@@ -26,6 +26,9 @@ ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, 
 RUN_ALIGNMENT_BYTES = 256
 #: Programs of a decode attention launch for each multiprocessor, of which at most so many are used.
 PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
+#: Query heads that share k and v in a tile of decode attention. More of them have tiles of their own: to read
+#: k and v once more costs less than products of twice as many rows, most of which are padding.
+MAX_SUBGROUP = 64
 #: Logits that the sampler works on at a time where it needs several temporaries of each.
 _LOGITS_AT_ONCE = 1 << 25
 #: Logits of a row that one program looks at.
@@ -299,7 +302,13 @@ def sampled_pieces(num_rows: int, vocab_size: int) -> list[slice]:
 
 def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
     """Counters of split attention, which mean something between steps."""
-    return Buffer((max_samples * dimensions.num_kv_heads,), "int32")
+    num_parts = num_subgroups(dimensions.num_heads // dimensions.num_kv_heads)
+    return Buffer((max_samples * dimensions.num_kv_heads * num_parts,), "int32")
+
+
+def num_subgroups(num_sharing: int) -> int:
+    """Into how many parts decode attention cuts the query heads that share k and v."""
+    return -(-num_sharing // MAX_SUBGROUP)
 
 
 def rotary_buffer(rope_dim: int, context: int) -> Buffer:

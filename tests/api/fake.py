@@ -36,6 +36,7 @@ MODEL = ModelView(
     num_parameters=250,
     dtype="float32",
     quant="none",
+    family="llama",
     max_context=2048,
     has_chat_template=True,
     keep_alive_s=300.0,

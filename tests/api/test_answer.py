@@ -34,7 +34,7 @@ def test_a_stream_that_waits_says_so(gateway: FakeGateway) -> None:
 
     assert connection.status == 200
     assert connection.received.count(b": waiting\n\n") == 2
-    assert connection.received[-1] == b"data: [DONE]\n\n"
+    assert connection.received[-1].endswith(b"data: [DONE]\n\n")
     assert gateway.cancelled == []
 
 
@@ -54,7 +54,7 @@ def test_a_stream_that_is_paused_between_two_tokens_says_so_and_goes_on(gateway:
     assert received.count(b": waiting\n\n") == 3
     first, last = (next(at for at, data in enumerate(received) if word in data) for word in (b"Hi", b"again"))
     assert first < received.index(b": waiting\n\n") < last
-    assert received[-1] == b"data: [DONE]\n\n"
+    assert received[-1].endswith(b"data: [DONE]\n\n")
 
 
 def test_each_token_is_an_event_while_the_client_keeps_up(gateway: FakeGateway) -> None:
@@ -73,7 +73,7 @@ def test_each_token_is_an_event_while_the_client_keeps_up(gateway: FakeGateway) 
 
     received = asyncio.run(talk()).received
 
-    assert [data.count(b"data: ") for data in received] == [1] * 7  # role, a, b, c, d, reason, end
+    assert [data.count(b"data: ") for data in received] == [1] * 5 + [2]  # role, a, b, c, d, reason and end
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {"stream": True, "n": 3}, {}, {"n": 3}])
@@ -172,7 +172,7 @@ def test_a_call_that_is_held_back_does_not_silence_the_stream(tokenizers: dict[s
     received = asyncio.run(talk()).received
 
     assert b": waiting\n\n" in received
-    assert received[-1] == b"data: [DONE]\n\n"
+    assert received[-1].endswith(b"data: [DONE]\n\n")
 
 
 def test_a_deployment_that_takes_long_says_so(gateway: FakeGateway) -> None:

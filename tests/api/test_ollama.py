@@ -206,13 +206,15 @@ def test_models_are_listed_under_all_their_names(gateway: FakeGateway) -> None:
     assert (first["model"], first["size"], first["digest"]) == ("tiny:latest", 1000, MODEL.digest)
     assert first["modified_at"] == "2023-11-14T22:13:20.500000Z"
     assert (first["details"]["parameter_size"], first["details"]["quantization_level"]) == ("250", "F32")
+    assert (first["details"]["family"], first["details"]["families"]) == ("llama", ["llama"])
 
 
 def test_a_model_is_shown_with_what_it_can_do(tokenizers: dict[str, Tokenizer]) -> None:
     shown = request(FakeGateway(tokenizers["hermes"]), "POST", "/api/show", {"name": "tiny"}).json()
 
     assert shown["capabilities"] == ["completion", "tools", "embedding"]
-    assert shown["model_info"]["decoder.context_length"] == 2048
+    assert shown["details"]["family"] == shown["model_info"]["general.architecture"] == "llama"
+    assert shown["model_info"]["llama.context_length"] == 2048
     assert shown["template"] == tokenizers["hermes"].chat_template_text
     assert show_object(MODEL, None)["capabilities"] == ["completion", "embedding"]
 

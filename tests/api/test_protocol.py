@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -16,7 +18,7 @@ import uvicorn
 from hearth.api import protocol
 from hearth.api.connections import ConnectionLimits, Connections
 from hearth.api.guard import OPEN_PATHS
-from hearth.api.protocol import MAX_HEAD_BYTES, LimitedConfig
+from hearth.api.protocol import MAX_HEAD_BYTES, LimitedConfig, LimitedProtocol
 from tests.api.conftest import app_of
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of
 
@@ -475,3 +477,28 @@ def test_beyond_what_can_be_answered_at_once_requests_are_refused_and_health_ans
 
     assert refused.startswith(b"HTTP/1.1 429 ")
     assert b"retry-after: 1" in refused
+
+
+def test_a_connection_that_has_ended_leaves_no_garbage(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a cycle the gateway would have dozens of objects for each connection until it is idle."""
+    opened: list[weakref.ref[LimitedProtocol]] = []
+    connection_made = LimitedProtocol.connection_made
+
+    def noted(self: LimitedProtocol, transport: asyncio.Transport) -> None:
+        opened.append(weakref.ref(self))
+        connection_made(self, transport)
+
+    monkeypatch.setattr(LimitedProtocol, "connection_made", noted)
+    gc.disable()
+    try:
+        with served(gateway, ConnectionLimits(100, 100)) as address:
+            probe(address)
+            with connect(address) as asker:
+                body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2}).encode()
+                asker.sendall(POST + KEY + b"content-length: %d\r\n\r\n" % len(body) + body)
+                assert read_answer(asker).startswith(b"HTTP/1.1 200 ")
+        assert [one() for one in opened] == [None, None]
+    finally:
+        gc.enable()

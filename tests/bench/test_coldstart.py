@@ -425,3 +425,16 @@ def restored_graphs(digest: str) -> Restored:
         num_captured=0,
         decoded=[Decoded(7000.0, digest)],
     )
+
+
+def test_what_was_saved_before_keeps_when_it_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {"environment": {"commit": "old"}, "is_tiny": False, "results": {"ready": {"rows": []}}}
+    (tmp_path / "coldstart.json").write_text(json.dumps(saved))
+    monkeypatch.setattr(coldstart, "result_path", lambda name: tmp_path / f"{name}.json")
+
+    found = coldstart.merged({"burst": {"environment": {"commit": "new"}}}, ["ready", "burst"], is_tiny=False)
+
+    commits = {name: answer["environment"] for name, answer in found.items()}
+    assert commits == {"ready": {"commit": "old"}, "burst": {"commit": "new"}}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine import bounds, host_steps, process, start
+from bench.engine import bounds, host_steps, host_trace, process, prompt_steps, start
 from bench.engine.__main__ import Job, jobs
 from bench.engine.arrivals import Stream, poisson, serve
 from bench.engine.finding import Arm, Finding, Found, document, found_by
@@ -186,10 +186,40 @@ def test_the_hosts_part_of_steps_is_timed_without_a_gpu() -> None:
     engine.close()
 
 
+def test_steps_with_prompts_are_timed_without_a_gpu() -> None:
+    wave = prompt_steps.Wave.parse("3x40+2")
+
+    steps = prompt_steps.traced(wave, max_seqs=32, num_blocks=400)
+
+    prompts = [step for step in steps if step.plan is not None and step.plan.prompts]
+    assert len(prompts) == prompt_steps.NUM_WAVES
+    assert {len(step.plan.prompts) for step in prompts[1:] if step.plan is not None} == {wave.num_prompts}
+    assert all(0 < step.parts["plan"].cpu_s < step.cpu_s for step in prompts)
+
+
+def test_the_longest_steps_of_traffic_are_told_by_part() -> None:
+    engine = host_steps.opened(host_steps.TINY_SHAPE, CPU, num_rows=2)
+    trace = host_trace.HostTrace(engine)
+    host_steps.add_all(engine, 2, host_steps.GREEDY)
+
+    for _ in range(3):
+        engine.step()
+
+    host_steps.end(engine, 2)
+    trace.close()
+    first, *_ = trace.steps
+    assert first.plan is not None
+    assert first.plan.num_prompt_tokens > 0
+    assert 0 < first.parts["plan"].wall_s < first.host_s <= first.whole.wall_s
+    assert {"launch", "wait", "take_tokens"} <= trace.steps[-1].parts.keys()
+    assert "plan" in first.line()
+    engine.close()
+
+
 _IN_LINE = """add_norm nvjet_splitK splitKreduce rotate_and_store decode_attention nvjet splitKreduce add_norm
 nvjet
 activate nvjet add_norm nvjet best_token"""
-_SIDE_BY_SIDE = """add_norm nvjet rotate_and_store decode_attention nvjet nvjet activate nvjet add add_norm
+_SIDE_BY_SIDE = """add_norm nvjet rotate_and_store decode_attention nvjet nvjet activate nvjet add_norm
 nvjet best_token"""
 
 

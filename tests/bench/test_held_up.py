@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.coldstart.held_up import OTHER, Beside, Ring, tell_steps
+from bench.coldstart.held_up import OTHER, Beside, tell_steps
+from bench.coldstart.ring import Ring
 from tests.snapshot.fake_library import FakeLibrary, graphs_over
 from tests.snapshot.test_restored_graphs import Machine, sections_of
 

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from bench.coldstart import held_up, in_worker
-from bench.coldstart.held_up import Ring
+from bench.coldstart import in_worker
+from bench.coldstart.ring import Ring
 from hearth.engine.runner import Runner
 from hearth.types import ModelId
 
@@ -40,7 +40,7 @@ def test_without_it_a_model_that_goes_waits_for_all() -> None:
 
 
 def test_garbage_that_takes_long_to_collect_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_up, "_LONG_GARBAGE_S", 0.0)
+    monkeypatch.setattr("bench.coldstart.ring._LONG_GARBAGE_S", 0.0)
     callbacks, ring, began_s = list(gc.callbacks), Ring(), time.perf_counter()
     try:
         ring.trace_garbage()

@@ -44,6 +44,7 @@ MODEL = ModelView(
     num_parameters=135_000_000,
     dtype="float32",
     quant="none",
+    family="llama",
     max_context=8192,
     has_chat_template=True,
     keep_alive_s=None,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from hearth.control.devices import Devices
 from hearth.control.gateway import Gateway
 from hearth.control.upgrade import Upgraded
 from hearth.errors import ConfigError
+from hearth.garbage import MAX_YOUNG
 from tests.cli.shell import Hearth
 from tests.control.gateway_rig import GatewayRig
 
@@ -153,6 +155,26 @@ def test_a_signal_behind_the_end_of_a_service_ends_nothing_by_force(
     config = service_at(("127.0.0.1", 0), tmp_path / "data")
     server.run_service(config, lambda *_: signal.raise_signal(signal.SIGINT))
     assert {signal.getsignal(number) for number in server.END_SIGNALS} == {signal.SIG_IGN}
+
+
+def test_a_service_puts_collections_of_garbage_off_until_it_has_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, given = [], gc.get_threshold()
+
+    def watch(rig: GatewayRig) -> None:
+        drain = rig.gateway.drain
+
+        async def watched() -> None:
+            await drain()
+            found.append(gc.get_threshold()[0])
+
+        monkeypatch.setattr(rig.gateway, "drain", watched)
+
+    serve_by_rig(monkeypatch, at_begin=watch)
+    config = service_at(("127.0.0.1", 0), tmp_path / "data")
+    server.run_service(config, lambda *_: signal.raise_signal(signal.SIGINT))
+    assert (found, gc.get_threshold()) == ([MAX_YOUNG], given)
 
 
 def test_the_log_names_the_address_that_is_listened_on_and_the_url_to_ask_here(

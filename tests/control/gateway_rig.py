@@ -113,6 +113,7 @@ class GatewayRig:
 
     def close(self) -> None:
         self.registry.close()
+        self.driver.close()
         self.journal.close()
         self.encoder.close()
 
@@ -131,8 +132,13 @@ def ask(prompt: str | list[int] | ChatPrompt = "!!") -> GenerationRequest:
     return GenerationRequest("tiny", prompt, SamplingParams())
 
 
-def emit(rig: GatewayRig, link: RecordingLink, *tokens: int, finished: bool = False) -> None:
-    """Every run of the worker emits these tokens, as the text thread hands them on."""
+def emit(
+    rig: GatewayRig, link: RecordingLink, *tokens: int, finished: bool = False, is_sent: bool = True
+) -> None:
+    """Every run of the worker emits these tokens, as the text thread hands them on.
+
+    `is_sent`: False: the loop has not got around to that, and so the brain does not know who has ended.
+    """
     for token in tokens:
         by_run = rig.driver.requests.by_run
         runs = {run: request for run, request in by_run.items() if request.worker == link.worker}
@@ -146,3 +152,5 @@ def emit(rig: GatewayRig, link: RecordingLink, *tokens: int, finished: bool = Fa
             decoded.append(DecodedToken(request, delta, is_run_over=run in reasons))
         step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
         rig.driver.receive(DecodedFact(link, 0, step, DecodedTexts(decoded)))  # type: ignore[arg-type] # as much of a link as is needed
+    if is_sent:
+        rig.driver.book_finished()

@@ -219,6 +219,7 @@ def test_the_name_of_an_adapter_means_its_base_with_the_adapter(registry: Regist
     assert [one.name for one in known.adapters()] == ["shop"]
     view = known.view(entry)
     assert (view.name, view.base, view.num_bytes, view.max_rank) == ("shop", BIG, 4096, 8)
+    assert view.family == known.view(known.find(BIG)).family == LARGE.family == "llama"
     assert view.max_context == entry.max_context
 
 

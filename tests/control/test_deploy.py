@@ -111,6 +111,7 @@ def test_a_checkpoint_is_converted_into_the_data_directory(data_dir: DataDir, ch
     assert (deployed.digest, deployed.facts.num_bytes) == (manifest.digest, manifest.num_bytes)
     assert (deployed.facts.dtype, deployed.facts.eos_ids) == ("float32", (1, 2))
     assert deployed.facts.has_chat_template
+    assert deployed.facts.family == "llama"
     assert deployed.facts.num_parameters == build("llama-gqa").model.num_parameters()
     assert Tokenizer.load(place).has_chat_template
 

@@ -12,6 +12,8 @@ from msgspec import structs
 from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
 from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
+from hearth.control.exchange_record import ExchangeRecord
+from hearth.control.generation import AnswerStream
 from hearth.control.registry import Registry
 from hearth.control.views import Explanation, UnloadView
 from hearth.errors import EngineFailed, LogitsNotFinite, RequestError, StoreError, UnknownModel
@@ -495,6 +497,75 @@ def test_a_lost_worker_keeps_nobody_waiting(data_dir: DataDir, deployed: Deploye
         await asyncio.sleep(0)
         rig.receive(link, None)
         assert (await asyncio.wait_for(looking, 60.0)).models == ()
+
+    with_rig(data_dir, scene)
+
+
+def test_the_brain_is_told_of_ends_when_the_tokens_of_the_step_are_sent(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link, loop, story = rig.join(), asyncio.get_running_loop(), list[str]()
+        rig.driver.add_sink(lambda event, _: story.append(type(event).__name__))
+
+        async def read(stream: AnswerStream) -> None:
+            await stream.next()
+            loop.call_soon(story.append, "sent")  # as a loop does that sends when all tasks had their turn
+
+        streams = [await rig.submit(ask(), ANYBODY) for _ in range(3)]
+        readers = [asyncio.create_task(read(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        story.clear()
+        emit(rig, link, 5, finished=True, is_sent=False)
+        assert rig.driver.fleet.queues.num_running == 3
+        await asyncio.gather(*readers)
+        while rig.driver.requests.by_id:
+            await asyncio.sleep(0)
+        assert story == ["sent"] * 3 + ["RequestFinished"] * 3
+        assert rig.driver.fleet.queues.num_running == 0
+
+    with_rig(data_dir, scene)
+
+
+@pytest.mark.parametrize(
+    "next_up", ["lost", "cancelled", "asked", "shut down", "closed", "stepped", "answered"]
+)
+def test_whatever_happens_next_finds_the_ends_of_a_step_in_the_books(
+    data_dir: DataDir, deployed: Deployed, next_up: str
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link, story = rig.join(), list[str]()
+        rig.driver.add_sink(lambda event, _: story.append(type(event).__name__))
+        stream = await rig.submit(ask(), ANYBODY)
+        asked = await rig.gateway.prepare(ask(), rig.gateway.admit(ANYBODY))
+        story.clear()
+        emit(rig, link, 5, finished=True, is_sent=False)
+        match next_up:
+            case "lost":
+                rig.receive(link, None)
+            case "cancelled":
+                rig.driver.cancel(stream.request_id)
+            case "asked":
+                rig.gateway.start(asked)
+            case "shut down":
+                rig.gateway.end_all()
+            case "closed":
+                rig.driver.close()
+            case "stepped":
+                rig.receive(link, StepDone(TINY, [], [], {}))
+            case "answered":
+                rig.gateway.exchange_ended(ExchangeRecord())
+        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        assert explained is not None
+        assert (explained.outcome, explained.num_resumes) == ("stop", 0)
+        assert explained.total_s == explained.first_token_s, "it ended with its token, not with the books"
+        assert stream.request_id not in rig.driver.requests.by_id
+        followed = {"lost": ["WorkerLost"], "asked": ["RequestArrived"]}.get(next_up, [])
+        assert story == ["RequestFinished", *followed]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert story == ["RequestFinished", *followed]
+        rig.gateway.end_all()
 
     with_rig(data_dir, scene)
 

@@ -197,6 +197,7 @@ def test_a_text_that_comes_behind_its_step_ends_its_request_and_is_counted(
         token = DecodedToken(request, TokenDelta("a", 5, None, FinishReason.LENGTH, 0), is_run_over=True)
         late = DecodedLate(link, DecodedTexts([token]))  # type: ignore[arg-type] # as much of a link as is needed
         rig.driver.receive(late)
+        rig.driver.book_finished()
         assert (await stream.next())[0].text == "a"
         assert not rig.driver.requests.by_id
         assert shown_value(rig.metrics, "hearth_late_text_tokens_total") == 1
@@ -256,6 +257,7 @@ def embedded(rig: GatewayRig, link: RecordingLink, reading: PromptReading) -> No
     )
     texts = DecodedTexts(ended=list(requests.values()))
     rig.driver.receive(DecodedFact(link, 0, done, texts))  # type: ignore[arg-type] # as much of a link as is needed
+    rig.driver.book_finished()
 
 
 def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_it(

@@ -77,6 +77,31 @@ def test_a_changed_action_is_found(tmp_path: Path) -> None:
     assert "1e-300" in result.first_difference
 
 
+def test_events_in_a_row_reach_the_system_together_also_if_one_of_them_breaks_the_brain(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal"
+    world = recorded(tmp_path / "whole")
+    first, second, third = zip(world.events[:3], world.actions[:3], strict=True)
+    with Journal(path, world.fleet.config, 1 << 20) as journal:
+        journal.record(*first)
+        num_lines = path.read_bytes().count(b"\n")
+
+        def break_the_brain() -> None:
+            with journal.flushing_once():
+                journal.record(*second)
+                assert path.read_bytes().count(b"\n") == num_lines
+                journal.record(*third)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            break_the_brain()
+        assert path.read_bytes().count(b"\n") == num_lines + 2
+        assert replay(path) == Replay(3, None, is_torn=False)
+        journal.record(world.events[3], world.actions[3])
+        assert path.read_bytes().count(b"\n") == num_lines + 3
+
+
 def test_a_torn_last_line_is_reported_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     world = recorded(path)

@@ -7,7 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -211,6 +211,17 @@ def test_a_row_that_cannot_be_read_hides_no_other_and_can_go(
         assert registry.locations() == [OTHER.location, TINY.location]
         assert registry.remove("tiny") == [TINY.location]
         assert registry.locations() == [OTHER.location]
+
+
+def test_a_model_that_was_deployed_when_families_were_not_kept_is_served_all_the_same(
+    data_dir: DataDir,
+) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        with closing(sqlite3.connect(data_dir.registry_path)) as connection:
+            connection.execute("update models set facts = json_remove(facts, '$.family')")
+            connection.commit()
+        assert registry.all() == [replace(TINY, facts=replace(LARGE, family=None))] != [TINY]
 
 
 def test_what_is_done_in_a_transaction_is_undone_if_it_fails(data_dir: DataDir) -> None:

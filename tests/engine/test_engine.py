@@ -119,11 +119,25 @@ def test_nobody_waits_for_the_driver_between_a_step_and_its_tokens(monkeypatch: 
     assert taken_in() is None  # its event went behind its tokens, too
 
 
+def test_an_engine_knows_whether_first_tokens_need_only_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for("llama-gqa")
+    engine.add(engine.request(new_id(), prompts("llama-gqa", [5])[0], greedy(3)))
+    assert not engine.computes_first_tokens, "nothing was launched"
+    engine.step()
+    assert not engine.computes_first_tokens, "a CPU is done with it"
+    monkeypatch.setattr(PendingStep, "is_done", False)  # as on a device
+    assert engine.computes_first_tokens
+    engine.step()
+    assert not engine.computes_first_tokens, "the first was taken in"
+    engine.flush()
+    assert not engine.computes_first_tokens
+
+
 def test_the_device_is_waited_for_where_the_books_of_a_broken_engine_are_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, done = engine_for("llama-gqa"), list[str]()
-    monkeypatch.setattr(engine.batcher.blocks, "release", lambda blocks: 1 // 0)
+    monkeypatch.setattr(engine.batcher.blocks, "release_all", lambda sequences: 1 // 0)
     monkeypatch.setattr(engine.runner, "close", lambda: done.append("waited"))
     engine.add(engine.request(new_id(), prompts("llama-gqa", [5])[0], greedy(1)))
     engine.step()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hearth.engine import inputs as inputs_module
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.engine.upload import Uploads
@@ -167,6 +168,25 @@ def test_the_row_of_a_slot_with_a_new_owner_names_no_block_of_the_old_one() -> N
     view_of(inputs, StepPlan(1, (admission,), (TableWrite(1, 0, (9,)),), DecodeRows(), (prefill(1, 0, 3),)))
 
     assert inputs.block_table[1].tolist() == [9, SINK, SINK]
+
+
+def test_table_writes_of_two_steps_in_a_row_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may still read those of the step before, also where the next has more than ever."""
+    sent: list[torch.Tensor] = []
+
+    def noted(*_: object, writes: torch.Tensor | None, **__: object) -> None:
+        assert writes is not None
+        sent.append(writes)
+
+    monkeypatch.setattr(inputs_module, "read_step", noted)
+    inputs, num_many = buffers(), 2 * (MAX_TOKENS + MAX_SEQS)
+    written = []
+    for number, num_blocks in enumerate((1, 2, num_many, 3, num_many, 1)):
+        blocks = tuple(range(100 * number, 100 * number + num_blocks))
+        step = plan(decode(0, 0), writes=(TableWrite(0, 0, blocks),))
+        inputs.fill(step, EXACT.shape_of(step))
+        written.append([list(range(num_blocks)), list(blocks)])
+        assert [one.tolist() for one in sent[-2:]] == written[-2:]
 
 
 def test_a_short_step_sees_nothing_of_the_longer_ones_before_it() -> None:

@@ -169,7 +169,7 @@ def test_a_step_is_warm_once_its_weights_and_its_graphs_are_there() -> None:
     graphs, gate = FirstWork(), Gate()
     engine = padded("llama-gqa", ROOMY, graphs)
     row = Row(RequestId("a"), 0, 0, 5, (5, 6, 7, 8, 9), samples=True)
-    prompt, alike = (StepPlan(0, (), (), DecodeRows(), (one,)) for one in (row, replace(row, start=8)))
+    prompt, alike = (StepPlan(0, (), (), DecodeRows(), (one,)) for one in (row, row._replace(start=8)))
 
     assert not engine.runner.is_warm(prompt)
     engine.runner.run_padding(engine.runner.sizes.shape_of(prompt))

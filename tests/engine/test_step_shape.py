@@ -90,7 +90,7 @@ def test_steps_with_adapters_have_graphs_of_their_own_whichever_rows_have_them()
     decode = replace(bare.decode, adapters=[None, AdapterId("one"), None, None, None])
     keys = sizes.shape_of(replace(bare, decode=decode)).keys
     assert keys == (GraphKey(StepPart.DECODE, 8, has_adapters=True),)
-    row = replace(beside.prompts[0], adapter=AdapterId("one"))
+    row = beside.prompts[0]._replace(adapter=AdapterId("one"))
     assert sizes.shape_of(replace(beside, prompts=(row,))).keys == (
         GraphKey(StepPart.MIXED, 128, has_adapters=True),
         GraphKey(StepPart.TAIL, 8, has_adapters=True),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,8 +19,9 @@ def _quick_interpreter() -> Iterator[None]:
 
     At each call of a function by a kernel it replaces the builtins of its language, which the kernel's launch
     has replaced, and looks through all of the language to find them; at each result it lists all types of
-    numbers. Here all of it is done once. It also computes every sum and product of integers again in 64 bits,
-    for an assertion that it leaves out afterwards, since its option `debug` is off.
+    numbers, and makes shape and type anew. Here all of it is done once. It also computes every sum and
+    product of integers again in 64 bits, for an assertion that it leaves out afterwards, since its option
+    `debug` is off.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":  # kernels run on a device
         yield
@@ -65,12 +66,37 @@ def _quick_interpreter() -> Iterator[None]:
             found = np_dtypes[dtype.name] = np_dtype_of(dtype)
         return found
 
+    init_tensor, init_block = language.core.tensor.__init__, language.core.block_type.__init__
+    sizes_by_shape, block_by_shape = {}, {}
+
+    def quick_init_tensor(self: language.tensor, handle: object, dtype: language.dtype) -> None:
+        shape = tuple(dtype.shape.values) if dtype.is_block() else ()
+        if (sizes := sizes_by_shape.get(shape)) is None:
+            init_tensor(self, handle, dtype)
+            sizes_by_shape[shape] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, dtype, dtype.scalar
+            self.shape, self.numel = sizes
+
+    def quick_init_block(self: language.block_type, element: language.dtype, shape: Sequence[int]) -> None:
+        shape = shape.values if isinstance(shape, language.core.tuple) else shape
+        key = (element.name, *shape) if {*map(type, shape)} == {int} else None
+        if (block := block_by_shape.get(key)) is None:
+            init_block(self, element, shape)
+            if key is not None:
+                block_by_shape[key] = self.shape, self.numel, self.name
+        else:
+            self.element_ty = element
+            self.shape, self.numel, self.name = block
+
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_LangPatchScope", Scope)
         patch.setattr(interpreter, "_patch_lang", patch_lang_once)
         patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+        patch.setattr(language.core.tensor, "__init__", quick_init_tensor)
+        patch.setattr(language.core.block_type, "__init__", quick_init_block)
         patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
 

@@ -9,6 +9,7 @@ from hearth.kernels.decode_attention import (
     SplitScratch,
     decode_attention_reference,
     decode_attention_triton,
+    tile_shape,
 )
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import (
@@ -18,6 +19,7 @@ from hearth.kernels.prefill_attention import (
 )
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 from hearth.kernels.rotary import rotate_and_store_triton
+from hearth.sizes import num_subgroups
 from tests.kernels.cases import DEVICES, Paged, assert_close, crossed, random
 
 HEADS = [
@@ -29,6 +31,7 @@ HEADS = [
     Heads(20, 1, 64),
     Heads(14, 2, 64),
     Heads(3, 1, 256),
+    Heads(131, 1, 16),
 ]
 LENGTHS = [1, 15, 16, 17, 100, 205]
 #: Tiles of these lengths for each head of KV, of the smallest that there are: 16 tokens.
@@ -38,12 +41,13 @@ PROGRAMS = [(None, 1), (None, 3), (None, None), (40, 5), (130, 2)]
 
 
 def scratch_for(heads: Heads, device: str, num_programs: int, num_rows: int) -> SplitScratch:
-    num_parts = 2 * num_programs * heads.num_q // heads.num_kv
+    group = heads.num_q // heads.num_kv
+    num_parts, subgroups = 2 * num_programs * group, num_subgroups(group)
     return SplitScratch(
         num_programs,
         torch.full((num_parts * heads.dim,), float("nan"), device=device),
         torch.full((num_parts * 2,), float("nan"), device=device),
-        torch.zeros(num_rows * heads.num_kv, dtype=torch.int32, device=device),
+        torch.zeros(num_rows * heads.num_kv * subgroups, dtype=torch.int32, device=device),
     )
 
 
@@ -124,6 +128,8 @@ def test_kernel_equals_reference_for_a_row_alone(device: str, length: int, windo
         Heads(8, 1, 256),
         Heads(64, 8, 128),
         Heads(6, 3, 112),
+        Heads(71, 1, 64),
+        Heads(130, 2, 64),
     ],
     ids=str,
 )
@@ -236,3 +242,43 @@ def test_same_bits_whichever_program_finishes_last(device: str) -> None:
     outs = [case.run(17) for _ in range(num_launches)]
 
     assert all(torch.equal(outs[0], out) for out in outs[1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_programs"),
+    [
+        (Heads(8, 1, 256), 264),
+        (Heads(71, 1, 64), 264),
+        (Heads(71, 1, 128), 264),
+        (Heads(32, 8, 64), 528),
+        (Heads(32, 32, 128), 528),
+    ],
+)
+def test_no_more_programs_are_launched_than_fit(
+    heads: Heads, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that had to wait for others would begin when all others end."""
+    launched = list[object]()
+
+    def note(kernel: object, grid: object, *_: object, **__: object) -> None:
+        launched.append(grid)
+
+    monkeypatch.setattr("hearth.kernels.decode_attention.capability", lambda: 90)
+    monkeypatch.setattr("hearth.kernels.decode_attention.launch", note)
+
+    Case.build([3], heads, "cpu", torch.bfloat16).run(528)
+
+    assert launched == [(num_programs,)]
+
+
+@pytest.mark.parametrize(
+    ("device", "dim", "num_tokens"),
+    [(90, 256, 64), (90, 320, 16), (120, 256, 16), (80, 256, 16), (90, 128, 64), (120, 128, 32)],
+)
+def test_tiles_are_large_only_where_all_programs_fit(
+    device: int, dim: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("decode_attention", "jit"):
+        monkeypatch.setattr(f"hearth.kernels.{module}.capability", lambda: device)
+
+    assert tile_shape(Heads(8, 1, dim), torch.bfloat16).block_n == num_tokens

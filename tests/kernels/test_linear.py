@@ -3,12 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hearth.engine.product_choice import ProductRecorder
+from hearth.kernels import jit
+from hearth.kernels import linear as linear_module
 from hearth.kernels.linear import (
     FLIPPED_ROWS,
     MAX_SKINNY_ROWS,
     add_linear,
     flipped_linear,
+    linear,
     linear_reference,
+    narrow_linear_triton,
     skinny_linear_triton,
 )
 from tests.kernels.cases import DTYPES, assert_close, random
@@ -30,6 +35,89 @@ def test_kernel_equals_reference(
     skinny_linear_triton(x, weight, bias, out=out)
 
     assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [one for one in DTYPES if one.values != ("cuda", torch.float32)]
+)
+@pytest.mark.parametrize(("rows", "n", "k"), [(2, 33, 64), (16, 97, 904), (50, 40, 256), (100, 64, 136)])
+@pytest.mark.parametrize("to", ["out", "out with a bias", "sum"])
+def test_narrow_kernel_equals_reference(
+    device: str, dtype: torch.dtype, rows: int, n: int, k: int, to: str
+) -> None:
+    x = random(rows, k, device=device, dtype=dtype, seed=1)
+    weight = random(n, k, device=device, dtype=dtype, seed=2)
+    bias = random(n, device=device, dtype=dtype, seed=3) if "bias" in to else None
+    around = torch.full((rows + 2, n), float("nan"), device=device, dtype=dtype)
+    out = around[1:-1]
+    expected = torch.empty(rows, n, device=device, dtype=torch.float64)
+    linear_reference(x.double(), weight.double(), None if bias is None else bias.double(), out=expected)
+    if to == "sum":
+        out.copy_(random(rows, n, device=device, dtype=dtype, seed=4))
+        expected += out.double()
+
+    narrow_linear_triton(x, weight, bias, out=out, adds=to == "sum")
+
+    assert_close(out, expected)
+    assert around[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", [2, 16, 17, 64, 128])
+@pytest.mark.parametrize(("n", "k"), [(1152, 896), (896, 896), (2048, 1024)])
+def test_narrow_sums_have_the_same_bits_every_time(rows: int, n: int, k: int, device: str) -> None:
+    x = random(rows, k, device=device, dtype=torch.bfloat16, seed=1)
+    weight = random(n, k, device=device, dtype=torch.bfloat16, seed=2)
+    out, first = (torch.empty(rows, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    narrow_linear_triton(x, weight, None, out=first)
+    assert_close(first, x.float() @ weight.float().t())
+
+    for _ in range(50):
+        narrow_linear_triton(x, weight, None, out=out)
+        assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "dtype", "device", "is_narrow"),
+    [
+        (2, 1152, 896, torch.bfloat16, 90, True),
+        (128, 896, 896, torch.float16, 90, True),
+        (64, 2048, 2048, torch.bfloat16, 90, True),
+        (32, 2048, 2048, torch.bfloat16, 90, False),
+        (128, 2048, 2048, torch.bfloat16, 90, False),
+        (129, 896, 896, torch.bfloat16, 90, False),
+        (2, 4096, 896, torch.bfloat16, 90, False),
+        (2, 896, 4864, torch.bfloat16, 90, False),
+        (2, 896, 900, torch.bfloat16, 90, False),
+        (2, 896, 896, torch.float32, 90, False),
+        (2, 896, 896, torch.bfloat16, 80, False),
+        (2, 896, 896, torch.bfloat16, 120, False),  # whose programs have too little shared memory
+    ],
+)
+def test_few_rows_and_a_small_matrix_have_a_kernel_of_their_own_where_kernels_overlap(
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: int,
+    is_narrow: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jit, "capability", lambda: device)
+    monkeypatch.setattr(linear_module, "can_overlap", lambda: device >= 90)
+    asked: list[object] = []
+    monkeypatch.setattr(linear_module, "launch", lambda *args, **_: asked.append(args[-1]))
+    x, weight, out = (
+        torch.empty(size, device="meta", dtype=dtype) for size in ((rows, k), (n, k), (rows, n))
+    )
+
+    linear(x, weight, None, out=out)
+    assert add_linear(x, weight, out=out)
+    # Kernels that were chosen were faster than ours.
+    linear(x, weight, None, out=out, products=ProductRecorder())
+    assert add_linear(x, weight, out=out, products=ProductRecorder())
+
+    assert asked == ([0, rows] if is_narrow else [])
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(9, 64, 64), (16, 97, 150), (96, 33, 80)])

@@ -9,7 +9,7 @@ import torch
 from hearth.kernels import jit, step_tokens
 from hearth.kernels.activation import activate_triton
 from hearth.kernels.decode_attention import decode_attention_triton
-from hearth.kernels.linear import skinny_linear_triton
+from hearth.kernels.linear import narrow_linear_triton, skinny_linear_triton
 from hearth.kernels.norm import add_norm_triton
 from hearth.kernels.paged import Heads
 from hearth.kernels.quantized import quantized_skinny_triton
@@ -22,7 +22,7 @@ WRITES_MEMORY = ("tl.store", "tl.atomic_")
 #: Arguments that kernels may use before they wait: numbers, and what no kernel of a step writes.
 STEADY = {
     *("positions", "slots", "table", "num_rows", "cos_sin", "weight", "bias"),
-    *("table_stride", "max_rows", "hidden", "shares", "target"),
+    *("table_stride", "max_rows", "hidden", "shares", "target", "n", "k"),
 }
 
 
@@ -145,7 +145,8 @@ class Chain:
             )  # fmt: skip
             skinny_linear_triton(b["attended"], o, None, out=b["delta"])
             quantized_skinny_triton(b["delta"], self.eight_bit, self.scale, None, out=b["normed"])
-            skinny_linear_triton(b["normed"], up, None, out=b["up"])
+            narrow_linear_triton(b["normed"], o, None, out=b["attended"])
+            skinny_linear_triton(b["attended"], up, None, out=b["up"])
             activate_triton(b["up"], "silu", gated=True, out=b["act"])
             skinny_linear_triton(b["act"], down, None, out=b["delta"])
 

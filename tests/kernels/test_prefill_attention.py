@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 
-from hearth.kernels import prefill_attention, prefill_hopper
+from hearth.kernels import jit, prefill_hopper
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import (
     PromptKernel,
@@ -166,5 +166,5 @@ def test_a_kernel_that_is_not_the_fastest_says_why(monkeypatch: pytest.MonkeyPat
 
 
 def _pretend_to_be(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (prefill_attention, prefill_hopper):
+    for module in (jit, prefill_hopper):
         monkeypatch.setattr(module, "capability", lambda: capability)

@@ -21,6 +21,7 @@ from hearth.kernels.quantized import (
     quantized_linear_reference,
     quantized_skinny_triton,
     quantized_tiled_triton,
+    sharing_obstacle,
     tile_for,
 )
 from tests.kernels.cases import DEVICES, DTYPES, assert_close, crossed, random
@@ -236,20 +237,37 @@ def test_programs_may_share_the_sums_of_tiles(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lacks", ["room", "counters"])
-def test_too_little_scratch_is_left_alone(lacks: str, device: str) -> None:
-    case = Case.build((17, 20, 64), device, torch.float32, torch.int8)
+@pytest.mark.parametrize(("num_there", "num_programs"), [(8, 8), (7, 6), (2, 2), (1, 0)])
+def test_as_many_programs_share_as_scratch_has_room_for(
+    num_there: int, num_programs: int, lacks: str, device: str
+) -> None:
+    case = Case.build((16, 36, 96), device, torch.float32, torch.int8)
     tile = Tile(16, 16, 32, num_warps=4, num_stages=2, per_processor=4)
     scratch = scratch_for(device, 2, room=2 * 8 * tile.block_m * tile.block_n)
-    assert scratch.suffices(tile)
     if lacks == "room":
-        scratch = replace(scratch, partial=scratch.partial[1:])
+        scratch = replace(scratch, partial=scratch.partial[: 2 * num_there * tile.block_m * tile.block_n])
     else:
-        scratch = replace(scratch, counters=scratch.counters[1:])
+        scratch = replace(scratch, counters=scratch.counters[:num_there])
+    assert scratch.num_programs(tile) == num_programs
 
     out = case.run(quantized_tiled_triton, tile=tile, scratch=scratch)
 
     assert_close(out, case.expected())
-    assert scratch.partial.isnan().all()
+    assert scratch.partial.isnan().all() == (num_programs == 0), "left alone"
+
+
+def test_who_gets_too_little_scratch_is_told_of_which_rows() -> None:
+    def told(room: int, num_counters: int, max_rows: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
+        counters = torch.zeros(num_counters, dtype=torch.int32)
+        return sharing_obstacle(ProductScratch(10, torch.empty(room), counters), max_rows, dtype)
+
+    room_of_64, room_of_256 = 2 * 2 * 10 * 64 * 64, 2 * 2 * 10 * 128 * 64
+    assert told(room_of_256, 30, 4096) is None
+    assert told(room_of_64, 30, 64) is None, "more rows than that never come"
+    assert told(0, 0, 4096, torch.float32) is None, "never shared"
+    assert told(0, 0, 1) is None, "one row has another kernel"
+    assert "10 programs share products of 65 to 100 rows, not 20" in (told(room_of_64, 30, 100) or "")
+    assert "20 programs share products of 2 to 16 rows, not 30" in (told(room_of_256, 29, 4096) or "")
 
 
 @pytest.mark.parametrize(("capability", "is_by_pairs"), [(80, False), (90, True)])

@@ -17,6 +17,7 @@ SHAPES = [
     (Heads(3, 3, 20), 0, False),
     (Heads(8, 2, 128), 128, True),
     (Heads(2, 2, 10), 4, True),
+    (Heads(37, 2, 64), 64, False),
 ]
 
 

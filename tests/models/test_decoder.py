@@ -193,24 +193,26 @@ def test_the_parts_of_a_layer_put_together_by_hand_are_the_layer(name: str) -> N
         normed = hidden if arch.residual is Residual.POST else plain_norm(arch, weights.attn_norm, hidden)
         qkv = decoder.project(layer, normed)
         attended = decoder.attend(layer, weights, qkv, step, parts.kv[:, layer])
-        delta = decoder.absorb(layer, hidden, normed, attended)
-        hidden = hidden if delta is None else hidden + delta
+        for delta in decoder.absorb(layer, hidden, normed, attended):
+            hidden = hidden + delta
 
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "is_added"), [("llama-gqa", True), ("opt-pre", False)])
-def test_products_without_a_bias_add_themselves_to_the_residual(name: str, is_added: bool) -> None:
-    """Fewer rows than are multiplied with factors swapped."""
+@pytest.mark.parametrize(
+    ("name", "num_left"), [("llama-gqa", 0), ("opt-pre", 1), ("falcon-7b", 0), ("neox-parallel", 2)]
+)
+def test_products_without_a_bias_add_themselves_to_the_residual(name: str, num_left: int) -> None:
+    """Fewer rows than are multiplied with factors swapped. Others are left to the norm behind them."""
     decoder = stage(name).decoder
     sizes = decoder.arch.dimensions
     residual, normed = torch.randn(2, 4, sizes.hidden_size)
     before = residual.clone()
 
-    delta = decoder.absorb(0, residual, normed, torch.randn(4, sizes.q_size))
+    deltas = decoder.absorb(0, residual, normed, torch.randn(4, sizes.q_size))
 
-    assert (delta is None) == is_added
-    assert not torch.equal(residual, before)
+    assert len(deltas) == num_left
+    assert torch.equal(residual, before) == (num_left == 2)
 
 
 def plain_norm(arch: Arch, weights: NormWeights, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from hearth.errors import BadCheckpoint
 from hearth.kernels.quantized import ProductScratch, quantized_linear_reference
 from hearth.models import decoder
+from hearth.models.decoder import Decoder
 from hearth.models.layout import layout_of
 from hearth.models.quantize import Quantized, dequantize, quantize
 from hearth.models.weights import Linear, Weights, bind, contiguous_places
+from hearth.models.workspace import Workspace
+from hearth.sizes import StepLimits, StepSize
 from tests.models.test_decoder import Stage, prefill, stage
 from tests.models.zoo import build, pack_directory
 
@@ -127,6 +130,29 @@ def test_products_may_leave_parts_of_sums_where_nobody_needs_what_is_there(
 
     assert torch.equal(logits, expected)
     assert len(seen) >= 4 * it.decoder.arch.num_layers
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "quant", "is_told"), [(64, "int8", True), (8192, "int8", False), (64, "none", False)]
+)
+def test_a_decoder_tells_where_products_of_eight_bits_have_too_little_scratch(
+    max_tokens: int, quant: str, is_told: bool
+) -> None:
+    arch = stage("llama-gqa").decoder.arch
+    size = StepSize.of(StepLimits(max_tokens, 256, 16), "cuda", 4)
+
+    def meta(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    layout = layout_of(arch, "bfloat16", quant)
+    counters = torch.empty(256 * arch.num_kv_heads, dtype=torch.int32, device="meta")
+    base = meta(Workspace.num_bytes(arch, torch.bfloat16, size))
+    workspace = Workspace.bind(arch, torch.bfloat16, size, base, counters)
+    weights = bind(arch, layout, contiguous_places(layout, meta(layout.num_bytes)))
+
+    obstacle = Decoder(arch, weights, workspace, None).sharing_obstacle()
+
+    assert (obstacle is not None) is is_told, obstacle
 
 
 def _quantised(name: str, quant: str) -> Stage:

@@ -8,12 +8,13 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -169,6 +170,17 @@ def test_sections_are_aligned(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole = path.read_bytes()
     assert whole.index(SECTIONS["graphs/1"]) % ALIGNMENT == 0
+    with open_any(path, KEY) as opened:
+        taken = [np.frombuffer(opened["graphs/1"], np.uint8) for _ in range(4)]
+    assert {one.ctypes.data % ALIGNMENT for one in taken} == {0}
+
+
+def test_nothing_is_taken_from_a_file_that_was_closed(tmp_path: Path) -> None:
+    with open_any(written(tmp_path), KEY) as opened:
+        taken = opened["memory"]
+    assert bytes(taken) == SECTIONS["memory"]
+    with pytest.raises(AssertionError, match="was closed"):
+        opened["memory"]
 
 
 def test_a_file_of_another_installation_is_refused(tmp_path: Path) -> None:
@@ -218,6 +230,52 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, spoil: Callable
 def _link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
+
+
+CUT_OFF = """
+import os, sys
+from pathlib import Path
+from hearth.errors import SnapshotTruncated
+from hearth.snapshot.file import open_any
+from tests.snapshot.fingerprints import KEY
+with open_any(Path(sys.argv[1]), KEY) as opened:
+    os.truncate(sys.argv[1], 4096)
+    try:
+        opened["graphs/1"]
+    except SnapshotTruncated as error:
+        print(error)
+"""
+
+
+def test_a_file_that_is_cut_off_after_it_was_opened_is_refused_and_ends_nobody(tmp_path: Path) -> None:
+    """Were it mapped, SIGBUS would end the process, as for a block that the disk cannot read."""
+    path = written(tmp_path, {"graphs/1": bytes(1 << 16)})
+    run = run_script(CUT_OFF, path)
+    assert run.returncode == 0, run.stderr
+    assert "should have" in run.stdout
+
+
+@pytest.mark.parametrize("has_header", [True, False])
+def test_a_disk_that_cannot_read_a_block_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_header: bool
+) -> None:
+    """A directory removes such a file as it does one that is damaged."""
+    path, preadv = written(tmp_path), os.preadv
+    readable = path.read_bytes().index(SECTIONS["graphs/1"]) if has_header else 10
+
+    def read_some(file: int, into: Sequence[memoryview], at: int) -> int:
+        if at >= readable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(file, [one[: readable - at] for one in into], at)
+
+    monkeypatch.setattr(os, "preadv", read_some)
+    num_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(SnapshotCorrupt, match=r"a.snapshot` cannot be read: Input/output error; delete it"):
+        read(path)
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    if has_header:
+        with open_any(path, KEY) as opened:
+            assert bytes(opened["memory"]) == SECTIONS["memory"]
 
 
 FILL = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from hearth.cuda_driver import MEMORYTYPE_DEVICE, MEMORYTYPE_HOST
 from hearth.cuda_graphs import KERNEL_NODE
 from hearth.errors import GraphUnreadable
 from hearth.snapshot import restored_graphs
+from hearth.snapshot.file import open_any, write_snapshot
 from hearth.snapshot.graph_names import is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
@@ -19,6 +22,7 @@ from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from tests.snapshot.fake_driver import FakeDriver
 from tests.snapshot.fake_library import FakeLibrary, graphs_over
+from tests.snapshot.fingerprints import FINGERPRINT, KEY
 
 FIXED = range(0x18000000000, 0x20000000000)
 
@@ -61,6 +65,10 @@ class Machine:
         views = {name: memoryview(packed) for name, packed in sections.items()}
         mark = TrialMark(Path("nowhere.snapshot"))  # of which nothing is tried
         return RestoredGraphs(self.handles, views, mark, self.reasons.append)
+
+
+def views_of(names: list[str]) -> dict[str, memoryview]:
+    return {name: memoryview(packed) for name, packed in sections_of(names).items()}
 
 
 def sections_of(names: list[str]) -> dict[str, bytes]:
@@ -285,9 +293,8 @@ def test_a_rehearsal_waits_for_no_memory_once_nobody_wants_the_graphs() -> None:
     assert graphs.find("decode-8") is None
 
 
-def later(machine: Machine, names: list[str]) -> RestoredGraphs:
+def later(machine: Machine, views: Mapping[str, memoryview]) -> RestoredGraphs:
     """Graphs of a snapshot, those for adapters only once they are wanted."""
-    views = {name: memoryview(packed) for name, packed in sections_of(names).items()}
     mark = TrialMark(Path("nowhere.snapshot"))
     return RestoredGraphs(
         *(machine.handles, views, mark, machine.reasons.append, is_for_adapters),
@@ -300,7 +307,7 @@ def later(machine: Machine, names: list[str]) -> RestoredGraphs:
 def test_graphs_for_adapters_come_once_somebody_wants_them_the_smallest_first() -> None:
     names = ["decode-adapters-64", "decode-8", "mixed-adapters-512", "decode-64", "tail-adapters-1"]
     machine = Machine([1, 8, 64, 512])
-    graphs = later(machine, names)
+    graphs = later(machine, views_of(names))
     graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
     assert machine.rehearsed == ["decode-8", "decode-64"]
     assert not graphs.is_coming("decode-adapters-64")
@@ -317,7 +324,7 @@ def test_graphs_that_are_wanted_while_others_come_are_restored_behind_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     machine = Machine([1, 8, 64])
-    graphs = later(machine, ["decode-8", "decode-64", "decode-adapters-1"])
+    graphs = later(machine, views_of(["decode-8", "decode-64", "decode-adapters-1"]))
     graphs._go_on = lambda _: None  # which the thread does when it is done
     caplog.set_level("INFO")
 
@@ -332,10 +339,25 @@ def test_graphs_that_are_wanted_while_others_come_are_restored_behind_them(
     assert [text.partition(" seconds")[0] for text in caplog.messages] == ["graphs_restored graphs=3 of=3"]
 
 
+def test_a_file_is_closed_when_all_of_its_graphs_have_come(tmp_path: Path) -> None:
+    """A worker has many models, and may not open many files."""
+    path, machine = tmp_path / "a.snapshot", Machine([8, 64])
+    write_snapshot(path, FINGERPRINT, sections_of(["decode-8", "decode-adapters-64"]), KEY)
+    num_files, opened = len(os.listdir("/proc/self/fd")), open_any(path, KEY)
+    graphs = later(machine, opened)
+    del opened
+    graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
+    assert graphs.find("decode-8")
+    assert len(os.listdir("/proc/self/fd")) == num_files + 1, "those for adapters may be wanted"
+    graphs.want_adapters()
+    assert graphs.find("decode-adapters-64")
+    assert len(os.listdir("/proc/self/fd")) == num_files
+
+
 @pytest.mark.parametrize("end", ["stop", "discard"])
 def test_nothing_comes_of_a_snapshot_that_nobody_wants_any_more(end: str) -> None:
     machine = Machine([8])
-    graphs = later(machine, ["decode-adapters-8"])
+    graphs = later(machine, views_of(["decode-adapters-8"]))
     getattr(graphs, end)(*(["3 numbers differ"] if end == "discard" else []))
     graphs.want_adapters()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import json
 import os
 import signal
@@ -11,10 +13,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hearth.errors import StoreError
+from hearth.garbage import MAX_YOUNG
 from hearth.messages import KeeperSetup
+from hearth.store import keeper
 from hearth.store.borrower import Borrower
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.lending import HostMeasured
@@ -106,6 +111,17 @@ def test_ends_with_its_input_and_leaves_no_socket() -> None:
             keeper.stdin.close()
             assert keeper.wait() == 0
             assert not Path(setup.socket).exists()
+
+
+def test_puts_collections_of_garbage_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, given = [], gc.get_threshold()
+    with folder() as place:
+        lines = msgspec.json.encode(keeper_setup(place)) + b"\n\n"
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        monkeypatch.setattr(keeper, "die_with_parent", lambda: None)
+        monkeypatch.setattr(keeper, "_answer", lambda pulse: found.append(gc.get_threshold()[0]))
+        assert keeper.main() == 0
+    assert (found, gc.get_threshold()) == ([MAX_YOUNG], given)
 
 
 def test_dies_with_whoever_started_it_even_when_it_does_not_listen() -> None:

@@ -19,6 +19,7 @@ import torch
 from bench.host_pages import HostPages
 from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, block_bytes, tables_bytes, workspace_bytes
+from hearth.engine.runner import PendingStep
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
@@ -305,6 +306,29 @@ def test_several_models_compute_side_by_side_and_grow_into_each_others_spare_mem
             assert any(player.gateway.answers[one.run].num_admissions > 1 for one in asked), (
                 "nobody was preempted"
             )
+
+
+def test_a_model_tells_its_tokens_while_the_device_computes_the_first_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PendingStep, "is_done", False)  # as on a device that is slower than the host
+    setting = SETTINGS["arena"]
+    running, other = setting.names[:2]
+    with playing("arena", sum(map(setting.promise_bytes, (running, other))), tmp_path, seed=0) as player:
+        gateway = player.gateway
+        for name in (running, other):
+            player.host(name)
+            gateway.ask(name, [5, 6, 7], greedy(4, ignore_eos=True))
+        long = gateway.start(running, [5, 6, 7], greedy(50, ignore_eos=True))
+        while not gateway.answers[long].tokens:
+            gateway.hear()
+        short = gateway.start(other, [7, 8, 9], greedy(4, ignore_eos=True))
+        while not gateway.answers[short].num_admissions:
+            gateway.hear()
+        behind = gateway.until(StepDone)
+
+        assert (behind.model, len(behind.tokens)) == (running, 1)
+        gateway.until_ended(long, short)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from bench.host_pages import HostPages
+from hearth.cli.pool_bars import FALLBACKS
 from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.graph_capture import GraphCapture
@@ -36,15 +38,24 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.models.decoder import Decoder
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import Hold, ModelId, RequestId, Rung
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import MAX_VAIN_ROUNDS, HostedModels
-from hearth.worker.model_load import EngineReady, FirstRequests, ModelLoad
+from hearth.worker.hosting_state import ServedModel
+from hearth.worker.model_load import (
+    EngineReady,
+    FirstRequests,
+    FirstStepsUncaptured,
+    HostingNews,
+    ModelLoad,
+)
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import SnapshotLook
+from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
 from tests.worker.harness import BUDGET_BYTES, greedy
@@ -167,6 +178,21 @@ def test_models_whose_prompts_take_the_slower_kernel_are_counted(
 
     bench.gateway.drop("a")
     assert bench.gateway.ping().fallbacks["prompt_attention"] == 1, "a counter never counts back"
+
+
+def test_models_whose_products_of_eight_bits_lack_scratch_are_told_of_and_counted(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.gate.open()
+    bench.gateway.load("a", model)
+    assert bench.gateway.ping().fallbacks["eight_bit_products"] == 0
+
+    monkeypatch.setattr(Decoder, "sharing_obstacle", lambda _: "3 numbers of scratch")
+    for name in ("b", "c"):
+        bench.gateway.load(name, model)
+
+    assert bench.gateway.ping().fallbacks["eight_bit_products"] == 3
+    assert sum("fallback eight_bit_products=" in line for line in caplog.messages) == 1
 
 
 def test_models_whose_graphs_are_restored_in_python_are_counted(
@@ -453,6 +479,42 @@ def test_a_model_that_breaks_in_a_step_leaves_and_others_go_on(
     assert [use.model for use in bench.gateway.ping().models] == ["good"]
 
 
+def test_tokens_are_told_before_the_books_of_their_step_are_finished(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after_step, is_heard = Reclaimer.after_step, threading.Event()
+    found = list[tuple[bool, bool]]()
+
+    def late(reclaimer: Reclaimer, name: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
+        if outcome.outputs.finished:
+            found.append((is_heard.wait(PATIENCE_S), served.engine.is_settled))
+        after_step(reclaimer, name, served, outcome)
+
+    monkeypatch.setattr(Reclaimer, "after_step", late)
+    bench.gate.open()
+    bench.gateway.host("a", model)
+    assert bench.num_tokens(bench.start("a", 5)) == 5
+    is_heard.set()
+    assert bench.num_tokens(bench.start("a", 3)) == 3
+    bench.gateway.ping()
+    assert found == [(True, True)] * 2
+
+
+def test_a_model_whose_books_break_leaves_when_its_tokens_are_told(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(reclaimer: Reclaimer, name: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
+        if outcome.outputs.finished:
+            raise ValueError("the books are off")
+
+    monkeypatch.setattr(Reclaimer, "after_step", breaks)
+    bench.gate.open()
+    bench.gateway.host("a", model)
+    assert bench.num_tokens(bench.start("a", 5)) == 5
+    failed = bench.gateway.until(HostingFailed)
+    assert "the books are off" in failed.reason
+
+
 def test_an_error_of_the_device_ends_the_worker(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,7 +595,7 @@ def test_nobody_is_taken_to_wait_for_a_first_token_who_has_one_or_has_gone(
 def test_first_steps_of_all_that_wait_for_a_model_are_captured_beside_its_load(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch, is_beside: bool
 ) -> None:
-    """Also of those who come while it loads; whether others step says which steps."""
+    """Also of those who come while it loads, not of those who go; whether others step says which steps."""
     noted, is_noted, may_look = list[tuple[FirstRequests, bool]](), threading.Event(), threading.Event()
 
     def note(load: ModelLoad, runner: object, captured: object) -> None:
@@ -542,23 +604,45 @@ def test_first_steps_of_all_that_wait_for_a_model_are_captured_beside_its_load(
         is_noted.set()
 
     if is_beside:
-        bench.gate.open()
         bench.gateway.host("a", model)
+        for _ in read_manifest(model).chunks:
+            bench.gate.next().allow()
         long = bench.start("a", 100)
         bench.gateway.until(StepDone)
     monkeypatch.setattr(ModelLoad, "_next_shape", note)
     bench.gateway.host("b", converted("opt-pre"))
     short = [bench.start("b", num_tokens) for num_tokens in (2, 1)]
-    if not is_beside:
-        bench.gate.next()  # its first chunk is asked for, and waited for
+    bench.gate.next()  # its first chunk is asked for, and waited for
     short.append(bench.start("b", 3))
+    for gone in [bench.start("b", 4) for _ in range(8)]:
+        bench.gateway.cancel(gone)
+    bench.gateway.cancel(short[1])
     bench.gateway.ping()
     may_look.set()
     bench.gate.open()
     assert is_noted.wait(PATIENCE_S)
-    bench.gateway.until_ended(*short, *([long] if is_beside else []))
+    bench.gateway.until_ended(short[0], short[2], *([long] if is_beside else []))
 
-    assert noted == [(FirstRequests(3, 3 * len(PROMPT), 2), is_beside)]
+    assert noted == [(FirstRequests(2, 2 * len(PROMPT), 2), is_beside)]
+
+
+def test_starts_whose_first_steps_cannot_be_captured_are_counted(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(load: ModelLoad, runner: object, captured: object) -> None:
+        raise ValueError("nothing is mapped there")
+
+    monkeypatch.setattr(ModelLoad, "_next_shape", refuse)
+    assert bench.gateway.ping().fallbacks["first_steps_not_captured"] == 0
+    bench.gate.open()
+    bench.gateway.host("a", model)
+    assert bench.num_tokens(bench.start("a", 5)) == 5
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not (count := bench.gateway.ping().fallbacks["first_steps_not_captured"]):
+        assert time.monotonic() < deadline_s
+
+    assert count == 1
+    assert "first_steps_not_captured" in FALLBACKS, "by which `hearth doctor` names it"
 
 
 def test_only_requests_whose_steps_can_be_foreseen_are_captured_for() -> None:
@@ -569,6 +653,8 @@ def test_only_requests_whose_steps_can_be_foreseen_are_captured_for() -> None:
     endless = msgspec.structs.replace(plain.sampling, max_tokens=None)
     more = msgspec.structs.replace(plain, output=(), sampling=endless)
     assert first.with_one(more) == FirstRequests(2, 7, 1)
+    assert first.with_one(more).without_one(plain) == FirstRequests(1, 3, 1)
+    assert first.without_one(plain) == FirstRequests()
 
 
 @pytest.mark.parametrize("is_beside", [True, False])
@@ -582,6 +668,8 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     load._is_beside, load.is_almost_loaded = is_beside, False
     load._resources = SimpleNamespace(marks=WorkerMarks())  # type: ignore[assignment] # all that is asked of it
     load._map_ahead = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # likewise
+    posted = list[HostingNews]()
+    load._post = posted.append
     sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
 
     def stand_in(shape: StepShape, new_capturer: object, *paces: object) -> None:
@@ -601,6 +689,7 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     goes_on = ends is None or (ends == "followed" and is_beside)
     assert captured == ([*first, StepShape.decode(8)] if goes_on else first[:1])
     assert caplog.messages == (["first_steps_not_captured"] if ends == "broken" else [])
+    assert posted == ([FirstStepsUncaptured()] if ends == "broken" else [])
 
 
 def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_adapter_came() -> None:
@@ -613,11 +702,12 @@ def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_a
         adapters=adapters, before_step=lambda *_: None, after_step=lambda *_: None
     )
     vain = StepOutcome(StepOutputs(), (), (RequestId(1),), has_run=False)
-    served = SimpleNamespace(engine=SimpleNamespace(step=lambda: vain))
+    served = SimpleNamespace(engine=SimpleNamespace(step=lambda: vain, settle=lambda: None))
 
     def is_stuck_after(model: ModelId, num_steps: int) -> bool:
         for _ in range(num_steps):
-            models.step(model, served)  # type: ignore[arg-type] # as above
+            outcome = models.step(model, served)  # type: ignore[arg-type] # as above
+            models.settle(model, served, outcome)  # type: ignore[arg-type] # likewise
         return models.is_stuck
 
     assert not is_stuck_after(first, 100)

@@ -424,6 +424,8 @@ def test_a_model_is_loaded_for_a_request_or_a_pin_and_not_when_it_is_hosted(
     with taking_turns(kind, tmp_path, [first, second], rules=PATIENT) as gateway:
         gateway.ask(first, [1, 2, 3], greedy(4, ignore_eos=True))
         assert [load.model for load in gateway.loads] == [first]
+        while gateway.in_turn:  # which ends behind the last token
+            gateway.hear()
         assert [use.is_in_turn for use in gateway.ping().models] == [False, False]
 
         gateway.set_hold(second, Hold.PINNED)

@@ -116,15 +116,16 @@ class Answer(Response):
                 written_s = loop.time()
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        async def relay(index: int, stream: AnswerStream) -> None:
+        async def relay(index: int, stream: AnswerStream) -> bytes:
+            """Send what comes of a stream, and return what is last: that of an only one ends the answer."""
             deltas = first_deltas if stream is streams[0] else await stream.next(self._heartbeat_s)
             while True:
                 pieces = events.write(index, deltas) if deltas else dialect.waiting
+                if deltas and deltas[-1].finish_reason is not None:
+                    return pieces
                 # Tokens may be held back for long, as those of a call are until it is whole.
                 is_silent = loop.time() - written_s >= self._heartbeat_s
                 await write(pieces or (dialect.waiting if is_silent else b""))
-                if deltas and deltas[-1].finish_reason is not None:
-                    return
                 deltas = await stream.next(self._heartbeat_s)
 
         headers = {"content-type": dialect.stream_type} | STREAM_HEADERS
@@ -132,18 +133,24 @@ class Answer(Response):
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
         await write(events.first(await self._echoes(streams)))
+
+        async def relay_one_of_many(index: int, stream: AnswerStream) -> None:
+            await write(await relay(index, stream))
+
         failure: HearthError | None = None
+        rest = b""
         try:
             if len(streams) == 1:
-                await relay(0, streams[0])
+                rest = await relay(0, streams[0])
             else:
                 async with asyncio.TaskGroup() as group:
                     for index, stream in enumerate(streams):
-                        group.create_task(relay(index, stream))
+                        group.create_task(relay_one_of_many(index, stream))
         except* HearthError as failures:
             failure = _first(failures)
         usage = TokenUsage.of(streams, spec.num_answers)
-        await write(events.last(usage) if failure is None else events.failed(failure), more=False)
+        rest += events.last(usage) if failure is None else events.failed(failure)
+        await write(rest, more=False)
 
     async def _whole(
         self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange

@@ -60,6 +60,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        let_in = scope.pop(LET_IN, _always)  # which refers to the connection, and so to the scope again
         is_started = False
 
         def noted(message: Message) -> Awaitable[None]:
@@ -78,7 +79,7 @@ class Guard:
             elif _announced_bytes(headers) > self._max_body_bytes:
                 too_large = body_too_large(self._max_body_bytes)
                 response = error_response(413, str(too_large.detail), headers=too_large.headers)
-            elif scope["path"] not in OPEN_PATHS and not scope.get(LET_IN, _always)():
+            elif scope["path"] not in OPEN_PATHS and not let_in():
                 response = await on_hearth_error(Request(scope), _NO_ROOM)
             else:
                 body = _Body(receive, self._incoming)

@@ -25,6 +25,7 @@ from hearth.control.process_log import STDERR, is_open_as
 from hearth.control.service import keys_of, log_unused_memory, running
 from hearth.control.template_process import TemplateProcess
 from hearth.errors import ConfigError
+from hearth.garbage import collect_when_idle
 
 #: As many files may be open as the system lets this user open, but no more than this.
 MAX_OPEN_FILES = 1 << 16
@@ -93,11 +94,12 @@ async def _serve(
         on_ready(url, gateway)
         signalled = asyncio.create_task(signals.get())
         refused = asyncio.create_task(gateway.refused())
-        await asyncio.wait((serving, signalled, refused), return_when=asyncio.FIRST_COMPLETED)
-        if refused.done():
-            gateway.end_all(refused.result())
-        elif signalled.done():
-            await _drain(gateway, signals, service.drain_s)
+        with collect_when_idle():
+            await asyncio.wait((serving, signalled, refused), return_when=asyncio.FIRST_COMPLETED)
+            if refused.done():
+                gateway.end_all(refused.result())
+            elif signalled.done():
+                await _drain(gateway, signals, service.drain_s)
         data_dir.withdraw()  # who comes from now on waits for the end, instead of finding the port closed
         server.should_exit = True
         await serving

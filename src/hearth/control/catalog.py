@@ -268,6 +268,7 @@ class Catalog:
             num_parameters=facts.num_parameters,
             dtype=facts.dtype,
             quant=facts.quant,
+            family=facts.family,
             max_context=entry.max_context,
             has_chat_template=facts.has_chat_template,
             keep_alive_s=None if math.isinf(keep_alive_s) else keep_alive_s,

@@ -150,6 +150,7 @@ def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
         max_positions=arch.max_positions,
         eos_ids=tuple(sorted(tokenizer.eos_ids)),
         has_chat_template=tokenizer.has_chat_template,
+        family=arch.family,
     )
 
 

@@ -2,6 +2,10 @@
 
 All decisions are the brain's, and all that is written down of them is the observer's. Everything here runs on
 the event loop.
+
+Tokens first, books later: brain, journal and observer are told of the requests that end in a step when its
+tokens have been sent, or the clients of all would wait for the books of all. Whatever else happens is told
+behind that, so that the brain sees everything in the order in which it happened.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
@@ -55,6 +60,16 @@ class HostingStay:
     hosting: int
 
 
+@dataclass(frozen=True, slots=True)
+class _FinishedRequest:
+    """A request whose client has its last token, and of which the brain does not know it yet."""
+
+    at_s: float
+    request: ActiveRequest
+    reason: FinishReason
+    how: events.End
+
+
 class Driver:
     """The one task that owns the fleet. Mutable; used on the event loop alone."""
 
@@ -82,6 +97,7 @@ class Driver:
         #: outlives a load: requests are refused for it until the model has served one.
         self._failures: dict[ModelId, str] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._finished: deque[_FinishedRequest] = deque()  #: each is in `requests` until it is booked
 
     @property
     def now_s(self) -> float:
@@ -89,6 +105,7 @@ class Driver:
 
     def close(self) -> None:
         """Wake up no more: the journal is closed next."""
+        self.book_finished()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -99,6 +116,7 @@ class Driver:
 
     def start(self, request: ActiveRequest, max_tokens: int | None, keep_alive_s: float | None) -> None:
         """Take a request. If it is refused at once, its stream has an error when this returns."""
+        self.book_finished()
         self.requests.add(request)
         order = request.adapter
         adapter = None if order is None else events.WantedAdapter(order.adapter, request.adapter_bytes)
@@ -114,13 +132,15 @@ class Driver:
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request whose client is gone. Ending twice is harmless."""
+        self.book_finished()
         request = self.requests.by_id.get(request_id)
         if request is not None:
             request.is_complete = True
             self.post(events.RequestCancelled(self.now_s, request_id))
-            self._end(request, FinishReason.CANCELLED)
+            self._end(self.now_s, request, FinishReason.CANCELLED)
 
     def fail_all(self, error: HearthError) -> None:
+        self.book_finished()
         for request in list(self.requests.by_id.values()):
             self.post(events.RequestCancelled(self.now_s, request.request_id))
             self._fail(request, error)
@@ -128,17 +148,34 @@ class Driver:
     def _fail(self, request: ActiveRequest, error: HearthError) -> None:
         request.is_complete = True
         request.stream.fail(error)
-        self._end(request, error.label, str(error))
+        self._end(self.now_s, request, error.label, str(error))
 
-    def _end(self, request: ActiveRequest, outcome: str, error: str | None = None) -> None:
+    def _end(self, at_s: float, request: ActiveRequest, outcome: str, error: str | None = None) -> None:
         if self.requests.end(request):
-            self._observer.ended(self.now_s, request.request_id, outcome, error)
+            self._observer.ended(at_s, request.request_id, outcome, error)
+
+    def book_finished(self) -> None:
+        """Tell the brain of all requests that have ended, before anything else is told to it."""
+        if self._finished:
+            try:
+                self._book_all_finished()
+            except Exception as error:  # as in `post`
+                end_process("driver", error)
+
+    def _book_all_finished(self) -> None:
+        with self._journal.flushing_once():
+            while self._finished:
+                one = self._finished.popleft()
+                request, num_tokens = one.request, len(one.request.emitted)
+                self._post(events.RequestFinished(one.at_s, request.request_id, num_tokens, one.how))
+                self._end(one.at_s, request, one.reason)
 
     # Events and actions.
 
     def post(self, event: Event) -> None:
         """Tell the brain what happened and carry out what it orders. An error in that ends the process."""
         try:
+            self.book_finished()
             self._post(event)
         except Exception as error:  # books that are half changed would leave requests without an end
             end_process("driver", error)
@@ -271,6 +308,7 @@ class Driver:
 
         Or the text of a token that came with an earlier one.
         """
+        self.book_finished()
         try:
             if isinstance(decoded, DecodedLate):
                 self._receive_late(decoded)
@@ -346,6 +384,10 @@ class Driver:
             self._prompt_done(now_s, request)
         for request in texts.broken:
             self._text_broke(now_s, request)
+        if self._finished:
+            # The tasks of these streams come first, and the loop sends what they write behind them.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self.book_finished)
 
     def _deliver(self, now_s: float, token: DecodedToken) -> None:
         request, delta = token.request, token.delta
@@ -353,11 +395,9 @@ class Driver:
             return  # cancelled a moment ago
         self._observer.delivered(now_s, request.request_id)
         request.stream.put((delta,))
-        if delta.finish_reason is None:
-            return
-        how = events.End.DONE if token.is_run_over else events.End.STOPPED
-        self.post(events.RequestFinished(now_s, request.request_id, len(request.emitted), how))
-        self._end(request, delta.finish_reason)
+        if delta.finish_reason is not None:
+            how = events.End.DONE if token.is_run_over else events.End.STOPPED
+            self._finished.append(_FinishedRequest(now_s, request, delta.finish_reason, how))
 
     def _prompt_done(self, now_s: float, request: ActiveRequest) -> None:
         """End a request of no tokens, whose prompt is computed."""
@@ -365,8 +405,7 @@ class Driver:
         assert reason is not None, f"{request.request_id} has tokens"
         if request.request_id in self.requests.by_id:  # else cancelled a moment ago
             request.stream.end(reason)
-            self.post(events.RequestFinished(now_s, request.request_id, 0, events.End.DONE))
-            self._end(request, reason)
+            self._finished.append(_FinishedRequest(now_s, request, reason, events.End.DONE))
 
     def _text_broke(self, now_s: float, request: ActiveRequest) -> None:
         if request.request_id in self.requests.by_id:

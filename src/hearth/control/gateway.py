@@ -63,6 +63,7 @@ from hearth.errors import (
     ServiceError,
     ShuttingDown,
 )
+from hearth.garbage import LATE_COLLECTIONS
 from hearth.messages import Sampling, SnapshotProgress
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
@@ -220,7 +221,8 @@ class Gateway:
             self._ignored_fields.labels(label).inc()
 
     def exchange_ended(self, record: ExchangeRecord) -> None:
-        """Write down an HTTP exchange of which nothing more will be sent."""
+        """Write down an HTTP exchange of which nothing more will be sent, and how its requests ended."""
+        self._driver.book_finished()
         for sink in self._exchange_sinks:
             sink(record)
 
@@ -492,6 +494,11 @@ class Gateway:
             "hearth_service_notes",
             "Things that the service has to do without now; `hearth doctor` names them.",
             lambda: len(self._notes()),
+        )
+        watch(
+            "hearth_gateway_longest_collection_seconds",
+            "The longest collection of garbage in the gateway that could not wait until it was idle.",
+            lambda: LATE_COLLECTIONS.longest_s,
         )
         watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))
 

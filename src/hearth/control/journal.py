@@ -22,7 +22,7 @@ import logging
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -78,6 +78,7 @@ class Journal:
         self._num_missed = 0  #: events since recording has stopped
         self._max_bytes = max_bytes
         self._num_bytes = 0
+        self._flushes_each = True  #: False: lines reach the system together, when all have come
         self._header: dict[str, object] = {"version": VERSION, "config": config}
         if renamed_digests:
             self._header["renamed_digests"] = dict(renamed_digests)
@@ -143,6 +144,20 @@ class Journal:
         name = type(event).__name__.encode()
         self._write(b'{"event": ["%b", %b], "actions": %b}' % (name, fields, orders))
 
+    @contextmanager
+    def flushing_once(self) -> Iterator[None]:
+        """Have what is recorded meanwhile reach the system together, at the end."""
+        self._flushes_each = False
+        try:
+            yield
+        finally:
+            self._flushes_each = True
+            if not self.is_stopped:
+                try:
+                    self._file.flush()
+                except OSError as error:
+                    self._stop(f"the disk takes no more: {error}", self._now_s + RETRY_S)
+
     def close(self) -> None:
         try:
             self._file.close()
@@ -163,7 +178,8 @@ class Journal:
             return
         try:
             self._num_bytes += self._file.write(line + b"\n")
-            self._file.flush()  # two microseconds, for which a process that is killed leaves all it recorded
+            if self._flushes_each:
+                self._file.flush()  # microseconds, for which a process that is killed leaves all it recorded
         except OSError as error:
             self._stop(f"the disk takes no more: {error}", self._now_s + RETRY_S)
 

@@ -25,6 +25,7 @@ from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.host_reports import HostReports
+from hearth.control.idle_collection import IdleCollection
 from hearth.control.journal import Journal
 from hearth.control.key_admission import KeyAdmissions
 from hearth.control.key_usage import KeyUsage
@@ -130,6 +131,8 @@ async def running(
             writers.append(access_log.write)
         batches = ExchangeBatches(writers, metrics)
         stack.callback(batches.close)  # before what they write to is closed
+        idle = IdleCollection(lambda: not driver.requests.by_id)
+        stack.callback(idle.close)
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         supervisor = Supervisor(
@@ -195,7 +198,10 @@ async def running(
                 )
                 + snapshots.notes
             ),
-            exchange_sinks=[metrics.count_response, batches.add] if writers else [metrics.count_response],
+            exchange_sinks=[
+                *(metrics.count_response, idle.exchange_ended),
+                *([batches.add] if writers else []),
+            ],
         )
         yield gateway
         observer.close()

@@ -43,6 +43,7 @@ class ModelView:
     keep_alive_s: float | None  #: None: for ever
     is_pinned: bool
     upstream: UpstreamView | None = None  #: None: it was deployed from a path, or is only listed
+    family: str | None = None  #: such as `llama`; None: it was deployed when that was not kept
     base: str | None = None  #: the model that it is an adapter of; None: it is a model itself
     max_rank: int | None = None  #: this and the next of an adapter alone
     targets: tuple[str, ...] = ()  #: the projections that it changes: qkv, o, up, down

@@ -104,6 +104,13 @@ def _tell_if_slow(kernel: PromptKernel) -> None:
         log.warning("fallback prompt_attention=%s reason=`%s`", kernel.name, kernel.slow_reason)
 
 
+@cache
+def _tell_of_little_scratch(obstacle: str | None) -> None:
+    if obstacle is not None:
+        remedy = "raise `engine.max_batch_tokens` and `engine.max_seqs`"
+        log.warning("fallback eight_bit_products=shared_by_fewer reason=`%s` remedy=`%s`", obstacle, remedy)
+
+
 def assemble(
     spec: ModelSpec,
     weights: Weights,
@@ -132,6 +139,7 @@ def assemble(
         _tell_if_slow(prompt_kernel_of(spec))
     on_layer = None if marks is None else marks.layer_passed
     runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device), on_layer, products)
+    _tell_of_little_scratch(runner.decoder.sharing_obstacle())
     if is_elastic:
         # Nothing is captured, for there may be no weights yet: see `worker/hosted_model.py`.
         book = BlockBook(limits.block_tokens, memory.floor_blocks)

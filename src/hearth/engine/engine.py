@@ -146,7 +146,7 @@ class Intake:
         `output` is what an engine that is gone has sampled; the request goes on as if nothing had happened.
         A guide is compiled here, which takes milliseconds, and a third of a second for the first of a model.
         """
-        _check_tokens("prompt", prompt, self._vocab_size, BadPrompt)
+        words = _checked_words("prompt", prompt, self._vocab_size, BadPrompt)
         _check_tokens("output", output, self._vocab_size, BadPrompt)
         _check_tokens("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size, BadSampling)
         _check_tokens("logit_bias", params.bias_by_token, self._vocab_size, BadSampling)
@@ -156,7 +156,7 @@ class Intake:
         resolved = params.resolved(tuple(sorted(stops)), seed)
         request = EngineRequest(
             request_id,
-            tuple(prompt),
+            words,
             resolved,
             salt,
             tuple(output),
@@ -220,6 +220,12 @@ class Engine:
     def is_computing(self) -> bool:
         """True if a step was launched and not taken in."""
         return self._flight is not None
+
+    @property
+    def computes_first_tokens(self) -> bool:
+        """True if the device has still to compute what newcomers wait for, and all of that was launched."""
+        flight = self._flight
+        return flight is not None and not flight.pending.is_done and self.batcher.newcomers_are_planned
 
     @property
     def usage(self) -> Usage:
@@ -472,17 +478,23 @@ def _check_tokens(
     name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
 ) -> None:
     """Raise `error` at the first id that is no token of the vocabulary."""
+    if tokens:
+        _checked_words(name, tokens, vocab_size, error)
+
+
+def _checked_words(
+    name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
+) -> array[int]:
+    """Return ids as words; raise `error` at the first that is no token of the vocabulary."""
     # The common cases at the speed of C: this stands between a prompt and its first token.
-    if not tokens or (list(map(type, tokens)).count(int) == len(tokens) and _are_below(tokens, vocab_size)):
-        return
+    if list(map(type, tokens)).count(int) == len(tokens):
+        try:
+            words = array("I", tokens)
+        except OverflowError:
+            words = array("I")
+        if len(words) == len(tokens) and (
+            not words or int(np.frombuffer(words, np.uint32).max()) < vocab_size
+        ):
+            return words
     bad = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
     raise error(f"`{name}` holds {bad!r}, a token id must be an integer from 0 to {vocab_size - 1}")
-
-
-def _are_below(numbers: Collection[int], limit: int) -> bool:
-    """True if integers are from 0 up to a limit."""
-    try:
-        words = array("I", numbers)
-    except OverflowError:
-        return False
-    return int(np.frombuffer(words, np.uint32).max()) < limit

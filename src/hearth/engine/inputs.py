@@ -6,8 +6,8 @@ needs. There are two host copies, because that of the step in flight may still b
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,10 @@ import torch
 from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.sampler import SampleRows
 from hearth.engine.step_shape import StepShape
-from hearth.engine.upload import Uploads, int32s
+from hearth.engine.upload import Uploads, int32s, int64s
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, cut_tiles
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, tiles_of
 from hearth.kernels.step_read import read_step
 from hearth.kernels.step_tokens import gather_tokens
 from hearth.models.step_inputs import StepInputs
@@ -61,6 +61,10 @@ class InputBuffers:
         self.block_table = buffers["block_table"]
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
+        #: Memory for what is written to the block table, likewise one for each of two steps in turns. Either
+        #: grows where many entries are cleared.
+        self._writes = [self._writes_host(max_seqs + len(self._tokens)) for _ in range(2)]
+        self._counting = np.arange(len(self._tokens), dtype=np.int32)  #: 0, 1, 2 and so on
         self.adapters = AdapterInputs(buffers["adapters"], max_seqs)  #: which rows have some
 
     def fill(self, plan: StepPlan, shape: StepShape) -> SampleRows:
@@ -86,18 +90,19 @@ class InputBuffers:
         self._hosts.reverse()
         host, packed = self._hosts[0]
         slots, positions = packed[parts.slots], packed[parts.positions]
-        slots[:num_decode], positions[:num_decode] = decode.slots, decode.positions
+        slots[:num_decode], positions[:num_decode] = int32s(decode.slots), int32s(decode.positions)
         slots[num_decode:], positions[num_decode:], packed[parts.tokens] = self._dummy_slot, 0, 0
         num_tiles = 0
-        rows = SampleRows(
-            slots[:num_decode],
-            positions[:num_decode],
-            decode.masks,
-            self._packed[parts.slots],
-            self._packed[parts.positions],
-        )
         if shape.has_prompts:
-            rows, num_tiles = self._fill_prompts(packed, parts, rows, prompts, shape)
+            rows, num_tiles = self._fill_prompts(packed, parts, decode, prompts, shape)
+        else:
+            rows = SampleRows(
+                slots[:num_decode],
+                positions[:num_decode],
+                decode.masks,
+                self._packed[parts.slots],
+                self._packed[parts.positions],
+            )
         packed[parts.counts] = num_decode, num_tiles
         num_words = parts.num_words(num_tiles)
         read_step(self._packed, host, num_words, table=self.block_table, writes=writes)
@@ -107,7 +112,7 @@ class InputBuffers:
         self,
         packed: npt.NDArray[np.int32],
         parts: PackedInputs,
-        decode: SampleRows,
+        decode: DecodeRows,
         prompts: Sequence[Row],
         shape: StepShape,
     ) -> tuple[SampleRows, int]:
@@ -115,26 +120,28 @@ class InputBuffers:
         slots, positions, tokens = packed[parts.slots], packed[parts.positions], packed[parts.tokens]
         num_decode, num_rows = len(decode), len(decode) + len(prompts)
         # All prompts at once: there may be hundreds of them, and the device waits.
-        lengths = np.array([row.num_tokens for row in prompts], np.int64)
+        lengths = int64s([row.num_tokens for row in prompts])
+        starts = int64s([row.start for row in prompts])
         ends = lengths.cumsum()
         num_tokens = int(ends[-1]) if prompts else 0
         filled = slice(num_decode, num_decode + num_tokens)
-        slots[filled] = np.repeat([row.slot for row in prompts], lengths)
-        starts = np.array([row.start for row in prompts], np.int64)
-        positions[filled] = np.arange(num_tokens) + np.repeat(starts + lengths - ends, lengths)
-        tokens[filled] = int32s(chain.from_iterable(map(_tokens_of, prompts)))
+        slots[filled] = int32s([row.slot for row in prompts]).repeat(lengths)
+        offsets = (starts + lengths - ends).astype(np.int32).repeat(lengths)
+        np.add(self._counting[:num_tokens], offsets, out=positions[filled])
+        tokens[filled] = _words_of(prompts)
         # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
         logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
         sample_positions = packed[parts.sample_positions]
-        logit_rows[:num_decode] = np.arange(num_decode)
+        logit_rows[:num_decode] = self._counting[:num_decode]
         logit_rows[num_decode:num_rows] = num_decode + ends - 1
         logit_rows[num_rows : shape.num_logits] = 0
-        num_samples = num_rows - sum(not row.samples for row in prompts)
+        num_samples = num_rows - sum([not row.samples for row in prompts])
         assert num_samples == num_rows or not prompts[-1].samples, f"not only the last samples not: {prompts}"
-        sample_slots[:num_samples] = slots[logit_rows[:num_samples]]
+        sampled = logit_rows[:num_samples]
+        sample_slots[:num_samples], sample_positions[:num_samples] = slots[sampled], positions[sampled]
         sample_slots[num_samples : shape.num_logits] = self._dummy_slot
-        sample_positions[:num_samples] = positions[logit_rows[:num_samples]]
-        tiles = cut_tiles(_spans(num_decode, prompts), self._tile_tokens_of(shape.num_rows))
+        begins = num_decode + ends - lengths
+        tiles = tiles_of(begins, lengths, starts, self._tile_tokens_of(shape.num_rows))
         packed[parts.tiles][: len(tiles)] = tiles
         masks = {num_decode + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
         rows = SampleRows(
@@ -194,23 +201,51 @@ class InputBuffers:
 
         Rows of `admitted` slots, which have new owners, are cleared before.
         """
-        width, block_by_entry = self.block_table.shape[1], dict[int, int]()
+        width, num_written = self.block_table.shape[1], self._num_written
+        num_before = {slot: num_written[slot] for slot in admitted}
         for slot in admitted:
-            first = slot * width
-            block_by_entry.update(dict.fromkeys(range(first, first + self._num_written[slot]), self.sink))
-            self._num_written[slot] = 0
-        for write in writes:
-            first = write.slot * width + write.index
-            block_by_entry.update(enumerate(write.blocks, start=first))
-            end = write.index + len(write.blocks)
-            self._num_written[write.slot] = max(self._num_written[write.slot], end)
-        # Each entry once: of two writes to one, either could win.
-        return self._uploads.host_rows(block_by_entry, block_by_entry.values()) if block_by_entry else None
+            num_written[slot] = 0
+        # All runs of entries in columns: those that are written, then those that are cleared behind them.
+        firsts, lengths, blocks = list[int](), list[int](), array("I")
+        for slot, begin, new in writes:
+            firsts.append(slot * width + begin)
+            lengths.append(len(new))
+            blocks.extend(new)
+            num_written[slot] = max(num_written[slot], begin + len(new))
+        for slot, num_old in num_before.items():
+            if num_old > (num_new := num_written[slot]):
+                firsts.append(slot * width + num_new)
+                lengths.append(num_old - num_new)
+        num_entries = sum(lengths)
+        if not num_entries:
+            return None
+        counts = int64s(lengths)
+        host, rows = self._next_writes(num_entries)
+        rows[0] = np.arange(num_entries) + (int64s(firsts) - counts.cumsum() + counts).repeat(counts)
+        rows[1, : len(blocks)], rows[1, len(blocks) :] = np.frombuffer(blocks, np.int32), self.sink
+        return host
+
+    def _next_writes(self, num_entries: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        """Return memory of two rows that this step's kernels may read, and the array that writes it."""
+        self._writes.reverse()
+        if len(self._writes[0][1]) < 2 * num_entries:  # that of the step before the last is read by nobody
+            self._writes[0] = self._writes_host(2 * num_entries)
+        host, words = self._writes[0]
+        return host.as_strided((2, num_entries), (num_entries, 1)), words[: 2 * num_entries].reshape(2, -1)
+
+    def _writes_host(self, num_entries: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        is_cuda = self._uploads.device.type == "cuda"
+        host = torch.empty(2 * num_entries, dtype=torch.int32, pin_memory=is_cuda)
+        return host, host.numpy()
 
 
-def _tokens_of(row: Row) -> tuple[int, ...]:
-    assert row.tokens is not None, f"decode row behind prefill rows: {row}"
-    return row.tokens
+def _words_of(prompts: Sequence[Row]) -> npt.NDArray[np.int32]:
+    """Return the tokens of all prompts, one behind the other."""
+    words = array("I")
+    for row in prompts:
+        assert row.tokens is not None, f"decode row behind prefill rows: {row}"
+        words.extend(row.tokens)
+    return np.frombuffer(words, np.int32)
 
 
 def _spans(begin: int, rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:

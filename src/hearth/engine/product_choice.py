@@ -4,12 +4,13 @@ The steps that serve are run on padding, and tell which products there are: so n
 beside the code. What is tried works on the model's own weights, in its workspace, so that it takes no memory.
 Runs between requests, a piece at a time, each shorter than somebody who asks would notice.
 
-Kernels are timed in turns with the one that torch takes, without a pause: a device under load has less power
-for each, and it is then that they differ most. One that is not clearly faster is not taken.
+Kernels are timed in turns with the default, torch's or ours for small matrices, without a pause: a device
+under load has less power for each, and it is then that they differ most. One that is not clearly faster is
+not taken.
 
 Products of few rows are over in some microseconds, and there it counts what surrounds them: how early a
 kernel starts behind the one before it, and lets the next one start. So steps of few rows are captured, as
-those that serve are, with torch's kernels and with the others: unless these make the step faster they are not
+those that serve are, with default kernels and with the others: unless these make the step faster they are not
 taken. One that does so alone is, though the others do not.
 """
 
@@ -34,7 +35,7 @@ from hearth.kernels.product_table import ProductSize, ProductTable
 #: Kernels that are asked for, for each number of rows, and those of all that are timed again.
 NUM_PROPOSALS, NUM_FINALISTS = 24, 3
 NUM_ROUNDS, NUM_FINAL_ROUNDS = 3, 9
-#: Of the time that torch's kernel takes: who takes more than this share of it is not clearly faster.
+#: Of the time that the default takes: who takes more than this share of it is not clearly faster.
 MAX_SHARE = 0.99
 #: Times as many rows: what is proposed for them is tried as well. With 7,168 rows that won most.
 NEAR = (2.0, 0.5, 0.25, 0.125, 0.0625)
@@ -42,7 +43,7 @@ NEAR = (2.0, 0.5, 0.25, 0.125, 0.0625)
 #: turns, of as many as have so many bytes even in the smallest product. More rows than that are bound by
 #: arithmetic: one layer is enough, and nothing around them matters.
 MIN_LAYERS, COLD_BYTES, MAX_COLD_ROWS = 4, 128 << 20, 512
-#: Layers of steps that are timed, rounds at least, and the share of the time with torch's kernels as above.
+#: Layers of steps that are timed, rounds at least, and the share of the time with default kernels as above.
 NUM_STEP_LAYERS, MIN_STEP_ROUNDS, MAX_STEP_ROUNDS, MAX_STEP_SHARE = 8, 5, 15, 0.995
 #: For which the device is kept busy at a time: whoever asks meanwhile waits for that.
 PIECE_US = 25_000.0
@@ -87,25 +88,25 @@ class ProductChoice:
     """The kernel for a size, and the times that it was chosen by."""
 
     size: ProductSize
-    algorithm: bytes | None = None  #: the kernel that is clearly faster than torch's; None: there is none
-    torch_us: float = 0.0  #: that torch's kernel takes by itself
-    #: Shares of torch's time that kernels took, in the order in which they are proposed; then of the best.
+    algorithm: bytes | None = None  #: the kernel that is clearly faster than the default; None: there is none
+    default_us: float = 0.0  #: that the default takes by itself
+    #: Shares of the default's time that kernels took, in the order of their proposal; then of the best.
     shares: Mapping[bytes, float] = field(default_factory=dict)
     final_shares: Mapping[bytes, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StepGain:
-    """The time of a step of few rows with torch's kernels, and with those that were chosen for some sizes."""
+    """The time of a step of few rows with default kernels, and with those that were chosen for some sizes."""
 
     shape: StepShape
     sizes: tuple[ProductSize, ...]
-    torch_us: float
+    default_us: float
     chosen_us: float
 
     @property
     def is_faster(self) -> bool:
-        return self.chosen_us <= MAX_STEP_SHARE * self.torch_us
+        return self.chosen_us <= MAX_STEP_SHARE * self.default_us
 
 
 class ProductChooser:
@@ -157,18 +158,18 @@ class ProductChooser:
         asked, words = self._ask(shape, size), candidates(self._library, size)
         if not is_plain(asked.x, asked.out, *asked.weights) or not words:
             return ProductChoice(size)
-        by_torch = _torch_way(asked)
-        (torch_us,) = self._times_us([by_torch], NUM_ROUNDS)
-        num_at_once = max(2, int(PIECE_US / (torch_us * len(by_torch))))
+        by_default = _default_way(asked)
+        (default_us,) = self._times_us([by_default], NUM_ROUNDS)
+        num_at_once = max(2, int(PIECE_US / (default_us * len(by_default))))
         launches = yield from self._load(shape, size, words, num_at_once)
         shares = yield from self._shares(shape, size, launches, NUM_ROUNDS, num_at_once)
         best = {word: launches[word] for word in _best(shares, NUM_FINALISTS)}
         if not best:
-            return ProductChoice(size, None, torch_us)
+            return ProductChoice(size, None, default_us)
         final = yield from self._shares(shape, size, best, NUM_FINAL_ROUNDS, num_at_once)
         (winner,) = _best(final, 1)
         is_better = final[winner] <= MAX_SHARE and _agree(self._ask(shape, size), launches[winner])
-        return ProductChoice(size, winner if is_better else None, torch_us, shares, final)
+        return ProductChoice(size, winner if is_better else None, default_us, shares, final)
 
     def _asked(self, shape: StepShape) -> dict[ProductSize, AskedProduct]:
         recorder = ProductRecorder()
@@ -207,17 +208,17 @@ class ProductChooser:
         num_rounds: int,
         num_at_once: int,
     ) -> Generator[ProductSize, None, dict[bytes, float]]:
-        """Time kernels by themselves beside torch's, so many ways at a time; return the shares they take."""
+        """Time kernels by themselves beside the default, so many at a time; return the shares they take."""
         each: defaultdict[bytes, list[float]] = defaultdict(list)
         num_beside = max(1, min(len(launches), num_at_once - 1))
         rounds_at_once = max(1, min(num_rounds, num_at_once // (num_beside + 1)))
         for _ in range(0, num_rounds, rounds_at_once):
             for words in _batches(list(launches), num_beside):
                 asked = self._ask(shape, size)
-                ways = [_torch_way(asked), *(_way(asked, launches[word]) for word in words)]
-                torch_us, *times = self._times_us(ways, rounds_at_once)
+                ways = [_default_way(asked), *(_way(asked, launches[word]) for word in words)]
+                default_us, *times = self._times_us(ways, rounds_at_once)
                 for word, us in zip(words, times, strict=True):
-                    each[word].append(us / torch_us)
+                    each[word].append(us / default_us)
                 yield size
         return {word: median(shares) for word, shares in each.items()}
 
@@ -235,7 +236,7 @@ class ProductChooser:
         for size, algorithm in algorithms.items() if len(algorithms) > 1 else ():
             gain = yield from self._told_gain(shape, {size: algorithm}, capturer)
             if gain.is_faster:
-                shares[size] = gain.chosen_us / gain.torch_us
+                shares[size] = gain.chosen_us / gain.default_us
         proved = {size: algorithms[size] for size in shares}
         if len(proved) > 1:
             gain = yield from self._told_gain(shape, proved, capturer)
@@ -255,7 +256,7 @@ class ProductChooser:
     def _step_gain(
         self, shape: StepShape, algorithms: Mapping[ProductSize, bytes], capturer: Capturer
     ) -> StepGain:
-        """Time captured steps with torch's kernels and with others."""
+        """Time captured steps with default kernels and with others."""
         capturer.forget()  # the steps before are gone, and their memory with them
         queue = self._runner.padded_layers(shape, NUM_STEP_LAYERS)
         tables = [ProductTable("", self._library.version, one) for one in ({}, algorithms)]
@@ -295,11 +296,11 @@ def _way(asked: AskedProduct, launch: Launch) -> Way:
     return [partial(launch, asked.x, weight, asked.out) for weight in _timed_weights(asked)]
 
 
-def _torch_way(asked: AskedProduct) -> Way:
-    return [partial(_by_torch, asked, weight) for weight in _timed_weights(asked)]
+def _default_way(asked: AskedProduct) -> Way:
+    return [partial(_by_default, asked, weight) for weight in _timed_weights(asked)]
 
 
-def _by_torch(asked: AskedProduct, weight: torch.Tensor) -> None:
+def _by_default(asked: AskedProduct, weight: torch.Tensor) -> None:
     if not asked.size.adds:
         linear(asked.x, weight, None, out=asked.out)
     else:
@@ -308,10 +309,10 @@ def _by_torch(asked: AskedProduct, weight: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def _agree(asked: AskedProduct, launch: Launch) -> bool:
-    """True if a kernel's result is torch's but for rounding, in some rows from the first to the last."""
+    """True if a kernel's result is the default's but for rounding, in rows from the first to the last."""
     every = max(1, asked.size.rows // _NUM_COMPARED)
     results = []
-    for way in (_torch_way(asked), _way(asked, launch)):
+    for way in (_default_way(asked), _way(asked, launch)):
         asked.out.zero_()
         way[0]()
         results.append(asked.out[::every].float())

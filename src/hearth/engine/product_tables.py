@@ -25,7 +25,7 @@ from hearth.kernels.kernel_cache import KernelCache
 from hearth.kernels.product_table import ProductSize, ProductTable
 
 #: Of choosing: kernels that were chosen in another way are not found.
-_METHOD = 3
+_METHOD = 4
 
 log = logging.getLogger(__name__)
 

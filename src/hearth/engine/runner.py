@@ -72,6 +72,11 @@ class PendingStep:
         """True if the device computed the step while it was launched, as a CPU does."""
         return self.end is None
 
+    @property
+    def is_done(self) -> bool:
+        """True if nobody has to wait for it."""
+        return self.end is None or bool(self.end.query())  # type: ignore[no-untyped-call] # untyped
+
     def wait(self) -> StepResult:
         if self.end is not None:
             self.end.synchronize()

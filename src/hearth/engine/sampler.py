@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -166,10 +167,15 @@ class Sampler:
         A table that one of them needs, and that nobody has placed, is placed where torch finds memory; and so
         is one that has too few rows.
         """
+        if not admissions:
+            return
+        slots_before = self._parts[[admission.slot for admission in admissions]].tolist()
         drawing = []  # requests that draw, or follow one that did
-        for admission in admissions:
+        needed = 0
+        for admission, before in zip(admissions, slots_before, strict=True):
             rules, slot = _rules(admission, self._vocab_size), admission.slot
-            if (rules.parts | int(self._parts[slot])) & _Part.DRAW:
+            needed |= rules.parts
+            if (rules.parts | before) & _Part.DRAW:
                 drawing.append(admission)
             self._rules_by_slot[slot], self._parts[slot] = rules, rules.parts
         if drawing:
@@ -178,8 +184,10 @@ class Sampler:
             knobs = [knob for admission in drawing for knob in _knobs(admission, self._vocab_size)]
             self._knobs.index_copy_(0, slots, self._uploads.floats(knobs).view(-1, 4))
             self._seeds.index_copy_(0, slots, device_seeds)
-        self._penalties.admit([a for a in admissions if is_penalised(a.sampling)])
-        self._bias.admit([a for a in admissions if is_biased(a.sampling)])
+        if needed & _Part.PENALTIES:
+            self._penalties.admit([a for a in admissions if is_penalised(a.sampling)])
+        if needed & _Part.BIAS:
+            self._bias.admit([a for a in admissions if is_biased(a.sampling)])
 
     def has_table(self, table: SamplingTable) -> bool:
         return self._tables[table].is_there
@@ -303,25 +311,29 @@ class Sampler:
 
 
 def _rules(admission: Admission, vocab_size: int) -> _Rules:
-    sampling = admission.sampling
-    assert sampling.seed is not None or not _is_random(sampling), f"no seed: {admission.request_id}"
-    # An id beyond the vocabulary is never sampled. Where only stop tokens are allowed, they stay allowed.
-    stop_ids = {token for token in sampling.stop_ids if 0 <= token < vocab_size}
-    allowed = sampling.allowed_token_ids or range(vocab_size)
-    can_ban = sampling.min_tokens > 0 and not all(token in stop_ids for token in allowed)
-    needs = (
-        (_Part.PENALTIES, is_penalised(sampling)),
-        (_Part.BIAS, is_biased(sampling)),
-        (_Part.BAN, can_ban and bool(stop_ids)),
-        (_Part.LOGPROBS, sampling.logprobs is not None),
-        (_Part.DRAW, _is_random(sampling)),
-    )
-    return _Rules(
-        parts=sum(part for part, is_needed in needs if is_needed),
-        banned=tuple(stop_ids),
-        banned_before=admission.num_prompt_tokens + sampling.min_tokens,
-        num_logprobs=sampling.logprobs,
-    )
+    sampling, parts = admission.sampling, 0
+    if is_penalised(sampling):
+        parts |= _Part.PENALTIES
+    if is_biased(sampling):
+        parts |= _Part.BIAS
+    if sampling.logprobs is not None:
+        parts |= _Part.LOGPROBS
+    if _is_random(sampling):
+        assert sampling.seed is not None, f"no seed: {admission.request_id}"
+        parts |= _Part.DRAW
+    if sampling.min_tokens > 0:
+        # An id beyond the vocabulary is never sampled. Where only stop tokens are allowed, they stay allowed.
+        stop_ids = {token for token in sampling.stop_ids if 0 <= token < vocab_size}
+        allowed = sampling.allowed_token_ids or range(vocab_size)
+        if stop_ids and not all(token in stop_ids for token in allowed):
+            before = admission.num_prompt_tokens + sampling.min_tokens
+            return _Rules(parts | _Part.BAN, tuple(stop_ids), before, sampling.logprobs)
+    return _rules_without_ban(parts, sampling.logprobs)
+
+
+@lru_cache(maxsize=256)
+def _rules_without_ban(parts: int, num_logprobs: int | None) -> _Rules:
+    return _Rules(parts, (), 0, num_logprobs)
 
 
 def _is_random(sampling: SamplingParams) -> bool:

@@ -6,8 +6,9 @@ that are there; elsewhere a step has just the rows of its plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 from hearth.policy.batch.plan import StepPlan
 from hearth.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size, sample_sizes
@@ -43,20 +44,21 @@ class StepShape:
     num_rows: int  #: a token each
     num_logits: int  #: rows whose logits are computed; without prompts that is every row
     has_adapters: bool = False  #: some row has one; which and how many is read on the device
+    #: The parts of such a step, in the order in which they run.
+    keys: tuple[GraphKey, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        keys = [GraphKey(StepPart.DECODE, self.num_rows, self.has_adapters)]
+        if self.has_prompts:
+            keys = [
+                GraphKey(StepPart.MIXED, self.num_rows, self.has_adapters),
+                GraphKey(StepPart.TAIL, self.num_logits, self.has_adapters),
+            ]
+        object.__setattr__(self, "keys", tuple(keys))
 
     @staticmethod
     def decode(num_rows: int, *, has_adapters: bool = False) -> StepShape:
         return StepShape(False, num_rows, num_rows, has_adapters)
-
-    @property
-    def keys(self) -> tuple[GraphKey, ...]:
-        """The parts of such a step, in the order in which they run."""
-        if not self.has_prompts:
-            return (GraphKey(StepPart.DECODE, self.num_rows, self.has_adapters),)
-        return (
-            GraphKey(StepPart.MIXED, self.num_rows, self.has_adapters),
-            GraphKey(StepPart.TAIL, self.num_logits, self.has_adapters),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,13 @@ class PaddedSizes:
     def shape_of(self, plan: StepPlan) -> StepShape:
         """Return the smallest shape that holds the rows of a plan."""
         num_rows, num_logits, has_prompts = plan.num_tokens, plan.num_rows, bool(plan.prompts)
-        has_adapters = plan.has_adapters
-        if not self.decode:
-            return StepShape(has_prompts, num_rows, num_logits, has_adapters)
         if not has_prompts:
-            return StepShape.decode(padded_size(self.decode, num_rows), has_adapters=has_adapters)
-        num_rows, num_logits = padded_size(self.mixed, num_rows), padded_size(self.samples, num_logits)
-        return StepShape(has_prompts, num_rows, num_logits, has_adapters)
+            num_rows = num_logits = padded_size(self.decode, num_rows) if self.decode else num_rows
+        elif self.decode:
+            num_rows, num_logits = padded_size(self.mixed, num_rows), padded_size(self.samples, num_logits)
+        return _shape(has_prompts, num_rows, num_logits, plan.has_adapters)
+
+
+@lru_cache(maxsize=1024)
+def _shape(has_prompts: bool, num_rows: int, num_logits: int, has_adapters: bool) -> StepShape:
+    return StepShape(has_prompts, num_rows, num_logits, has_adapters)

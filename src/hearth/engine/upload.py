@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,14 @@ from hearth.kernels.host_read import read_host
 Ints = Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
-def int32s(numbers: Iterable[int]) -> npt.NDArray[np.int32]:
+def int32s(numbers: Sequence[int]) -> npt.NDArray[np.int32]:
     """Return numbers that are not negative as an array, in a third of the time that numpy takes."""
-    return np.frombuffer(array("I", list(numbers)), np.int32)
+    return np.frombuffer(array("I", numbers), np.int32)
+
+
+def int64s(numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return numbers as an array, likewise."""
+    return np.frombuffer(array("q", numbers), np.int64)
 
 
 class Uploads:
@@ -52,15 +57,6 @@ class Uploads:
         host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=self._is_cuda)
         np.concatenate([np.asarray(column, np.int64) for column in columns], out=host.numpy())
         return self._send(host).split_with_sizes(lengths)
-
-    def host_rows(self, *rows: Collection[int]) -> torch.Tensor:
-        """Return rows of equal length, int32 [rows, length], in memory that this step's kernels may read."""
-        host = torch.empty((len(rows), len(rows[0])), dtype=torch.int32, pin_memory=self._is_cuda)
-        for target, row in zip(host.numpy(), rows, strict=True):
-            target[:] = int32s(row)
-        if self._is_cuda:
-            self._sent.append(host)
-        return host
 
     def floats(self, values: Sequence[float]) -> torch.Tensor:
         return self._send(torch.tensor(values, dtype=torch.float32, pin_memory=self._is_cuda))

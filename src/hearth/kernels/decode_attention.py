@@ -18,9 +18,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import capability, launch, next_power_of_2, runs_triton, tl, triton
+from hearth.kernels.jit import (
+    capability,
+    cdiv,
+    has_large_memory,
+    launch,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 from hearth.kernels.overlap import wait_for_inputs
 from hearth.kernels.paged import Heads, PagedRows
+from hearth.sizes import PROGRAMS_PER_PROCESSOR, num_subgroups
 
 _LOG2E = 1.4426950408889634
 
@@ -29,10 +39,10 @@ _LOG2E = 1.4426950408889634
 class SplitScratch:
     """Memory in which programs leave parts of results. Counters are zero between launches."""
 
-    num_programs: int  #: of a launch
+    num_programs: int  #: of a launch, at most
     partial: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][dim]
     stats: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][maximum, sum]
-    counters: torch.Tensor  #: int32, flat: [row][kv head]
+    counters: torch.Tensor  #: int32, flat: [row][kv head][part of its q heads]
 
 
 def decode_attention(
@@ -86,24 +96,31 @@ class TileShape:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  #: of a thread; None: what the compiler takes
+    per_processor: int = 4  #: programs that are launched for each multiprocessor, of four that have scratch
 
 
 def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
-    """Return the tile for heads and numbers like these, such that four programs fit on a multiprocessor.
+    """Return the tile for heads and numbers like these, such that all programs fit on the device at once.
 
-    Where more than 16 query heads share k and v, their queries and results leave room for two.
+    From Hopper on there is shared memory for larger ones, or for more that are on their way.
     """
-    is_shared_by_many = heads.num_q // heads.num_kv > 16
+    group = heads.num_q // heads.num_kv
+    members = cdiv(group, num_subgroups(group))
+    has_room = capability() >= 90 and has_large_memory() and dtype != torch.float32
+    if has_room and 128 < heads.dim <= 256 and members <= 16:
+        return TileShape(64, num_warps=4, num_stages=2, per_processor=2)
+    if has_room and heads.dim <= 64 and members > 32:
+        return TileShape(128, num_warps=4, num_stages=2, per_processor=2)
     # So many tokens that k and v of two bytes have 16 KB together.
     block_n = 16 if heads.dim > 128 else 32 if heads.dim > 64 or dtype == torch.float32 else 64
-    # From Hopper on there is shared memory for two tiles that are on their way, not only for one.
-    has_room = capability() >= 90 and heads.dim <= 128 and dtype != torch.float32
-    return TileShape(
-        block_n,
-        num_warps=4,
-        num_stages=3 if has_room and not is_shared_by_many else 2,
-        max_registers=None if is_shared_by_many else 128,
-    )
+    if members > 16:  # queries and results take as much room as k and v
+        per_processor = 4 if members <= 32 else 3 if heads.dim <= 64 else 2
+        return TileShape(block_n, num_warps=4, num_stages=2, per_processor=per_processor)
+    if has_room and heads.dim <= 64:
+        return TileShape(64, num_warps=4, num_stages=3, max_registers=128)
+    if has_room and heads.dim <= 128:
+        return TileShape(64, num_warps=4, num_stages=2, max_registers=128)
+    return TileShape(block_n, num_warps=4, num_stages=2, max_registers=128)
 
 
 #: Rows whose lengths a program reads at a time.
@@ -124,9 +141,11 @@ def decode_attention_triton(
 ) -> None:
     group = heads.num_q // heads.num_kv
     shape = tile_shape(heads, qkv.dtype) if shape is None else shape
+    subgroups = num_subgroups(group)
+    members = cdiv(group, subgroups)
     launch(
         _decode_attention_kernel,
-        (scratch.num_programs,),
+        (max(1, scratch.num_programs * shape.per_processor // PROGRAMS_PER_PROCESSOR),),
         out,
         qkv,
         qkv.stride(0),
@@ -145,7 +164,10 @@ def decode_attention_triton(
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
         GROUP=group,
-        GROUP_PAD=max(16, next_power_of_2(group)),  # what tensor cores take
+        SUBGROUPS=subgroups,
+        MEMBERS=members,
+        GROUP_PAD=max(16, next_power_of_2(members)),  # what tensor cores take
+        MERGE_PAD=next_power_of_2(members),
         DIM=heads.dim,
         DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
@@ -179,7 +201,10 @@ def _decode_attention_kernel(
     WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
+    SUBGROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    MERGE_PAD: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -189,36 +214,45 @@ def _decode_attention_kernel(
     COUNTS_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    # Heads of KV, once for each part of the q heads that share them.
+    NUM_HEADS: tl.constexpr = NUM_KV * SUBGROUPS
     # Lengths are those of the whole step, so they are read while the kernel in front still runs.
+    first_rows = tl.arange(0, BLOCK_ROWS)
+    first_tiles = _tiles_of(positions, first_rows, max_rows, WINDOW, BLOCK_N)
     if COUNTS_ROWS:
         max_rows = tl.minimum(max_rows, tl.load(num_rows))
-    total = 0
-    for at in range(0, max_rows, BLOCK_ROWS):
+        first_tiles = tl.where(first_rows < max_rows, first_tiles, 0)
+    total = tl.sum(first_tiles, 0)
+    for at in range(BLOCK_ROWS, max_rows, BLOCK_ROWS):
         num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
         total += tl.sum(num_tiles, 0)
     # One program merges the parts of a head, so a mean length is cut into 64 of them at most, and into no
     # more than 16 while they are of less than four tiles.
     mean = tl.cdiv(total, tl.maximum(max_rows, 1))
     least = tl.maximum(tl.minimum(tl.cdiv(mean, 16), 4), tl.cdiv(mean, 64))
-    total *= NUM_KV
+    total *= NUM_HEADS
     share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), tl.maximum(least, 1))
     first_tile = tl.program_id(0) * share
     last_tile = tl.minimum(first_tile + share, total)
     # The row that the first tile is of, and how many tiles lie before that row.
-    row, before, passed = 0, 0, 0
+    row, before = 0, 0
     if (first_tile < last_tile) & (max_rows > 1):
-        for at in range(0, max_rows, BLOCK_ROWS):
-            num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
-            num_tiles *= NUM_KV
-            is_before = (num_tiles > 0) & (passed + tl.cumsum(num_tiles, 0) <= first_tile)
-            row += tl.sum(is_before.to(tl.int32), 0)
-            before += tl.sum(tl.where(is_before, num_tiles, 0), 0)
-            passed += tl.sum(num_tiles, 0)
+        first_tiles *= NUM_HEADS
+        is_before = (first_tiles > 0) & (tl.cumsum(first_tiles, 0) <= first_tile)
+        row = tl.sum(is_before.to(tl.int32), 0)
+        before = tl.sum(tl.where(is_before, first_tiles, 0), 0)
+        if max_rows > BLOCK_ROWS:
+            passed = tl.sum(first_tiles, 0)
+            for at in range(BLOCK_ROWS, max_rows, BLOCK_ROWS):
+                num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
+                num_tiles *= NUM_HEADS
+                is_before = (num_tiles > 0) & (passed + tl.cumsum(num_tiles, 0) <= first_tile)
+                row += tl.sum(is_before.to(tl.int32), 0)
+                before += tl.sum(tl.where(is_before, num_tiles, 0), 0)
+                passed += tl.sum(num_tiles, 0)
 
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
-    in_group = member < GROUP
-    in_q = in_group[:, None] & (dim < DIM)[None, :]
     # Of a tile: its row and head, its number among the head's tiles, its tokens and the pages that they are
     # in. All of it is known one tile ahead, and of the row behind it what a first tile of that would need.
     last_row = tl.maximum(max_rows - 1, 0)
@@ -226,45 +260,47 @@ def _decode_attention_kernel(
     row_table = table + tl.load(slots + row).to(tl.int64) * table_stride
     begin = _begin(end, WINDOW)
     num_tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
-    kv_head = (first_tile - before) // num_tiles
+    head = (first_tile - before) // num_tiles
     at = (first_tile - before) % num_tiles
     token = begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
-    page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
+    page = tl.load(row_table + _page_of(token, BLOCK_TOKENS), token < end, other=0)
     next_row = tl.minimum(row + 1, last_row)
     next_end = tl.load(positions + next_row) + 1
     next_slot = tl.load(slots + next_row).to(tl.int64)
     wait_for_inputs(OVERLAPS)
 
-    opening_row, opening_head, opening_at, opening_tiles = row, kv_head, at, num_tiles
+    opening_row, opening_head, opening_at, opening_tiles = row, head, at, num_tiles
     first = at  # among the tiles of the head at hand, that this program has
     best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total_p = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
-        q_head = kv_head * GROUP + member
+        in_q = _in_group(member, head, GROUP, MEMBERS, SUBGROUPS)[:, None] & (dim < DIM)[None, :]
+        q_head = _q_head(head, GROUP, MEMBERS, SUBGROUPS) + member
         q_at = qkv + tl.cast(row, tl.int64) * qkv_stride + q_head[:, None] * DIM + dim[None, :]
         q = tl.load(q_at, in_q, other=0.0)
         in_context = token < end
         # Recycled memory may hold NaN, and 0 times NaN is NaN: zeros where there are no tokens.
         in_tile = in_context[:, None] & (dim < DIM)[None, :]
-        unit = page.to(tl.int64) * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
+        unit = _unit(page, token, kv_stride, NUM_KV * DIM, BLOCK_TOKENS)
+        unit += (head // SUBGROUPS) * DIM
         k_at = kv + unit[:, None] + dim[None, :]
         k = tl.load(k_at, in_tile, other=0.0)
         v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
 
         # Step on, and ask for the next tile's pages: what they hold cannot be asked for before.
-        out_row, out_head = row, kv_head
+        out_row, out_head = row, head
         ends_head = at == num_tiles - 1
-        ends_row = ends_head & (kv_head == NUM_KV - 1)
+        ends_row = ends_head & (head == NUM_HEADS - 1)
         at = tl.where(ends_head, 0, at + 1)
-        kv_head = tl.where(ends_row, 0, tl.where(ends_head, kv_head + 1, kv_head))
+        head = tl.where(ends_row, 0, tl.where(ends_head, head + 1, head))
         row = tl.where(ends_row, tl.minimum(row + 1, last_row), row)
         end = tl.where(ends_row, next_end, end)
         row_table = tl.where(ends_row, table + next_slot * table_stride, row_table)
         begin = _begin(end, WINDOW)
         num_tiles = tl.cdiv(end - begin, BLOCK_N)
         token = begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
-        page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
+        page = tl.load(row_table + _page_of(token, BLOCK_TOKENS), token < end, other=0)
         next_row = tl.minimum(row + 1, last_row)
         next_end = tl.load(positions + next_row) + 1
         next_slot = tl.load(slots + next_row).to(tl.int64)
@@ -278,14 +314,17 @@ def _decode_attention_kernel(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         best = new_best
         if ends_head | (tile == last_tile - 1):
+            out_in_group = _in_group(member, out_head, GROUP, MEMBERS, SUBGROUPS)
+            out_in_q = out_in_group[:, None] & (dim < DIM)[None, :]
             if ends_head & (first == 0):
-                out_at = _out_at(out, out_row, out_head, member, dim, NUM_KV, GROUP, DIM)
-                tl.store(out_at, (acc / total_p[:, None]).to(q.dtype), in_q)
+                whole_head = _q_head(out_head, GROUP, MEMBERS, SUBGROUPS) + member
+                out_at = _out_at(out, out_row, whole_head, dim, NUM_KV * GROUP, DIM)
+                tl.store(out_at, (acc / total_p[:, None]).to(q.dtype), out_in_q)
             else:  # leave this part: of the head that the program ends in as the last, of others as the first
-                place = (tl.program_id(0) * 2 + tl.where(first == 0, 1, 0)) * GROUP + member
-                tl.store(partial + place[:, None] * DIM + dim[None, :], acc, in_q)
-                tl.store(stats + place * 2, best, in_group)
-                tl.store(stats + place * 2 + 1, total_p, in_group)
+                place = (tl.program_id(0) * 2 + tl.where(first == 0, 1, 0)) * MEMBERS + member
+                tl.store(partial + place[:, None] * DIM + dim[None, :], acc, out_in_q)
+                tl.store(stats + place * 2, best, out_in_group)
+                tl.store(stats + place * 2 + 1, total_p, out_in_group)
             best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
             total_p = tl.zeros([GROUP_PAD], tl.float32)
             acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -293,39 +332,98 @@ def _decode_attention_kernel(
 
     # Parts were left of the head of the first tile and of that of the last, unless all of it is here. Whoever
     # leaves the last part of a head merges all of them.
-    is_same = (row == opening_row) & (kv_head == opening_head)
+    is_same = (row == opening_row) & (head == opening_head)
     num_heads = tl.where(first_tile < last_tile, tl.where((at > 0) & (is_same == 0), 2, 1), 0)
     for which in range(num_heads):
         is_opening = which == 0
-        head_row = tl.where(is_opening, opening_row, row)
-        head = tl.where(is_opening, opening_head, kv_head)
+        its_row = tl.where(is_opening, opening_row, row)
+        its_head = tl.where(is_opening, opening_head, head)
         head_begin = tl.where(is_opening, first_tile - opening_at, last_tile - at)
         head_end = head_begin + tl.where(is_opening, opening_tiles, num_tiles)
         if (head_begin < first_tile) | (head_end > last_tile):
             opens = head_begin // share
             num_parts = (head_end - 1) // share - opens + 1
             tl.debug_barrier()
-            counter = counters + head_row * NUM_KV + head
+            counter = counters + its_row * NUM_HEADS + its_head
             is_done = tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1
             tl.debug_barrier()
             if is_done:
-                best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-                total_p = tl.zeros([GROUP_PAD], tl.float32)
-                acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-                for part in tl.range(0, num_parts, loop_unroll_factor=4):
-                    place = ((opens + part) * 2 + tl.where(part == 0, 1, 0)) * GROUP + member
-                    its_best = tl.load(stats + place * 2, in_group, other=0.0, cache_modifier=".cg")
-                    its_total = tl.load(stats + place * 2 + 1, in_group, other=1.0, cache_modifier=".cg")
-                    its_acc_at = partial + place[:, None] * DIM + dim[None, :]
-                    its_acc = tl.load(its_acc_at, in_q, other=0.0, cache_modifier=".cg")
-                    new_best = tl.maximum(best, its_best)
-                    shrink, its_shrink = tl.exp2(best - new_best), tl.exp2(its_best - new_best)
-                    total_p = total_p * shrink + its_total * its_shrink
-                    acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
-                    best = new_best
+                _merge(
+                    out, partial, stats, its_row, its_head, opens, num_parts,
+                    NUM_KV, GROUP, SUBGROUPS, MEMBERS, MERGE_PAD, DIM, DIM_PAD,
+                )  # fmt: skip
                 tl.store(counter, 0)
-                out_at = _out_at(out, head_row, head, member, dim, NUM_KV, GROUP, DIM)
-                tl.store(out_at, (acc / total_p[:, None]).to(out.dtype.element_ty), in_q)
+
+
+@triton.jit
+def _merge(
+    out,
+    partial,
+    stats,
+    row,
+    head,
+    opens,
+    num_parts,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBGROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    MERGE_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    """Put together a head of which programs from `opens` on have left parts."""
+    member = tl.arange(0, MERGE_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    in_group = _in_group(member, head, GROUP, MEMBERS, SUBGROUPS)
+    in_q = in_group[:, None] & (dim < DIM)[None, :]
+    best = tl.full([MERGE_PAD], -float("inf"), tl.float32)
+    total_p = tl.zeros([MERGE_PAD], tl.float32)
+    acc = tl.zeros([MERGE_PAD, DIM_PAD], tl.float32)
+    for part in tl.range(0, num_parts, loop_unroll_factor=4):
+        place = ((opens + part) * 2 + tl.where(part == 0, 1, 0)) * MEMBERS + member
+        its_best = tl.load(stats + place * 2, in_group, other=0.0, cache_modifier=".cg")
+        its_total = tl.load(stats + place * 2 + 1, in_group, other=1.0, cache_modifier=".cg")
+        its_acc_at = partial + place[:, None] * DIM + dim[None, :]
+        its_acc = tl.load(its_acc_at, in_q, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, its_best)
+        shrink, its_shrink = tl.exp2(best - new_best), tl.exp2(its_best - new_best)
+        total_p = total_p * shrink + its_total * its_shrink
+        acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
+        best = new_best
+    q_head = _q_head(head, GROUP, MEMBERS, SUBGROUPS) + member
+    out_at = _out_at(out, row, q_head, dim, NUM_KV * GROUP, DIM)
+    tl.store(out_at, (acc / total_p[:, None]).to(out.dtype.element_ty), in_q)
+
+
+@triton.jit
+def _in_group(member, head, GROUP: tl.constexpr, MEMBERS: tl.constexpr, SUBGROUPS: tl.constexpr):
+    """Which members are there: the last part of a group may have less of them than others."""
+    in_group = member < MEMBERS
+    if GROUP % MEMBERS != 0:
+        in_group = in_group & (member < GROUP - head % SUBGROUPS * MEMBERS)
+    return in_group
+
+
+@triton.jit
+def _q_head(head, GROUP: tl.constexpr, MEMBERS: tl.constexpr, SUBGROUPS: tl.constexpr):
+    """The first q head of a part of a group."""
+    if SUBGROUPS == 1:
+        return head * GROUP
+    return head // SUBGROUPS * GROUP + head % SUBGROUPS * MEMBERS
+
+
+@triton.jit
+def _page_of(token, BLOCK_TOKENS: tl.constexpr):
+    """The number of a token's page among those of its row; to divide what has no sign takes less."""
+    return token.to(tl.uint32) // BLOCK_TOKENS
+
+
+@triton.jit
+def _unit(page, token, kv_stride, TOKEN_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Where a token of a page lies."""
+    offset = (token.to(tl.uint32) % BLOCK_TOKENS).to(tl.int32) * TOKEN_STRIDE
+    return page.to(tl.uint32).to(tl.int64) * kv_stride + offset
 
 
 @triton.jit
@@ -335,10 +433,10 @@ def _begin(end, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _out_at(out, row, kv_head, member, dim, NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Where the results of a group of heads are stored."""
-    head = tl.cast(row, tl.int64) * (NUM_KV * GROUP) + kv_head * GROUP + member
-    return out + head[:, None] * DIM + dim[None, :]
+def _out_at(out, row, q_head, dim, NUM_Q: tl.constexpr, DIM: tl.constexpr):
+    """Where the results of some heads are stored."""
+    at = tl.cast(row, tl.int64) * NUM_Q + q_head
+    return out + at[:, None] * DIM + dim[None, :]
 
 
 @triton.jit

@@ -37,6 +37,7 @@ __all__ = [
     "HAS_TRITON",
     "capability",
     "cdiv",
+    "has_large_memory",
     "launch",
     "next_power_of_2",
     "num_processors",
@@ -64,6 +65,15 @@ def _capability_of(driver: Any) -> int:
     """Return the capability that one of Triton's drivers compiles for; launches ask for it all the time."""
     target = driver.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
+
+
+#: Compute capabilities with less than 160 KiB of shared memory.
+_SMALL_DEVICES = {70, 72, 75, 86, 89, 120, 121}
+
+
+def has_large_memory() -> bool:
+    """Return True where a program may have the 160 KiB of shared memory that large tiles take."""
+    return capability() not in _SMALL_DEVICES
 
 
 @cache

@@ -1,11 +1,16 @@
-"""Products with weight matrices: the library's, except for skinny ones on CUDA, where ours read faster."""
+"""Products with weight matrices: the library's, and ours on CUDA where they are faster.
+
+Those of one row read faster, those of few rows and small matrices start earlier.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from hearth.kernels.cublas_lt import ProductKernels
-from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
+from hearth.kernels.jit import can_overlap, cdiv, has_large_memory, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
 
@@ -19,14 +24,15 @@ def linear(
 ) -> None:
     """Compute `out = x @ weight.T + bias` for x [rows, k] and weight [n, k].
 
-    `products` may have a better kernel than the one that torch takes.
+    `products` may have a better kernel than the one that is taken otherwise.
     """
     if _is_skinny(x):
         skinny_linear_triton(x, weight, bias, out=out)
     elif _is_flipped(x):
         flipped_linear(x, weight, bias, out=out)
     elif products is None or bias is not None or not products.multiply(x, weight, out, adds=False):
-        linear_reference(x, weight, bias, out=out)
+        impl = narrow_linear_triton if _is_narrow(x, weight) else linear_reference
+        impl(x, weight, bias, out=out)
 
 
 def add_linear(
@@ -38,13 +44,27 @@ def add_linear(
     """
     if _is_skinny(x) or _is_flipped(x):
         return False
-    if products is None or not products.multiply(x, weight, out, adds=True):
+    if products is not None and products.multiply(x, weight, out, adds=True):
+        return True
+    if _is_narrow(x, weight):
+        narrow_linear_triton(x, weight, None, out=out, adds=True)
+    else:
         out.addmm_(x, weight.t())
     return True
 
 
 def _is_skinny(x: torch.Tensor) -> bool:
     return x.shape[0] <= MAX_SKINNY_ROWS and runs_triton(x) and x.dtype != torch.float32
+
+
+def _is_narrow(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return True where programs of a few outputs are done before the library's kernel has started up."""
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    if rows > MAX_NARROW_ROWS or outputs > MAX_NARROW_OUTPUTS or inputs > narrow_tile(rows).max_inputs:
+        return False
+    if x.dtype == torch.float32 or not runs_triton(x) or not can_overlap() or not has_large_memory():
+        return False
+    return inputs % 8 == 0 and weight.data_ptr() % 16 == 0  # as the device can be asked for memory
 
 
 def _is_flipped(x: torch.Tensor) -> bool:
@@ -144,3 +164,125 @@ def _skinny_linear_kernel(
     if HAS_BIAS:
         result += tl.load(bias + outputs, in_n, other=0.0).to(tl.float32)
     tl.store(out + row * n + outputs, result.to(out.dtype.element_ty), in_n)
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowTile:
+    """All rows of a few outputs, whose inputs a program reads so many at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    max_inputs: int = 1024  #: up to which this was found to be faster than the library (docs/log.md)
+
+
+#: Tiles by the most rows that they are meant for.
+NARROW_TILES = {
+    16: NarrowTile(16, 32, 256, num_stages=4),
+    32: NarrowTile(64, 16, 128, num_stages=6),
+    64: NarrowTile(64, 16, 128, num_stages=6, max_inputs=2048),
+    128: NarrowTile(128, 16, 128, num_stages=5),
+}
+MAX_NARROW_ROWS, MAX_NARROW_OUTPUTS = max(NARROW_TILES), 2048
+
+
+def narrow_tile(rows: int) -> NarrowTile:
+    return next(tile for most, tile in NARROW_TILES.items() if rows <= most)
+
+
+def narrow_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    adds: bool = False,
+    tile: NarrowTile | None = None,
+) -> None:
+    """Compute as `linear`, or with `adds` as `add_linear`. No sum has parts: bits depend on sizes alone."""
+    rows, (n, k) = x.shape[0], weight.shape
+    tile = narrow_tile(rows) if tile is None else tile
+    launch(
+        _narrow_linear_kernel,
+        (cdiv(n, tile.block_n),),
+        out,
+        x,
+        weight,
+        bias,
+        rows,
+        n,
+        k,
+        rows if adds else 0,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=k % tile.block_k == 0,
+        FETCHES=not x.is_cpu,  # the interpreter knows no assembly
+        num_warps=4,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "added_rows"])
+def _narrow_linear_kernel(
+    out,
+    x,
+    weight,
+    bias,
+    rows,
+    n,
+    k,
+    added_rows,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    FETCHES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # What lies beyond the last output or row is computed from that one, and dropped: no load has a mask.
+    weight_at = weight + tl.minimum(outputs, n - 1).to(tl.int64) * k
+    if FETCHES:
+        _fetch(weight_at, k * weight.dtype.element_ty.primitive_bitwidth // 8)
+    wait_for_inputs(OVERLAPS)
+    tokens, inputs = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    x_at = x + tl.minimum(tokens, rows - 1)[:, None] * k + inputs[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, k, BLOCK_K):
+        if EVEN_K:
+            w, a = tl.load(weight_at[None, :] + at + inputs[:, None]), tl.load(x_at + at)
+        else:
+            in_k = inputs < k - at
+            w = tl.load(weight_at[None, :] + at + inputs[:, None], in_k[:, None], other=0.0)
+            a = tl.load(x_at + at, in_k[None, :], other=0.0)
+        acc = tl.dot(a, w, acc, input_precision="ieee")
+    out_at = out + tokens[:, None].to(tl.int64) * n + outputs[None, :]
+    inside = (tokens[:, None] < rows) & (outputs[None, :] < n)
+    if HAS_BIAS:
+        acc += tl.load(bias + outputs, outputs < n, other=0.0).to(tl.float32)[None, :]
+    # As many rows of what is there are added, all or none: one variant serves both.
+    is_added = (tokens[:, None] < added_rows) & (outputs[None, :] < n)
+    acc += tl.load(out_at, is_added, other=0.0).to(tl.float32)
+    tl.store(out_at, acc.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _fetch(pointers, num_bytes):
+    """Bring memory into the device's cache, so many bytes from each pointer on, and do not wait for them."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [pointers.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

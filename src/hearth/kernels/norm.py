@@ -18,14 +18,15 @@ def add_norm(
     *,
     is_rms: bool,
     out: torch.Tensor,
+    more: torch.Tensor | None = None,
 ) -> None:
     """Compute `residual += delta`, then `out = norm(residual)`; `out` may be `residual` itself (post-norm).
 
-    The sum is rounded to the tensors' dtype before it is normalised, so a layer range that hands its
-    hidden states on gives the same bits as one that runs through.
+    `more` is added behind `delta`. Sums are rounded to the tensors' dtype before they are normalised, so a
+    layer range that hands its hidden states on gives the same bits as one that runs through.
     """
     impl = add_norm_triton if runs_triton(residual) else add_norm_reference
-    impl(delta, residual, weight, bias, eps, is_rms=is_rms, out=out)
+    impl(delta, residual, weight, bias, eps, is_rms=is_rms, out=out, more=more)
 
 
 def add_norm_reference(
@@ -37,9 +38,12 @@ def add_norm_reference(
     *,
     is_rms: bool,
     out: torch.Tensor,
+    more: torch.Tensor | None = None,
 ) -> None:
     if delta is not None:
         residual.add_(delta)
+    if more is not None:
+        residual.add_(more)
     x = residual.float()
     if is_rms:
         normed = x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -59,6 +63,7 @@ def add_norm_triton(
     *,
     is_rms: bool,
     out: torch.Tensor,
+    more: torch.Tensor | None = None,
 ) -> None:
     rows, hidden = residual.shape
     block = next_power_of_2(hidden)
@@ -68,11 +73,13 @@ def add_norm_triton(
         out,
         residual,
         delta,
+        more,
         weight,
         bias,
         hidden,
         eps,
         HAS_DELTA=delta is not None,
+        HAS_MORE=more is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         IS_RMS=is_rms,
@@ -87,11 +94,13 @@ def _add_norm_kernel(
     out,
     residual,
     delta,
+    more,
     weight,
     bias,
     hidden,
     eps,
     HAS_DELTA: tl.constexpr,
+    HAS_MORE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_RMS: tl.constexpr,
@@ -112,8 +121,11 @@ def _add_norm_kernel(
     if HAS_DELTA:
         d = tl.load(delta + row + cols, inside, other=0.0)
         x = (x.to(tl.float32) + d.to(tl.float32)).to(x.dtype)
-        if not IN_PLACE:
-            tl.store(residual + row + cols, x, inside)
+    if HAS_MORE:
+        m = tl.load(more + row + cols, inside, other=0.0)
+        x = (x.to(tl.float32) + m.to(tl.float32)).to(x.dtype)
+    if (HAS_DELTA or HAS_MORE) and not IN_PLACE:
+        tl.store(residual + row + cols, x, inside)
     y = x.to(tl.float32)
     if not IS_RMS:
         y = tl.where(inside, y - tl.sum(y, 0) / hidden, 0.0)

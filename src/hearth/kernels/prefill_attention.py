@@ -13,7 +13,15 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import capability, launch, next_power_of_2, num_processors, runs_triton, tl, triton
+from hearth.kernels.jit import (
+    has_large_memory,
+    launch,
+    next_power_of_2,
+    num_processors,
+    runs_triton,
+    tl,
+    triton,
+)
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_hopper import (
     hopper_obstacle,
@@ -98,18 +106,12 @@ def prompt_tile_tokens(heads: Heads, dtype: torch.dtype, num_rows: int, block_to
     if prompt_kernel(heads, dtype, block_tokens).name == "hopper":
         return hopper_tile_tokens(heads)
     if heads.dim > 128 or dtype == torch.float32:
-        return 64 if dtype.itemsize == 2 and _has_room() else 32
-    return 128 if num_packed(heads) == 1 and num_rows > _SMALL_STEP_ROWS and _has_room() else 64
+        return 64 if dtype.itemsize == 2 and has_large_memory() else 32
+    return 128 if num_packed(heads) == 1 and num_rows > _SMALL_STEP_ROWS and has_large_memory() else 64
 
 
 #: A step of at most so many rows has too few large tiles to occupy a device.
 _SMALL_STEP_ROWS = 1024
-#: Compute capabilities with less than 160 KiB of shared memory, which large tiles take.
-_SMALL_DEVICES = {70, 72, 75, 86, 89, 120, 121}
-
-
-def _has_room() -> bool:
-    return capability() not in _SMALL_DEVICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class PromptTileShape:
             return PromptTileShape(1, 32, 4, 1)
         if heads.dim > 128:
             return PromptTileShape(1, 64, 8, 2)
-        if not _has_room():
+        if not has_large_memory():
             return PromptTileShape(1, 64, 4, 2)
         if tile_tokens == 64 and num_rows <= _SMALL_STEP_ROWS:
             return PromptTileShape(1, 64, 4, 3)

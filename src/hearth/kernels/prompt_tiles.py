@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -57,16 +56,28 @@ def num_packed(heads: Heads) -> int:
 
 def cut_tiles(spans: Sequence[PrefillSpan], tile_tokens: int) -> npt.NDArray[np.int32]:
     """Return the fields of all tiles behind each other, those that attend to the longest context first."""
-    tiles = []  # each behind the length of its context
-    for span in spans:
-        begin, num_tokens, start = span.begin, span.num_tokens, span.start
-        last = (num_tokens - 1) // tile_tokens * tile_tokens
-        tiles += [
-            (start + first + tile_tokens, begin, num_tokens, start, first)
-            for first in range(0, last, tile_tokens)
-        ]
-        tiles.append((start + num_tokens, begin, num_tokens, start, last))
-    tiles.sort(reverse=True)
-    width = 1 + TILE_FIELDS
-    fields = np.fromiter(chain.from_iterable(tiles), np.int32, width * len(tiles))
-    return fields.reshape(-1, width)[:, 1:].ravel()
+    begins, lengths, starts = (
+        np.array([getattr(span, name) for span in spans], np.int64)
+        for name in ("begin", "num_tokens", "start")
+    )
+    return tiles_of(begins, lengths, starts, tile_tokens)
+
+
+def tiles_of(
+    begins: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    tile_tokens: int,
+) -> npt.NDArray[np.int32]:
+    """Return the same as `cut_tiles` for spans in columns: of hundreds, in the time that a few take."""
+    counts = -(-lengths // tile_tokens)
+    ends = counts.cumsum()
+    num_tiles = int(ends[-1]) if len(ends) else 0
+    firsts = (np.arange(num_tiles) - (ends - counts).repeat(counts)) * tile_tokens
+    contexts = np.minimum(firsts + (starts + tile_tokens).repeat(counts), (starts + lengths).repeat(counts))
+    order = contexts.argsort(kind="stable")[::-1]
+    span = np.arange(len(counts)).repeat(counts)[order]
+    tiles = np.empty((num_tiles, TILE_FIELDS), np.int32)
+    tiles[:, 0], tiles[:, 1], tiles[:, 2] = begins[span], lengths[span], starts[span]
+    tiles[:, 3] = firsts[order]
+    return tiles.ravel()

@@ -40,7 +40,7 @@ def quantized_linear(
 ) -> None:
     """Compute `out = (x @ weight.T) * scale + bias` for x [rows, k], weight [n, k] and scale [n].
 
-    Without `scratch`, or with too little of it, no two programs share a sum.
+    Without `scratch`, or with too little of it for one program on each multiprocessor, no two share a sum.
     """
     if not runs_triton(x):
         quantized_linear_reference(x, weight, scale, bias, out=out)
@@ -195,13 +195,10 @@ class ProductScratch:
     counters: torch.Tensor  #: int32, flat: [program]
 
     def num_programs(self, tile: Tile) -> int:
-        return tile.per_processor * self.num_processors
-
-    def suffices(self, tile: Tile) -> bool:
-        """Return True for a tile whose programs share and have room here, two parts of tiles each."""
-        count = self.num_programs(tile)
-        room = 2 * count * tile.block_m * tile.block_n
-        return 0 < count <= len(self.counters) and room <= len(self.partial)
+        """Return how many programs share the steps of a tile: as many on each multiprocessor, at most as many
+        as have room here for two parts of tiles; 0: none, and each tile has a program of its own."""
+        room = min(len(self.counters), len(self.partial) // (2 * tile.block_m * tile.block_n))
+        return min(tile.per_processor, room // self.num_processors) * self.num_processors
 
 
 #: Tiles by the most rows that they are meant for; the last serves all that are larger. So many programs share
@@ -227,6 +224,23 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
     return next(tile for max_rows, tile in TILES.items() if rows <= max_rows)
 
 
+def sharing_obstacle(scratch: ProductScratch, max_rows: int, dtype: torch.dtype) -> str | None:
+    """Say which products of up to so many rows are slower for want of scratch; None: no product."""
+    fewest = MAX_SKINNY_ROWS + 1
+    for most, tile in TILES.items():
+        if fewest > max_rows or not tile.per_processor or dtype == torch.float32:
+            return None
+        num_programs, wanted = scratch.num_programs(tile), tile.per_processor * scratch.num_processors
+        if num_programs < wanted:
+            return (
+                f"scratch of {len(scratch.partial)} numbers and {len(scratch.counters)} counters lets "
+                f"{num_programs} programs share products of {fewest} to {min(most, max_rows)} rows, "
+                f"not {wanted}"
+            )
+        fewest = most + 1
+    return None
+
+
 def quantized_tiled_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -239,7 +253,7 @@ def quantized_tiled_triton(
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
     tile = tile_for(rows, x.dtype) if tile is None else tile
-    if scratch is not None and not scratch.suffices(tile):
+    if scratch is not None and not scratch.num_programs(tile):
         scratch = None
     num_tiles = cdiv(rows, tile.block_m) * cdiv(n, tile.block_n)
     launch(

@@ -81,7 +81,12 @@ def _rotate(x: torch.Tensor, factors: RotaryFactors) -> None:
     x.copy_((y * factors.cos).addcmul_(y.roll(size // 2, -1), factors.sin))
 
 
-_HEADS_PER_PROGRAM = 8
+def heads_per_program(heads: Heads) -> int:
+    """Return how many heads a program has: those of which each of 128 threads reads 16 bytes of a half.
+
+    Programs wait for positions, blocks and angles one after the other, so each should have much to move.
+    """
+    return min(32, max(1, 2048 // next_power_of_2(heads.dim)))
 
 
 def rotate_and_store_triton(
@@ -92,14 +97,16 @@ def rotate_and_store_triton(
     *,
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
+    per_program: int | None = None,
 ) -> None:
     num_tokens = qkv.shape[0]
     num_heads = heads.num_q + 2 * heads.num_kv
     half = 0 if cos_sin is None else cos_sin.shape[-1]
     rest = heads.dim - 2 * half
+    per_program = heads_per_program(heads) if per_program is None else per_program
     launch(
         _rotate_and_store_kernel,
-        (num_tokens, cdiv(num_heads, _HEADS_PER_PROGRAM)),
+        (num_tokens, cdiv(num_heads, per_program)),
         qkv,
         rows.positions,
         rows.slots,
@@ -120,7 +127,7 @@ def rotate_and_store_triton(
         REST_PAD=next_power_of_2(max(rest, 1)),
         BLOCK_TOKENS=kv.shape[2],
         HAS_NORMS=norms is not None,
-        HEADS=_HEADS_PER_PROGRAM,
+        HEADS=per_program,
         num_warps=4,
     )
 

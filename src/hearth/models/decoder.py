@@ -1,8 +1,8 @@
 """The forward pass of every family, which follows an `Arch` over weights, KV and buffers of others.
 
-Hidden states travel as a residual stream and the delta that is not yet added to it, because adding and
+Hidden states travel as a residual stream and the deltas that are not yet added to it, because adding and
 the next normalisation are one kernel. Where a library's product can add itself to the residual there is no
-delta. Between layer ranges only their sum is handed on.
+delta of it. Between layer ranges only their sum is handed on.
 
 `project`, `attend` and `absorb` are the three parts of a layer: q, k and v leave the first, the attention's
 output enters the last, and what lies between may run elsewhere.
@@ -26,18 +26,22 @@ from hearth.kernels.activation import activate
 from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.cublas_lt import ProductKernels
 from hearth.kernels.decode_attention import decode_attention
+from hearth.kernels.jit import runs_triton
 from hearth.kernels.linear import add_linear, linear
 from hearth.kernels.lora import project_with_adapters
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
-from hearth.kernels.quantized import ProductScratch, quantized_linear
+from hearth.kernels.quantized import ProductScratch, quantized_linear, sharing_obstacle
 from hearth.kernels.rotary import HeadNorms, rotate_and_store
 from hearth.models.adapter import Projection, target_index
 from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import LayerWeights, Linear, NormWeights, WeightGate, Weights
 from hearth.models.workspace import Workspace
+
+#: What is still to be added to the residual: nothing, one, or of attention and of the MLP beside it.
+Deltas = tuple[torch.Tensor, ...]
 
 
 class Decoder:
@@ -70,15 +74,25 @@ class Decoder:
         self._on_layer = on_layer
         self.products = products
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-        # Parts of sums lie among q, k and v, and those of q, k and v where attention will leave its output.
+        # Parts of sums lie among q, k and v, and those of q, k and v where the MLP leaves its activations.
         self._product_scratch = workspace.product_scratch(workspace.qkv)
-        self._qkv_scratch = workspace.product_scratch(workspace.attended)
+        self._qkv_scratch = workspace.product_scratch(workspace.activated)
         self.rebind(weights)
 
     def rebind(self, weights: Weights) -> None:
         """Follow weights that were moved. Graphs captured before still read the old place."""
         assert len(weights.layers) == len(self.layers), f"{len(weights.layers)=} {self.layers=}"
         self.weights = weights
+
+    def sharing_obstacle(self) -> str | None:
+        """Say why some products of eight bits are slower than they could be; None: they are not."""
+        workspace = self._workspace
+        is_plain = all(weights.qkv.scale is None for weights in self.weights.layers)
+        if is_plain or not runs_triton(workspace.residual):
+            return None
+        max_rows, dtype = workspace.residual.shape[0], workspace.residual.dtype
+        each = (self._product_scratch, self._qkv_scratch)
+        return next(filter(None, (sharing_obstacle(scratch, max_rows, dtype) for scratch in each)), None)
 
     def first_layers(
         self,
@@ -115,8 +129,8 @@ class Decoder:
         """Return the hidden states after the layers, given those before. Arguments are as in `body`."""
         self.body(hidden, step, kv, gate)
         ws = self._cut(hidden.shape[0])
-        delta = self.absorb(self.layers[-1], ws.residual, ws.normed, ws.attended, step.adapters)
-        return ws.residual if delta is None else ws.residual.add_(delta)
+        deltas = self.absorb(self.layers[-1], ws.residual, ws.normed, ws.attended, step.adapters)
+        return _added(ws.residual, deltas)
 
     def body(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
@@ -127,15 +141,16 @@ class Decoder:
         Each layer waits at `gate` for its weights.
         """
         # Where `embed` left them there is nothing to copy.
-        residual, delta = self._cut(hidden.shape[0]).residual.copy_(hidden), None
+        residual = self._cut(hidden.shape[0]).residual.copy_(hidden)
+        deltas: Deltas = ()
         for layer, weights, layer_kv in zip(self.layers, self.weights.layers, kv.unbind(1), strict=True):
             if gate is not None:
                 gate.layer(layer)
-            normed = self._enter(weights, residual, delta)
+            normed = self._enter(weights, residual, deltas)
             qkv = self.project(layer, normed, step.adapters)
             attended = self.attend(layer, weights, qkv, step, layer_kv)
             if layer != self.layers[-1]:
-                delta = self.absorb(layer, residual, normed, attended, step.adapters)
+                deltas = self.absorb(layer, residual, normed, attended, step.adapters)
             if self._on_layer is not None:
                 self._on_layer()
 
@@ -162,13 +177,13 @@ class Decoder:
     ) -> torch.Tensor:
         """Return the hidden states behind the last layer and all that follows but the head."""
         weights = self.weights
-        delta = self.absorb(self.layers[-1], residual, normed, attended, adapters)
+        deltas = self.absorb(self.layers[-1], residual, normed, attended, adapters)
         if gate is not None:
             gate.head()
         if weights.final_norm is not None:
-            hidden = self._norm(weights.final_norm, delta, residual)
+            hidden = self._norm(weights.final_norm, deltas, residual)
         else:
-            hidden = residual if delta is None else residual.add_(delta)
+            hidden = _added(residual, deltas)
         if weights.embed_out is None:
             return hidden
         num_rows, out = len(hidden), self._workspace.head_in
@@ -222,31 +237,34 @@ class Decoder:
         normed: torch.Tensor,
         attended: torch.Tensor,
         adapters: AdapterRows | None = None,
-    ) -> torch.Tensor | None:
-        """Run output projection and MLP; return the next delta, or None where it is in the residual."""
+    ) -> Deltas:
+        """Run output projection and MLP; return what of both is still to be added to the residual."""
         arch, ws, weights = self.arch, self._cut(attended.shape[0]), self._weights_of(layer)
-        if arch.residual is Residual.PRE:
-            delta = self._summed(Projection.O, layer, attended, weights.o, residual, ws.delta, adapters)
-            mlp_in = self._norm(weights.mlp_norm, delta, residual)
-            activated = self._activated(layer, mlp_in, adapters)
-            return self._summed(Projection.DOWN, layer, activated, weights.down, residual, ws.delta, adapters)
-        delta = self._adapted(Projection.O, layer, attended, weights.o, ws.delta, adapters)
         match arch.residual:
+            case Residual.PRE:
+                deltas = self._summed(Projection.O, layer, attended, weights.o, residual, ws.delta, adapters)
+                mlp_in = self._norm(weights.mlp_norm, deltas, residual)
+                activated, out = self._activated(layer, mlp_in, adapters), ws.delta
+                return self._summed(Projection.DOWN, layer, activated, weights.down, residual, out, adapters)
             case Residual.PARALLEL:
-                mlp_in = normed if arch.shares_norm else self._norm(weights.mlp_norm, None, residual)
-                return delta.add_(self._mlp(layer, mlp_in, ws.mlp_out, adapters))
+                mlp_in = normed if arch.shares_norm else self._norm(weights.mlp_norm, (), residual)
+                deltas = self._summed(Projection.O, layer, attended, weights.o, residual, ws.delta, adapters)
+                activated, out = self._activated(layer, mlp_in, adapters), ws.mlp_out
+                return deltas + self._summed(
+                    Projection.DOWN, layer, activated, weights.down, residual, out, adapters
+                )
             case Residual.POST:
-                self._norm(weights.attn_norm, delta, residual, out=residual)
-                delta = self._mlp(layer, residual, ws.delta, adapters)
-                self._norm(weights.mlp_norm, delta, residual, out=residual)
-                return None
+                delta = self._adapted(Projection.O, layer, attended, weights.o, ws.delta, adapters)
+                self._norm(weights.attn_norm, (delta,), residual, out=residual)
+                activated = self._activated(layer, residual, adapters)
+                delta = self._adapted(Projection.DOWN, layer, activated, weights.down, ws.delta, adapters)
+                self._norm(weights.mlp_norm, (delta,), residual, out=residual)
+                return ()
 
-    def _enter(
-        self, weights: LayerWeights, residual: torch.Tensor, delta: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _enter(self, weights: LayerWeights, residual: torch.Tensor, deltas: Deltas) -> torch.Tensor:
         if self.arch.residual is Residual.POST:
             return residual
-        return self._norm(weights.attn_norm, delta, residual)
+        return self._norm(weights.attn_norm, deltas, residual)
 
     def _keep(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keep only the rows whose logits are wanted: behind the last attention nobody reads the others."""
@@ -261,12 +279,6 @@ class Decoder:
         if self.arch.shares_norm:
             torch.index_select(source.normed, 0, rows, out=kept.kept_normed)
         return kept.kept_residual, kept.kept_normed, kept.kept_attended
-
-    def _mlp(
-        self, layer: int, x: torch.Tensor, out: torch.Tensor, adapters: AdapterRows | None
-    ) -> torch.Tensor:
-        activated, weights = self._activated(layer, x, adapters), self._weights_of(layer)
-        return self._adapted(Projection.DOWN, layer, activated, weights.down, out, adapters)
 
     def _activated(self, layer: int, x: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """Run the MLP up to its activation."""
@@ -284,12 +296,12 @@ class Decoder:
         residual: torch.Tensor,
         delta: torch.Tensor,
         adapters: AdapterRows | None,
-    ) -> torch.Tensor | None:
-        """Run a projection and add it to the residual; return the delta that is still to be added, if any."""
+    ) -> Deltas:
+        """Run a projection and add it to the residual; return what is still to be added, if anything."""
         is_plain = weights.scale is None and weights.bias is None and adapters is None
         if is_plain and add_linear(x, weights.weight, out=residual, products=self.products):
-            return None
-        return self._adapted(projection, layer, x, weights, delta, adapters)
+            return ()
+        return (self._adapted(projection, layer, x, weights, delta, adapters),)
 
     def _adapted(
         self,
@@ -323,14 +335,24 @@ class Decoder:
     def _norm(
         self,
         weights: NormWeights | None,
-        delta: torch.Tensor | None,
+        deltas: Deltas,
         residual: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert weights is not None, "this architecture has no such norm"
         out = self._cut(residual.shape[0]).normed if out is None else out
         is_rms = self.arch.norm is Norm.RMS
-        add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out)
+        delta, more, *_ = *deltas, None, None
+        add_norm(
+            delta,
+            residual,
+            weights.weight,
+            weights.bias,
+            self.arch.norm_eps,
+            is_rms=is_rms,
+            out=out,
+            more=more,
+        )
         return out
 
     def _linear(
@@ -343,3 +365,9 @@ class Decoder:
             scratch = self._product_scratch if scratch is None else scratch
             quantized_linear(x, weights.weight, weights.scale, weights.bias, out=out, scratch=scratch)
         return out
+
+
+def _added(residual: torch.Tensor, deltas: Deltas) -> torch.Tensor:
+    for delta in deltas:
+        residual.add_(delta)
+    return residual

@@ -103,6 +103,11 @@ class SteppedEngine:
         request = EngineRequest(request_id, prompt, sampling, output=(_TOKEN,) * num_sent)
         self.batcher.add(request.in_line(pace, arrived_s, now_s))
 
+    def computes_first_tokens(self, now_s: float) -> bool:
+        """True if the device has still to compute what newcomers wait for, and all of that was launched."""
+        flight = self.flight
+        return flight is not None and flight.end_s > now_s and self.batcher.newcomers_are_planned
+
     @property
     def is_placed(self) -> bool:
         """True if the model has its sink, as from its load until it is retired."""

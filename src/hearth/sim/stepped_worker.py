@@ -401,7 +401,9 @@ class SteppedWorker:
                 self._running = jump
                 return
             urgent = [model for model in ready if self.hosted[model].engine.batcher.has_newcomer]
-            model, now_s = self._sharing.next(ready, urgent), self._now_s
+            now_s = self._now_s
+            computed = [model for model in urgent if self.hosted[model].engine.computes_first_tokens(now_s)]
+            model = self._sharing.next(ready, urgent, computed)
             self.reclaimer.before_step(model)
             hosted = self.hosted[model]
             # A step that follows a load ends with it at the soonest, and holds up its thread until then.

@@ -9,21 +9,23 @@ A section may hold addresses and parameters of kernels, so that a file is as tru
 is handed out before the MAC of its header, and with it the digests in there, has been found to be that of the
 key. A section is checked against its digest when it is taken, so that a few can be had without reading all.
 
-The bytes are mapped, not read. That is safe because nobody ever changes a file of that name: it is renamed to
-its place when all of it is on disk, and replaced or unlinked as a whole.
+The bytes are read, not mapped: a block of a mapped file that the disk cannot read ends the process. Nobody
+ever changes a file of that name: it is renamed to its place when all of it is on disk, and replaced or
+unlinked as a whole.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import hmac
-import mmap
 import os
 import secrets
 import stat
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,18 +66,25 @@ class _Extent:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    created_at_s: float
+    num_bytes: int  #: of the whole file
+    sections: Mapping[str, _Extent]
+
+
 class OpenSnapshot(Mapping[str, memoryview]):
-    """The sections of a file whose header is authentic. A section is checked when it is taken.
+    """The sections of a file whose header is authentic. A section is read, and checked, when it is taken."""
 
-    Views that were taken must be let go of before `close`, or before the object goes.
-    """
+    def __init__(self, path: Path, file: int, header: _Header) -> None:
+        """Take over the descriptor `file`, and read what the file was made for.
 
-    def __init__(
-        self, path: Path, mapped: mmap.mmap, sections: Mapping[str, _Extent], created_at_s: float
-    ) -> None:
-        """Read what the file was made for. Raises SnapshotCorrupt: that is damaged, or another Hearth's."""
-        self.path, self.created_at_s = path, created_at_s
-        self._mapped, self._sections = mapped, sections
+        Raises:
+            SnapshotCorrupt: that is damaged, cannot be read, or is another Hearth's.
+        """
+        self.path, self.created_at_s, self.num_bytes = path, header.created_at_s, header.num_bytes
+        self._file, self._sections = file, header.sections
+        self._close_file = weakref.finalize(self, os.close, file)
         with self[FINGERPRINT] as raw:
             try:
                 self.fingerprint = Fingerprint.unpack(bytes(raw))
@@ -85,14 +94,14 @@ class OpenSnapshot(Mapping[str, memoryview]):
     def __getitem__(self, name: str) -> memoryview:
         """Return the bytes of a section. Raises KeyError, and SnapshotCorrupt: they are not as written."""
         section = self._sections[name]
-        view = memoryview(self._mapped)[section.begin : section.end]
-        if not hmac.compare_digest(_digest(view), section.digest):
-            view.release()
+        assert self._close_file.alive, f"`{self.path}` was closed"  # and its descriptor may be another file's
+        data = _read(self.path, self._file, section.begin, section.end)
+        if not hmac.compare_digest(_digest(data), section.digest):
             raise SnapshotCorrupt(
                 f"section `{name}` of `{self.path}` is not as it was written; delete the file, and it is "
                 "made anew"
             )
-        return view
+        return data
 
     def __contains__(self, name: object) -> bool:
         return name in self._sections  # without a look at its bytes
@@ -111,18 +120,13 @@ class OpenSnapshot(Mapping[str, memoryview]):
     ) -> None:
         self.close()
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the whole file."""
-        return len(self._mapped)
-
     def verify(self) -> None:
         """Read all sections. Raises SnapshotCorrupt at the first that is not as it was written."""
         for name in self:
             self[name].release()
 
     def close(self) -> None:
-        self._mapped.close()
+        self._close_file()
 
 
 def write_snapshot(path: Path, fingerprint: Fingerprint, sections: Mapping[str, bytes], key: bytes) -> int:
@@ -182,7 +186,8 @@ def open_any(path: Path, key: bytes) -> OpenSnapshot:
     Raises:
         FileNotFoundError: there is none.
         SnapshotTruncated: it ends early, or has more than it should.
-        SnapshotCorrupt: its header contradicts itself, or its fingerprint is none of this Hearth's.
+        SnapshotCorrupt: its header contradicts itself, or its fingerprint is none of this Hearth's, or the
+            disk cannot read them.
         SnapshotForeign: it is none, or of another version of the format.
         SnapshotUnauthenticated: it was not written with this key, or others may write to it.
     """
@@ -194,16 +199,11 @@ def open_any(path: Path, key: bytes) -> OpenSnapshot:
                 f"`{path}` must be a file of user {os.geteuid()} that nobody else may write, and is of user "
                 f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; delete it"
             )
-        if found.st_size < _HEAD.size:
-            raise _truncated(path, found.st_size, _HEAD.size)
-        mapped = mmap.mmap(file, found.st_size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(file)
-    try:
-        return _checked(path, mapped, key)
+        header = _read_header(path, file, found.st_size, key)
     except BaseException:
-        mapped.close()
+        os.close(file)
         raise
+    return OpenSnapshot(path, file, header)
 
 
 def _header(parts: Mapping[str, bytes], key: bytes) -> tuple[bytes, dict[str, int]]:
@@ -222,8 +222,12 @@ def _header(parts: Mapping[str, bytes], key: bytes) -> tuple[bytes, dict[str, in
     return signed + _mac(signed, key), begins
 
 
-def _checked(path: Path, mapped: mmap.mmap, key: bytes) -> OpenSnapshot:
-    magic, version, num_sections, created_at_s, num_bytes = _HEAD.unpack_from(mapped)
+def _read_header(path: Path, file: int, file_bytes: int, key: bytes) -> _Header:
+    """Return what an authentic file says of itself. Raises SnapshotError as `open_any`."""
+    if file_bytes < _HEAD.size:
+        raise _truncated(path, file_bytes, _HEAD.size)
+    head = _read(path, file, 0, _HEAD.size)
+    magic, version, num_sections, created_at_s, num_bytes = _HEAD.unpack(head)
     if magic != MAGIC:
         raise SnapshotForeign(f"`{path}` is no snapshot; delete it")
     if version != VERSION:
@@ -232,28 +236,46 @@ def _checked(path: Path, mapped: mmap.mmap, key: bytes) -> OpenSnapshot:
             "is made anew"
         )
     table_end = _HEAD.size + num_sections * _ENTRY.size
-    if len(mapped) < table_end + _DIGEST_BYTES:
-        raise _truncated(path, len(mapped), table_end + _DIGEST_BYTES)
+    if file_bytes < table_end + _DIGEST_BYTES:
+        raise _truncated(path, file_bytes, table_end + _DIGEST_BYTES)
     # Before anything else is believed: whatever follows is what somebody with the key has written.
-    mac = mapped[table_end : table_end + _DIGEST_BYTES]
-    if not hmac.compare_digest(_mac(mapped[:table_end], key), mac):
+    signed = b"".join([head, _read(path, file, _HEAD.size, table_end)])
+    if not hmac.compare_digest(_mac(signed, key), _read(path, file, table_end, table_end + _DIGEST_BYTES)):
         raise SnapshotUnauthenticated(
             f"`{path}` was not written by this installation, or not as it is now; delete it, and it is made "
             "anew"
         )
-    if num_bytes != len(mapped):
-        raise _truncated(path, len(mapped), num_bytes)
+    if num_bytes != file_bytes:
+        raise _truncated(path, file_bytes, num_bytes)
     sections: dict[str, _Extent] = {}
     end = table_end + _DIGEST_BYTES
-    for at in range(_HEAD.size, table_end, _ENTRY.size):
-        raw_name, begin, length, digest = _ENTRY.unpack_from(mapped, at)
+    for raw_name, begin, length, digest in _ENTRY.iter_unpack(signed[_HEAD.size :]):
         if begin < end or length > num_bytes or begin + length > num_bytes:
             raise SnapshotCorrupt(f"the sections of `{path}` overlap or lie outside of it; delete it")
         end = begin + length
         sections[raw_name.rstrip(b"\0").decode(errors="replace")] = _Extent(begin, end, digest)
     if FINGERPRINT not in sections or len(sections) != num_sections:
         raise SnapshotCorrupt(f"`{path}` has no fingerprint, or names a section twice; delete it")
-    return OpenSnapshot(path, mapped, sections, created_at_s)
+    return _Header(created_at_s, num_bytes, sections)
+
+
+def _read(path: Path, file: int, begin: int, end: int) -> memoryview:
+    """Return a part of a file, aligned. Raises SnapshotTruncated and SnapshotCorrupt: it cannot be read."""
+    room = bytearray(end - begin + ALIGNMENT)
+    aligned = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNMENT
+    view = memoryview(room)[aligned : aligned + end - begin]
+    num_read = 0
+    while num_read < len(view):
+        try:
+            num_more = os.preadv(file, [view[num_read:]], begin + num_read)
+        except OSError as error:
+            raise SnapshotCorrupt(
+                f"`{path}` cannot be read: {error.strerror}; delete it, and it is made anew"
+            ) from error
+        if num_more == 0:
+            raise _truncated(path, begin + num_read, end)
+        num_read += num_more
+    return view.toreadonly()
 
 
 def _truncated(path: Path, num_bytes: int, wanted_bytes: int) -> SnapshotTruncated:

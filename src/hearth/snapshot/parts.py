@@ -22,8 +22,8 @@ class SnapshotParts(Protocol):
     ) -> None:
         """Take the state over from a snapshot whose fingerprint is the engine's; not on the step thread.
 
-        The views may be kept; the file stays mapped as long as one of them lives. `mark` is set while state
-        is tried that may end the process. `discard` is called, by any thread and with the reason, if the
-        state turns out to be wrong later: nobody uses the snapshot again.
+        `sections` may be kept, and its file stays open as long as it is. `mark` is set while state is tried
+        that may end the process. `discard` is called, by any thread and with the reason, if the state turns
+        out to be wrong later: nobody uses the snapshot again.
         Raises SnapshotError: it cannot be used, and the engine is as it was.
         """

@@ -108,8 +108,8 @@ class RestoredGraphs:
 
     def want_adapters(self) -> None:
         if self._later:
-            later, self._later = self._later, {}
-            self._coming.update(later)  # behind those that are coming, if some still are
+            self._coming.update(self._later)  # behind those that are coming, if some still are
+            self._later = {}  # not before: `restore` would take all for done
             self._go_on(self)
 
     def stop(self) -> None:
@@ -172,6 +172,8 @@ class RestoredGraphs:
                 self.discard(str(error))
             del coming[name]  # behind the other: it is either coming or there
             tried.append(name)
+        if not self._later and not self._coming:  # in this order: those that are wanted late are in either
+            self._sections = {}  # a file that nobody reads again stays open no longer
         if tried or coming:  # else they came with those that were wanted before
             log.info(
                 "graphs_restored graphs=%d of=%d seconds=%.3f paused_s=%.3f rehearsed=%d rehearsal_s=%.3f",

@@ -20,6 +20,7 @@ import msgspec
 
 from hearth.config import StoreConfig
 from hearth.errors import HearthError
+from hearth.garbage import collect_when_idle
 from hearth.messages import KeeperPulse, KeeperSetup
 from hearth.store.books_probe import BooksProbe
 from hearth.store.die_with_parent import die_with_parent
@@ -45,6 +46,7 @@ def main() -> int:
             return 1
         _say({"ready": True, "reads_natively": is_native()})
         probe = BooksProbe(tiers.pass_books)
+        stack.enter_context(collect_when_idle())  # its threads leave next to no garbage: late is soon enough
         for _ in sys.stdin.buffer:  # until whoever started this is gone, or has had enough
             _answer(KeeperPulse(probe.held_s()))
     return 0

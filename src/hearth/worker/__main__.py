@@ -25,6 +25,7 @@ from hearth.config import EngineConfig
 from hearth.cuda_batches import native_calls
 from hearth.engine.product_tables import ProductTables
 from hearth.errors import DeviceError, HearthError, SnapshotError
+from hearth.garbage import collect_when_idle
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache, know_compiler
@@ -83,7 +84,8 @@ def main() -> NoReturn:
     try:
         loop = _start(setup)
         is_ready = True
-        loop.run()
+        with collect_when_idle():
+            loop.run()
     except (HearthError, OSError) as error:
         log.error("worker_ended reason=%s", error)
         _say_farewell(farewell, error, str(error))

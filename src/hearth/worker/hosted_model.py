@@ -189,7 +189,7 @@ class HostedModel:
     def queue_until_ready(self, request: StartRequest) -> bool:
         """Keep a request until there is an engine with memory; False if there is one."""
         if (load := self.load_under_way) is not None:
-            load.first = load.first.with_one(request)
+            load.expect(request)
         if self.takes_requests:
             return False
         self.waiting.append(request)
@@ -221,6 +221,8 @@ class HostedModel:
     def cancel(self, run: int) -> None:
         """End one of the model's requests, wherever it is."""
         self.waiting = [request for request in self.waiting if request.run != run]
+        if (load := self.load_under_way) is not None:
+            load.forget(run)
         if (served := self.served) is not None:
             served.unchecked.discard(run)
             served.held.pop(run, None)
@@ -321,7 +323,7 @@ class HostedModel:
             is_beside=is_beside,
         )
         for request in self.waiting:
-            load.first = load.first.with_one(request)
+            load.expect(request)
         return load
 
     # What comes ahead of its turn.
@@ -370,6 +372,7 @@ class HostedModel:
         """Note that the engine is there. Returns the news if all bytes are as well."""
         match self.state:
             case Assembling(spec, load):
+                news.engine.tells_first = True  # its books follow in `HostedModels.settle`
                 self.state = Loading(ServedModel(spec, news.engine), load)
                 self.look, self.first_load = news.look, None
                 self.memory = None if news.look is None else news.look.memory

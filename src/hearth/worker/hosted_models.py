@@ -257,9 +257,13 @@ class HostedModels:
         return {model: busy[model] for model in self._readiness.ready(self._views(busy), generation)}
 
     def step(self, model: ModelId, served: ServedModel) -> StepOutcome:
-        """Step one of the models that are ready, and have its KV grow and shrink around that."""
+        """Step one of the models that are ready, with the KV that it needs; `settle` has to follow."""
         self.reclaimer.before_step(model, served)
-        outcome = served.engine.step()
+        return served.engine.step()
+
+    def settle(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
+        """Finish the books of a step, and take back KV: what nobody waits for, once its tokens are told."""
+        served.engine.settle()
         self.reclaimer.after_step(model, served, outcome)
         # When an adapter that is coming is there, its requests may compute, or its memory be taken.
         if outcome.has_run or self.reclaimer.adapters.is_any_coming:
@@ -268,7 +272,6 @@ class HostedModels:
             self._num_vain[model] += 1
         if not outcome.has_run and not outcome.preempted:
             self._readiness.starved(model, self.reclaimer.policy.generation)
-        return outcome
 
     def turn_over(self, hosted: HostedModel) -> None:
         """Note that a model's turn is over: what it has is lent, also while its last step is in flight."""

@@ -88,13 +88,21 @@ class FirstRequests:
 
     def with_one(self, request: StartRequest) -> FirstRequests:
         """Return these and one more; one with an adapter, or whose prompt is read, does not count."""
+        return self._changed(request, 1)
+
+    def without_one(self, request: StartRequest) -> FirstRequests:
+        """Return these but for one of them."""
+        return self._changed(request, -1)
+
+    def _changed(self, request: StartRequest, by: int) -> FirstRequests:
         if request.adapter is not None or request.pooling is not None:
             return self
         max_tokens, num_output = request.sampling.max_tokens, len(request.output)
+        is_decoding = max_tokens is None or max_tokens - num_output > 1
         return FirstRequests(
-            self.num_requests + 1,
-            self.num_tokens + len(request.prompt) + num_output,
-            self.num_decoding + (max_tokens is None or max_tokens - num_output > 1),
+            self.num_requests + by,
+            self.num_tokens + by * (len(request.prompt) + num_output),
+            self.num_decoding + by * is_decoding,
         )
 
 
@@ -105,7 +113,14 @@ class SnapshotDiscarded:
     reason: str
 
 
-HostingNews = ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded | SnapshotDiscarded
+@dataclass(frozen=True, slots=True)
+class FirstStepsUncaptured:
+    """The first steps of requests that wait could not be captured, and are launched kernel by kernel."""
+
+
+HostingNews = (
+    ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded | SnapshotDiscarded | FirstStepsUncaptured
+)
 
 
 class ModelLoad:
@@ -137,6 +152,7 @@ class ModelLoad:
         self._prepare_rest, self._is_beside = prepare_rest, is_beside
         #: Whose first steps are captured beside the load, if graphs are restored; written by the step thread.
         self.first = FirstRequests()
+        self._request_by_run: dict[int, StartRequest] = {}  #: those that `first` counts
         self._borrowed, self._post, self.began_s, self.open_s = borrowed, post, began_s, open_s
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         #: Bytes as stored that need no load: the model's own, or those of a model like it.
@@ -161,6 +177,16 @@ class ModelLoad:
     def can_follow(self) -> bool:
         """True if a step may follow the bytes: they should be there soon, and the engine waits for them."""
         return self.is_almost_loaded and self.is_engine_ready
+
+    def expect(self, request: StartRequest) -> None:
+        """Note a request that waits for the model, or has it compute as soon as it can."""
+        self._request_by_run[request.run] = request
+        self.first = self.first.with_one(request)
+
+    def forget(self, run: int) -> None:
+        """Note that a request has ended, if it was one of those that wait: its steps never come."""
+        if (request := self._request_by_run.pop(run, None)) is not None:
+            self.first = self.first.without_one(request)
 
     def cancel(self) -> Engine | None:
         """Call the load off, if it is not over, and wait until nobody touches the memory any more.
@@ -230,6 +256,7 @@ class ModelLoad:
         except Exception:  # whatever it is: the steps run without
             if not self._is_cancelled:  # else the memory is gone
                 log.exception("first_steps_not_captured")
+                self._post(FirstStepsUncaptured())
 
     def _next_shape(self, runner: Runner, captured: Collection[StepShape]) -> StepShape | None:
         """Return the next step to be captured for all requests that have come so far; None: there is none.

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from hearth.engine.assemble import prompt_kernel_of
+from hearth.garbage import LATE_COLLECTIONS
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.cublas_lt import ChosenProducts, lt_obstacle
 from hearth.kernels.cublas_workspace import capture_obstacle
@@ -55,6 +56,8 @@ class Reports:
         self._uncaptured_models: set[ModelId] = set()  #: whose steps are not replayed; likewise
         self._interpreted_models: set[ModelId] = set()  #: whose graphs were restored in Python; likewise
         self._unchosen_models: set[ModelId] = set()  #: whose products have not the best kernels; likewise
+        self._cramped_models: set[ModelId] = set()  #: whose products of eight bits lack scratch; likewise
+        self.num_uncaptured_starts = 0  #: starts of models whose first steps could not be captured ahead
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
@@ -82,6 +85,7 @@ class Reports:
         self._interpreted_models |= {model for model, one in self._hosted.items() if _is_interpreted(one)}
         self._uncaptured_models |= {model for model, one in self._hosted.items() if _is_uncaptured(one)}
         self._unchosen_models |= {model for model, one in self._hosted.items() if _has_first_products(one)}
+        self._cramped_models |= {model for model, one in self._hosted.items() if _has_little_scratch(one)}
         return Pong(
             number=number,
             budget_bytes=usage.budget_bytes,
@@ -91,12 +95,15 @@ class Reports:
             moved_bytes=usage.moved_bytes,
             fallbacks={
                 **usage.fallbacks,
+                "late_collections": LATE_COLLECTIONS.num,
                 "tables": self._reclaimer.num_spilled_tables,
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "prompt_attention": len(self._slow_models),
                 "products": len(self._unchosen_models),
+                "eight_bit_products": len(self._cramped_models),
                 "graphs": len(self._uncaptured_models),
+                "first_steps_not_captured": self.num_uncaptured_starts,
                 "staging": int(self._is_unstaged()),
                 "graphs_not_restored": sum(map(_num_unrestored, self._hosted.values())),
                 "graphs_restored_in_python": len(self._interpreted_models),
@@ -176,6 +183,11 @@ def _has_first_products(hosted: HostedModel) -> bool:
     products = runner.decoder.products
     is_refused = isinstance(products, ChosenProducts) and products.num_refused > 0
     return is_refused or hosted.lacks_products or (runner.kv.is_cuda and lt_obstacle() is not None)
+
+
+def _has_little_scratch(hosted: HostedModel) -> bool:
+    """Return True if the model's products of eight bits lack scratch to be as fast as they could."""
+    return hosted.served is not None and hosted.served.engine.runner.decoder.sharing_obstacle() is not None
 
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
+from hearth import garbage
 from hearth.engine.engine import Intake, StepOutcome
 from hearth.engine.product_tables import Tuning
 from hearth.errors import EngineFailed, HearthError, ServiceError
@@ -55,6 +56,7 @@ from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import Incomplete, ServedModel
 from hearth.worker.model_load import (
     EngineReady,
+    FirstStepsUncaptured,
     FrontLoaded,
     HostClimbed,
     HostingNews,
@@ -204,7 +206,8 @@ class WorkerLoop:
             try:
                 return self._inbox.get(timeout=self._timeout_s())
             except Empty:  # a turn may end now, or nobody has asked for long enough
-                continue
+                if self._may_collect():
+                    garbage.collect()
         return self._inbox.get()
 
     def _is_any_ready(self) -> bool:
@@ -214,33 +217,46 @@ class WorkerLoop:
     def _timeout_s(self) -> float | None:
         """Return how long to sleep at most."""
         quiet_s = None if self._maker is None or self._runs else self._maker.timeout_s()
-        waits_s = (self._turns.timeout_s(), quiet_s)
+        waits_s = (self._turns.timeout_s(), quiet_s, garbage.QUIET_S if self._may_collect() else None)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
+
+    def _may_collect(self) -> bool:
+        """Return True if garbage should be looked for, as soon as nothing has come for a while."""
+        return not self._runs and garbage.is_due()
 
     def _step(self) -> None:
         """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
         ready, self._ready = self._ready, {}
         urgent = [model for model, served in ready.items() if served.engine.batcher.has_newcomer]
-        model = self._sharing.next(ready, urgent)
+        computed = [model for model in urgent if len(ready) > 1 and ready[model].engine.computes_first_tokens]
+        model = self._sharing.next(ready, urgent, computed)
         began_s = time.perf_counter()
         try:
             outcome = self._models.step(model, ready[model])
         except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
             broken, failure = blame(model, error)
         else:
-            step_s = time.perf_counter() - began_s
-            if self._maker is not None:
-                self._maker.saw_request()
-            self._sharing.stepped(model, step_s)
-            self._tell_step(model, outcome, step_s)
-            self._tell_residency(is_due=False)
-            self._load_deferred()
-            if self._models.is_stuck:
-                self._give_up_adapter(model)
-            self._serve_adapters()
-            return
+            self._tell_step(model, outcome, time.perf_counter() - began_s)
+            try:
+                self._models.settle(model, ready[model], outcome)
+            except Exception as error:  # as above
+                broken, failure = blame(model, error)
+            else:
+                self._stepped(model, time.perf_counter() - began_s)
+                return
         del ready  # the last of it besides the worker's own
         self._fail(broken, failure)  # if it is another one, this one tries again
+
+    def _stepped(self, model: ModelId, step_s: float) -> None:
+        """Go on after a step that was told, and whose books are finished."""
+        if self._maker is not None:
+            self._maker.saw_request()
+        self._sharing.stepped(model, step_s)
+        self._tell_residency(is_due=False)
+        self._load_deferred()
+        if self._models.is_stuck:
+            self._give_up_adapter(model)
+        self._serve_adapters()
 
     # Snapshots.
 
@@ -574,6 +590,8 @@ class WorkerLoop:
                 self._fail(model, failure)
             case SnapshotDiscarded(reason):
                 self._snapshot_discarded(model, reason)
+            case FirstStepsUncaptured():
+                self._reports.num_uncaptured_starts += 1
             case _:
                 assert_never(news)
 
@@ -604,13 +622,6 @@ class WorkerLoop:
             for one in outcome.admitted
         ]
         finished = {int(request_id): reason for request_id, reason in outputs.finished.items()}
-        self._turns.sent(model, outputs.request_ids)
-        for run in map(int, (*outputs.request_ids, *outputs.finished)):
-            self._first_tokens.served(run)
-        for run in finished:
-            del self._runs[run]
-            self._turns.ended(model, run)
-            self._adapters.ended(run)
         busy_s = self._untold_s.pop(model, 0.0) + step_s
         if not (outputs or admitted or preempted):
             self._untold_s[model] = busy_s
@@ -629,6 +640,13 @@ class WorkerLoop:
                     busy_s=busy_s,
                 )
             )
+        self._turns.sent(model, outputs.request_ids)
+        for run in map(int, (*outputs.request_ids, *outputs.finished)):
+            self._first_tokens.served(run)
+        for run in finished:
+            del self._runs[run]
+            self._turns.ended(model, run)
+            self._adapters.ended(run)
         for failure in outcome.failures:  # behind the tokens that it has still got
             self._fail_run(model, int(failure.request_id), failure.error)
 

@@ -117,7 +117,7 @@ class FakeDevice:
             self.slot_tokens.pop(admission.slot, None)
         cells: set[tuple[int, int]] = set()
         for write in plan.table_writes:
-            for index, block in enumerate(write.blocks, start=write.index):
+            for index, block in enumerate(write.blocks, start=write.begin):
                 assert (write.slot, index) not in cells, f"written twice, in no order: {write}"
                 cells.add((write.slot, index))
                 self.tables[write.slot][index] = block

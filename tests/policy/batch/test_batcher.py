@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -89,16 +90,16 @@ def test_a_short_prompt_is_computed_and_sampled_in_one_row() -> None:
     engine = loop()
     engine.add(request("a", [5, 6, 7]))
     plan = launched(engine)
-    assert plan.rows == (Row(RequestId("a"), 0, 0, 3, (5, 6, 7), True),)
-    assert [(write.index, write.blocks) for write in plan.table_writes] == [(0, (1,))]
-    assert plan.admissions[0].tokens == (5, 6, 7)
+    assert plan.rows == (Row(RequestId("a"), 0, 0, 3, array("I", (5, 6, 7)), True),)
+    assert [(write.begin, write.blocks) for write in plan.table_writes] == [(0, (1,))]
+    assert tuple(plan.admissions[0].tokens) == (5, 6, 7)
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_sampled_after_the_last() -> None:
     engine = loop(max_batch_tokens=4)
     engine.add(request("a", range(10), max_tokens=1))
     plans = engine.drain()
-    assert [plan.rows[0].tokens for plan in plans] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    assert [tuple(plan.rows[0].tokens or ()) for plan in plans] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
     assert [plan.rows[0].samples for plan in plans] == [False, False, True]
 
 
@@ -106,7 +107,7 @@ def test_blocks_are_assigned_only_as_tokens_need_them() -> None:
     engine = loop(max_batch_tokens=4, block_tokens=4)
     engine.add(request("a", range(10), max_tokens=4))
     plans = engine.drain()
-    assert [[write.index for write in plan.table_writes] for plan in plans] == [[0], [1], [2], [], [], [3]]
+    assert [[write.begin for write in plan.table_writes] for plan in plans] == [[0], [1], [2], [], [], [3]]
 
 
 def test_decode_rows_come_first_then_the_unfinished_prompt_then_admissions() -> None:
@@ -352,6 +353,29 @@ def test_a_newcomer_waits_for_its_first_token_until_that_is_committed() -> None:
     assert not batcher.has_newcomer, "it has no slot, so no step would help it"
 
 
+def test_newcomers_are_planned_once_nothing_is_left_to_launch_for_their_first_tokens() -> None:
+    batcher = loop(max_seqs=2).batcher
+    assert not batcher.newcomers_are_planned, "there are none"
+    batcher.add(request("long", range(12), max_tokens=3))
+    assert not batcher.newcomers_are_planned
+    first = batcher.plan(8, 8)
+    assert first is not None
+    assert not batcher.newcomers_are_planned, "a part of the prompt is left"
+    second = batcher.plan(8, 8)
+    assert second is not None
+    assert batcher.newcomers_are_planned
+    batcher.add(request("b", range(4)))
+    assert not batcher.newcomers_are_planned, "another one has a slot and room"
+    batcher.commit(first, [])
+    third = batcher.plan(8, 8)
+    assert third is not None
+    assert batcher.newcomers_are_planned
+    batcher.commit(second, [7])
+    assert batcher.newcomers_are_planned
+    batcher.commit(third, [7, 7])
+    assert not batcher.newcomers_are_planned
+
+
 def test_a_third_step_in_flight_is_our_bug() -> None:
     engine = loop()
     engine.add(request("a", [1], max_tokens=8))
@@ -466,7 +490,7 @@ def test_a_resumed_request_is_admitted_with_prompt_and_output() -> None:
     asked = resumed("a", [1, 2, 3], 2)
     engine.add(asked)
     admission = launched(engine).admissions[0]
-    assert (admission.tokens, admission.num_prompt_tokens) == ((1, 2, 3, *asked.output), 3)
+    assert (tuple(admission.tokens), admission.num_prompt_tokens) == ((1, 2, 3, *asked.output), 3)
 
 
 def test_an_output_that_leaves_no_room_in_the_context_is_refused() -> None:
@@ -541,8 +565,23 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     engine.add(request("b", [*range(9), 1, 1]))
     plan = launched(engine)
     assert plan.admissions[0].num_cached_tokens == 8
-    assert plan.rows[0].tokens == (8, 1, 1)
-    assert [(write.index, write.blocks) for write in plan.table_writes] == [(0, (1, 2, 4))]
+    assert plan.rows[0].tokens == array("I", (8, 1, 1))
+    assert [(write.begin, write.blocks) for write in plan.table_writes] == [(0, (1, 2, 4))]
+
+
+def test_who_starts_in_the_same_step_evicts_no_prefix_that_another_finds() -> None:
+    engine = loop(num_blocks=6, block_tokens=4)
+    for name in range(4):  # each leaves a block, that of the first is the oldest
+        engine.add(request(f"{name}", [name] * 5, max_tokens=1))
+        engine.drain()
+    engine.add(request("new", [9] * 7, max_tokens=1))
+    engine.add(request("again", [0] * 5, max_tokens=1))
+
+    plan = launched(engine)
+
+    assert [one.num_cached_tokens for one in plan.admissions] == [0, 4]
+    assert [len(write.blocks) for write in plan.table_writes] == [2, 2]
+    engine.drain()
 
 
 def test_one_token_is_always_left_to_compute() -> None:
@@ -550,7 +589,7 @@ def test_one_token_is_always_left_to_compute() -> None:
     engine.add(request("a", range(8)))
     engine.drain()
     engine.add(request("b", range(8)))
-    assert launched(engine).rows[0].tokens == (4, 5, 6, 7)
+    assert launched(engine).rows[0].tokens == array("I", (4, 5, 6, 7))
 
 
 def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
@@ -705,7 +744,7 @@ def test_a_preempted_sequence_resumes_over_prompt_and_output_before_later_arriva
     plans = engine.drain()
     admissions = [admission for plan in plans for admission in plan.admissions]
     assert [admission.request_id for admission in admissions] == ["young", "new"]
-    assert admissions[0].tokens == (*[2] * 8, engine.outputs[RequestId("young")][0])
+    assert tuple(admissions[0].tokens) == (*[2] * 8, engine.outputs[RequestId("young")][0])
     assert admissions[0].num_prompt_tokens == 8
 
 

@@ -137,7 +137,7 @@ def test_check_names_a_block_that_is_both_free_and_live() -> None:
 def test_check_notices_a_digest_that_leads_to_the_wrong_block() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
     cached(book, b"a")
-    book.prefixes._block_by_digest[b"b"] = 2
+    book.prefixes._shards[ord("b")][b"b"] = 2
     with pytest.raises(AssertionError, match="inverse"):
         book.check()
 

@@ -116,7 +116,7 @@ def test_live_blocks_move_to_the_lowest_free_ones_and_tables_follow() -> None:
     assert moves == [BlockMove(1, 11), BlockMove(2, 12)]
     engine.device.copy(moves)
     plan = launched(engine)
-    assert [(write.slot, write.index, write.blocks) for write in plan.table_writes] == [
+    assert [(write.slot, write.begin, write.blocks) for write in plan.table_writes] == [
         (0, 0, (11,)),
         (0, 1, (12,)),
     ]

@@ -76,6 +76,45 @@ def test_a_first_token_goes_first_but_nobody_lives_on_first_tokens() -> None:
     assert num_more * 0.01 <= MAX_EARLY_S + 0.02
 
 
+def test_whoever_is_in_front_of_a_first_token_on_the_device_steps_before_that_is_waited_for() -> None:
+    sharing = StepSharing()
+    sharing.next([A, B])
+    sharing.stepped(A, 0.005)
+    assert sharing.next([A, B], urgent=[B]) == B
+    sharing.stepped(B, 0.001)  # launches its prompt
+
+    assert sharing.next([A, B], urgent=[B]) == B  # where the device is done with it
+    assert sharing.next([A, B], urgent=[B], computed=[B]) == A
+    sharing.stepped(A, 0.005)
+    assert sharing.next([A, B], urgent=[B], computed=[B]) == B  # the next step of A is behind it
+
+
+def test_first_tokens_of_two_models_are_waited_for_in_the_order_of_the_device() -> None:
+    sharing = StepSharing()
+    sharing.next([A, B, C])
+    for model, step_s in ((A, 0.005), (B, 0.002), (C, 0.001)):  # B and C launch their prompts
+        sharing.stepped(model, step_s)
+
+    order = []
+    for computed in ([B, C], [B, C], [C]):
+        order.append(sharing.next([A, B, C], urgent=[B, C] if B in computed else [C], computed=computed))
+        sharing.stepped(order[-1], 0.005)
+    assert order == [A, B, C]
+
+
+@given(st.lists(st.tuples(STEP_S, st.booleans()), max_size=60))
+def test_a_first_token_that_is_computed_waits_for_one_step_of_each_other_model(
+    rounds: list[tuple[float, bool]],
+) -> None:
+    """Whatever the others had, as long as it goes first at all."""
+    sharing, between = StepSharing(), list[ModelId]()
+    for step_s, is_computed in rounds:
+        model = sharing.next([A, B, C], urgent=[A], computed=[A] if is_computed else [])
+        between = [] if model == A else [*between, model]
+        sharing.stepped(model, 0.0 if model == A else step_s)  # so A is never ahead
+        assert len(between) == len(set(between))
+
+
 def test_a_model_that_comes_back_under_its_name_is_new() -> None:
     sharing = StepSharing()
     sharing.next([A, B])

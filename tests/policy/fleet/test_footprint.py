@@ -59,6 +59,7 @@ LARGE = Facts(
     max_positions=8192,
     eos_ids=(2,),
     has_chat_template=True,
+    family="llama",
 )
 
 

@@ -11,6 +11,8 @@ from hearth.text.tool_calls import tool_format
 #: What stays for ever expires then.
 _NEVER = "9999-12-31T23:59:59Z"
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+#: The family of a model that was deployed when families were not kept.
+_UNKNOWN = "unknown"
 _LEVEL_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -50,6 +52,7 @@ def resident_object(resident: ResidentView, view: ModelView, on_device: bool) ->
 
 def show_object(view: ModelView, template: str | None) -> dict[str, object]:
     """Return all that clients may ask of a model. `template`: of its chats, in Jinja."""
+    family = view.family or _UNKNOWN
     capabilities = ["completion", *(["tools"] if tool_format(template) is not None else []), "embedding"]
     return {
         "modelfile": _modelfile(view),
@@ -57,9 +60,9 @@ def show_object(view: ModelView, template: str | None) -> dict[str, object]:
         "template": template or "{{ prompt }}",
         "details": details(view),
         "model_info": {
-            "general.architecture": "decoder",
+            "general.architecture": family,
             "general.parameter_count": view.num_parameters,
-            "decoder.context_length": view.max_context,
+            f"{family}.context_length": view.max_context,
         },
         "capabilities": capabilities,
         "modified_at": time_text(datetime.fromtimestamp(view.created_at_s, UTC)),
@@ -74,11 +77,12 @@ def _modelfile(view: ModelView) -> str:
 
 def details(view: ModelView) -> dict[str, object]:
     level = _LEVEL_BY_DTYPE.get(view.dtype, view.dtype) if view.quant == "none" else view.quant.upper()
+    family = view.family or _UNKNOWN
     return {
         "parent_model": "" if view.base is None else tagged(view.base),
         "format": "hearth",
-        "family": "decoder",
-        "families": ["decoder"],
+        "family": family,
+        "families": [family],
         "parameter_size": _count(view.num_parameters),
         "quantization_level": level,
     }

@@ -47,13 +47,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.elastic import KvUse
+from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.plan import (
     Admission,
     CommittedStep,
@@ -62,7 +63,14 @@ from hearth.policy.batch.plan import (
     RequestFailed,
     StepPlan,
 )
-from hearth.policy.batch.plan_draft import DecodedSequences, PlanDraft, PlannedStep, adapters_of
+from hearth.policy.batch.plan_draft import (
+    NOBODY,
+    DecodedSequences,
+    PlanDraft,
+    PlannedStep,
+    StartedPrompt,
+    adapters_of,
+)
 from hearth.policy.batch.prefix import KnownPrefix
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.types import FinishReason, RequestId
@@ -106,9 +114,8 @@ class Batcher:
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
         self._flights: deque[PlannedStep] = deque()
         self._num_steps = 0
-        self._last_decode = DecodedSequences()  #: of the step that was planned last
-        #: What `settle` has to do to the books of blocks, in order. Whatever reads them here does it first.
-        self._unsettled: deque[Callable[[], None]] = deque()
+        self._last_decode = NOBODY  #: of the step that was planned last
+        self._late_books = LateBooks(blocks)  #: whatever reads the `blocks` here settles them first
 
     @property
     def _max_length(self) -> int:
@@ -131,10 +138,21 @@ class Batcher:
     @property
     def has_newcomer(self) -> bool:
         """True if a request with a reader that runs, or could, waits for its first token."""
+        return self._has_newcomer_to_start or self._sequences.awaits_first_token
+
+    @property
+    def newcomers_are_planned(self) -> bool:
+        """True if newcomers wait, and all that they wait for is in steps that were planned."""
+        sequences = self._sequences
+        is_planned = sequences.awaits_first_token and sequences.midway() is None
+        return is_planned and not self._has_newcomer_to_start
+
+    @property
+    def _has_newcomer_to_start(self) -> bool:
         first = self._sequences.first_waiting(self._num_committed)
-        if first is not None and not first.request.is_batch and (self._next_in_line() or self._in_the_way()):
-            return True
-        return self._sequences.awaits_first_token
+        if first is None or first.request.is_batch:
+            return False
+        return bool(self._next_in_line() or self._in_the_way())
 
     def check_fits(self, request: EngineRequest) -> None:
         """Raise if the request can never be served. Reads limits only, so any thread may ask.
@@ -319,16 +337,11 @@ class Batcher:
     @property
     def is_settled(self) -> bool:
         """True if the books of blocks are those of all that was committed."""
-        return not self._unsettled
+        return self._late_books.is_settled
 
     def settle(self) -> None:
-        """Publish and release blocks, which `take_tokens` has left to be done.
-
-        Each once, also where one raises: whoever calls again is told of the same fault, not of a later one.
-        """
-        while self._unsettled:
-            self._unsettled[0]()
-            self._unsettled.popleft()  # not before: who looks from outside sees books that are not finished
+        """Publish and release blocks, which `take_tokens` has left to be done."""
+        self._late_books.settle()
 
     def take_tokens(
         self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
@@ -345,15 +358,13 @@ class Batcher:
         committed, lost = CommittedStep(), set[int]()
         for row in broken_rows:
             flight.sequences[row].quiet_until = 0
-        for index, (sequence, token) in enumerate(zip(flight.sequences, tokens, strict=False)):
-            own_tokens = sequence.tokens
-            if len(own_tokens) < sequence.quiet_until and token not in sequence.stop_ids:
-                own_tokens.append(token)
-            elif sequence.is_ended or index in broken_rows:
-                lost.add(index)
+        for row in self._append_quiet(flight, tokens):
+            sequence = flight.sequences[row]
+            if sequence.is_ended or row in broken_rows:
+                lost.add(row)
                 self._lose(sequence, committed)
             else:
-                self._take(sequence, token, committed)
+                self._take(sequence, tokens[row], committed)
         if plan.num_rows > num_samples:  # only the last row may be one that does not sample
             sequence = flight.sequences[-1]
             if sequence.is_ended or num_samples in broken_rows:
@@ -416,7 +427,7 @@ class Batcher:
             due += ((at * block_tokens + 1 - begin, False, sequence) for at in more)
             full = range(sequence.num_published, (end - num_flights) // block_tokens)
             due += (((at + 1) * block_tokens - begin + num_flights, True, sequence) for at in full)
-            sequence.tokens += [token] * num_steps
+            sequence.tokens.extend([token] * num_steps)
             sequence.num_planned = end
         for _, is_commit, sequence in sorted(due, key=lambda one: one[:2]):  # stable: the oldest first
             if is_commit:
@@ -462,7 +473,7 @@ class Batcher:
 
     def _next_in_line(self) -> LiveSequence | None:
         """Return the first that waits, if it has a slot and could be admitted now."""
-        return next(self._sequences.next_in_line(self._num_committed), None)
+        return self._sequences.next_to_start(self._num_committed)
 
     def _in_the_way(self) -> list[LiveSequence]:
         """Return who has to give up slot and blocks for the first that waits: the last in line, as few as do.
@@ -509,7 +520,7 @@ class Batcher:
 
     def _continue_prompt(self, draft: PlanDraft) -> None:
         """Go on with the prompt that is in the midst, if there is one."""
-        if not draft.tokens_left or (midway := self._sequences.midway()) is None:
+        if not draft.has_room or (midway := self._sequences.midway()) is None:
             return
         while True:
             num_rows = len(draft.decode)
@@ -549,42 +560,57 @@ class Batcher:
         return True
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
-        while draft.tokens_left and (first := self._next_in_line()) is not None:
-            if not self._admit(first, draft):
-                return
+        """Start who waits, in line, as long as there is room."""
+        started: list[StartedPrompt] = []
+        num_blocks = 0  # that they get, all at once
+        while draft.has_room and (first := self._next_in_line()) is not None:
+            prompt = self._admit(first, draft, num_blocks)
+            if prompt is None:
+                break
+            started.append(prompt)
+            num_blocks += prompt.num_blocks
+        if not started:
+            return
+        blocks = self.blocks.allocate(num_blocks)
+        assert blocks is not None, f"{num_blocks=} {self.blocks.num_available=}"
+        at = 0
+        for prompt in started:
+            end = at + prompt.num_blocks
+            draft.assign(prompt.sequence, prompt.hits + blocks[at:end])
+            at = end
 
-    def _admit(self, sequence: LiveSequence, draft: PlanDraft) -> bool:
-        """Start the first waiting one, on top of the prefix that is found; False if it must wait."""
-        request, num_tokens = sequence.request, len(sequence.tokens)
+    def _admit(self, sequence: LiveSequence, draft: PlanDraft, num_promised: int) -> StartedPrompt | None:
+        """Start the first waiting one, on top of the prefix that is found; None if it must wait.
+
+        `num_promised`: blocks that others get, who start with it.
+        """
+        request, num_tokens, block_tokens = sequence.request, len(sequence.tokens), self.blocks.block_tokens
         hits = self._known_prefix(sequence).blocks
-        num_cached = len(hits) * self.blocks.block_tokens
+        num_cached = len(hits) * block_tokens
         num_first = draft.chunk_tokens(num_cached, num_tokens)
         # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
         # preempt itself at a later chunk and compute the first ones again and again.
         if not num_first or not self.blocks.can_allocate(
-            self._num_blocks(num_tokens) - len(hits), beside=hits
+            num_promised + self._num_blocks(num_tokens) - len(hits), beside=hits
         ):
-            return False
-        self.blocks.take(hits)
-        blocks = self.blocks.allocate(self._num_blocks(num_cached + num_first) - len(hits))
-        assert blocks is not None, f"{num_tokens=} {self.blocks.num_available=}"
-
+            return None
+        if hits:
+            self.blocks.take(hits)
         slot = self._sequences.start(sequence)
         sequence.num_planned = num_cached
-        sequence.published(len(hits), self.blocks.block_tokens)
+        sequence.published(len(hits), block_tokens)
         draft.admissions.append(
             Admission(
                 request_id=request.request_id,
                 slot=slot,
-                tokens=tuple(sequence.tokens),
+                tokens=sequence.tokens[:],
                 num_prompt_tokens=len(request.prompt),
                 num_cached_tokens=num_cached,
                 sampling=request.sampling,
             )
         )
-        draft.assign(sequence, hits + blocks)
         draft.add_prompt(sequence, num_first)
-        return True
+        return StartedPrompt(sequence, hits, self._num_blocks(num_cached + num_first) - len(hits))
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""
@@ -597,8 +623,10 @@ class Batcher:
 
         # At least one token is computed, for there must be something to sample from.
         num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // block_tokens
-        sequence.prefix.follow(self.blocks.prefixes, digest_of, num_most)
-        return sequence.prefix
+        prefix, prefixes = sequence.prefix, self.blocks.prefixes
+        if len(prefix) or (num_most and prefixes.leads(digest_of(0))):
+            prefix.follow(prefixes, digest_of, num_most)
+        return prefix
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.blocks.block_tokens)
@@ -610,8 +638,26 @@ class Batcher:
             return  # preempted, and its blocks with it, or nothing is new
         sequence.extend_digests(self.blocks.block_tokens)
         new = slice(sequence.num_published, num_full)
-        self._unsettled.append(partial(self.blocks.publish, sequence.blocks[new], sequence.digests[new]))
+        self._late_books.publish(sequence.blocks[new], sequence.digests[new])
         sequence.published(num_full, self.blocks.block_tokens)
+
+    def _append_quiet(self, flight: PlannedStep, tokens: Sequence[int]) -> list[int]:
+        """Give sequences tokens of which nothing follows; return the sampling rows with others, in order."""
+        # There may be a thousand rows, and most of them are quiet.
+        sequences, positions = flight.sequences, flight.plan.decode.positions
+        stop_ids, loud, stopped = self._sequences.stop_ids, list[int](), list[int]()
+        if not stop_ids.isdisjoint(tokens):
+            stopped = [row for row, token in enumerate(tokens) if token in stop_ids]
+        for row in stopped:
+            sequences[row].quiet_until = 0
+        for row, sequence, position, token in zip(count(), sequences, positions, tokens, strict=False):
+            if position + 1 < sequence.quiet_until:  # its tokens are those up to the position
+                sequence.tokens.append(token)
+            else:
+                loud.append(row)
+        for row in stopped:  # perhaps it stops another
+            sequences[row].set_quiet(self.blocks.block_tokens)
+        return [*loud, *range(len(positions), len(tokens))]
 
     def _take(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
         """Give a sequence a token that may complete a block or the output, or that a guide waits for."""
@@ -624,7 +670,7 @@ class Batcher:
     def _lose(self, sequence: LiveSequence, committed: CommittedStep) -> None:
         """Have the row of a sequence count for nothing: it has ended, or it fails now for its logits."""
         if not sequence.is_ended:
-            self._unsettled.append(partial(self.blocks.withdraw, tuple(sequence.blocks)))
+            self._late_books.withdraw(tuple(sequence.blocks))
             self._fail(sequence, _not_finite(sequence), committed)
 
     def _go_on_or_end(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
@@ -653,12 +699,12 @@ class Batcher:
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Have a sequence wait, at its place, with nothing but its tokens."""
-        self._last_decode = DecodedSequences()  # or the next rows could name a slot that it has no more
+        self._last_decode = NOBODY  # or the next rows could name a slot that it has no more
         self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _end(self, sequence: LiveSequence) -> None:
-        self._last_decode = DecodedSequences()  # or it would keep the text of who has ended
-        self._unsettled.append(partial(self.blocks.release, self._sequences.end(sequence)))
+        self._last_decode = NOBODY  # or it would keep the text of who has ended
+        self._late_books.release(self._sequences.end(sequence))
 
 
 def _preempted_for(

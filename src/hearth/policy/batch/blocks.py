@@ -5,17 +5,15 @@ Touches no memory: a block is a number here, its content is the engine's.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from hearth.policy.batch.prefix import PrefixIndex
 
 SINK_BLOCK = 0  #: of a KV that is fixed: takes the writes of padded rows and is never handed out
 
-#: The heap is made anew when it holds more than so many blocks, and more than two for each that is free.
-SMALL_HEAP = 64
+_END, _ABSENT = -1, -2  #: no blocks: where a chain of blocks ends, and a link of who is in none
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,55 +25,150 @@ class BlockMove:
 
 
 class FreeBlocks:
-    """Mutable; written only by the `BlockBook` that owns it. A set of blocks that hands out the lowest."""
+    """A set of blocks that hands out the lowest. Mutable; written only by the `BlockBook` that owns it.
+
+    A byte for each block, free or not. A set or a dict as large as a KV would be made anew from time to time,
+    and the step in which that happens waits for milliseconds; so nothing here is one.
+    """
 
     def __init__(self) -> None:
-        self._free: set[int] = set()
-        self._heap: list[int] = []  #: holds all that are free, and some that are free no more
+        self._is_free = bytearray()
+        self._num_free = 0
+        self._lowest = 0  #: none below it is free
 
     def __len__(self) -> int:
-        return len(self._free)
+        return self._num_free
 
     def __contains__(self, block: int) -> bool:
-        return block in self._free
+        return block < len(self._is_free) and bool(self._is_free[block])
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._free)
+        at = self._is_free.find(1, self._lowest)
+        while at >= 0:
+            yield at
+            at = self._is_free.find(1, at + 1)
 
-    def add(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._free.add(block)
-            heapq.heappush(self._heap, block)
-        self._trim_heap()
+    def reserve(self, num_blocks: int) -> None:
+        """Have room for blocks of numbers below this."""
+        self._is_free.extend(bytes(max(0, num_blocks - len(self._is_free))))
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Take in blocks that are not free."""
+        is_free = self._is_free
+        if isinstance(blocks, range):  # which may be a whole KV
+            is_free[blocks.start : blocks.stop] = b"\1" * len(blocks)
+        else:
+            for block in blocks:
+                is_free[block] = 1
+        self._num_free += len(blocks)
+        self._lowest = min(self._lowest, min(blocks, default=self._lowest))
 
     def remove(self, blocks: Iterable[int]) -> None:
         """Take out those of the blocks that are free."""
-        self._free.difference_update(blocks)
-        self._trim_heap()
+        for block in blocks:
+            if block in self:
+                self._is_free[block] = 0
+                self._num_free -= 1
+
+    def clear(self) -> None:
+        """Take out all."""
+        self._is_free = bytearray(len(self._is_free))
+        self._num_free = self._lowest = 0
 
     def pop_lowest(self, num_blocks: int) -> list[int]:
         """Take out so many of the lowest blocks, or all, the lowest first."""
-        free, heap, blocks = self._free, self._heap, list[int]()
-        num_blocks = min(num_blocks, len(free))
-        while len(blocks) < num_blocks:
-            if (block := heapq.heappop(heap)) in free:
-                free.remove(block)
-                blocks.append(block)
-        self._trim_heap()
+        is_free, at, blocks = self._is_free, self._lowest, list[int]()
+        num_left = min(num_blocks, self._num_free)
+        self._num_free -= num_left
+        while num_left:
+            first = is_free.find(1, at)
+            behind = is_free.find(0, first, first + num_left)
+            at = behind if behind >= 0 else min(first + num_left, len(is_free))
+            is_free[first:at] = bytes(at - first)
+            blocks += range(first, at)
+            num_left -= at - first
+        self._lowest = at
         return blocks
 
     def lowest_outside(self, extent: range, num_blocks: int) -> list[int]:
         """Return so many of the lowest blocks, or all, that are not in an extent."""
-        return heapq.nsmallest(num_blocks, (block for block in self._free if block not in extent))
+        return list(islice((block for block in self if block not in extent), num_blocks))
 
     def check(self) -> None:
-        """Raise if a free block would never be handed out, or the heap is not bounded."""
-        assert len(self._heap) <= max(2 * len(self._free), SMALL_HEAP), f"{len(self._heap)=}"
-        assert self._free <= set(self._heap), f"free and never handed out: {self._free - set(self._heap)}"
+        """Raise if a free block would never be handed out, or more are counted than there are."""
+        free = [block for block, is_free in enumerate(self._is_free) if is_free]
+        assert free == list(self), f"free and never handed out: {set(free).difference(self)}"
+        assert len(free) == self._num_free, f"{free=} {self._num_free=}"
 
-    def _trim_heap(self) -> None:
-        if len(self._heap) > max(2 * len(self._free), SMALL_HEAP):
-            self._heap = sorted(self._free)
+
+class CachedBlocks:
+    """Blocks in the order of their last use. Mutable; written only by the `BlockBook` that owns it.
+
+    A chain through two lists, by block, that is closed behind their last entries: those of no block.
+    """
+
+    def __init__(self) -> None:
+        self._newer, self._older = [_END], [_END]
+        self._num_cached = 0
+
+    def __len__(self) -> int:
+        return self._num_cached
+
+    def __contains__(self, block: int) -> bool:
+        return block < len(self._newer) - 1 and self._newer[block] != _ABSENT
+
+    def __iter__(self) -> Iterator[int]:
+        block = self._newer[_END]
+        while block != _END:
+            yield block
+            block = self._newer[block]
+
+    def reserve(self, num_blocks: int) -> None:
+        """Have room for blocks of numbers below this."""
+        for links in (self._newer, self._older):
+            end = links.pop()
+            links.extend([_ABSENT] * (num_blocks - len(links)))
+            links.append(end)
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """Take in blocks that are not there, each used after the one before it."""
+        newer, older, num_cached = self._newer, self._older, self._num_cached
+        last = older[_END]
+        for block in blocks:
+            newer[last] = block
+            older[block] = last
+            last = block
+            num_cached += 1
+        newer[last], older[_END] = _END, last
+        self._num_cached = num_cached
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Take out blocks that are there."""
+        newer, older = self._newer, self._older
+        for block in blocks:
+            before, behind = older[block], newer[block]
+            newer[before], older[behind] = behind, before
+            newer[block] = _ABSENT
+            self._num_cached -= 1
+
+    def pop_oldest(self, num_blocks: int) -> list[int]:
+        """Take out so many of those that were used least recently, or all."""
+        newer, blocks = self._newer, list[int]()
+        block = newer[_END]
+        for _ in range(min(num_blocks, self._num_cached)):
+            blocks.append(block)
+            behind = newer[block]
+            newer[block] = _ABSENT
+            block = behind
+        newer[_END], self._older[block] = block, _END
+        self._num_cached -= len(blocks)
+        return blocks
+
+    def clear(self) -> None:
+        """Take out all."""
+        for links in (self._newer, self._older):
+            links[:] = [_ABSENT] * (len(links) - 1) + [_END]
+        self._num_cached = 0
 
 
 class BlockBook:
@@ -100,10 +193,9 @@ class BlockBook:
         #: All that it has, whatever their state.
         self._blocks: set[int] = set()
         self._free = FreeBlocks()
-        #: How many sequences hold each live block, and no others.
-        self._num_holders: dict[int, int] = {}
-        #: Cached blocks, least recently used first.
-        self._cached: dict[int, None] = {}
+        self._num_holders: list[int] = []  #: by block: how many sequences hold it
+        self._num_live = 0  #: blocks that are held
+        self._cached = CachedBlocks()
         #: Live or cached blocks that can be found by their content; cached ones all can.
         self.prefixes = PrefixIndex()
 
@@ -121,7 +213,7 @@ class BlockBook:
 
     @property
     def num_live(self) -> int:
-        return len(self._num_holders)
+        return self._num_live
 
     @property
     def num_cached(self) -> int:
@@ -142,13 +234,13 @@ class BlockBook:
         return self.floor_blocks * self.block_tokens
 
     def num_holders(self, block: int) -> int:
-        return self._num_holders.get(block, 0)
+        return self._num_holders[block] if block < len(self._num_holders) else 0
 
     def has_all(self, blocks: Iterable[int]) -> bool:
         return self._blocks.issuperset(blocks)
 
     def live_in(self, extent: range) -> list[int]:
-        return [block for block in extent if block in self._num_holders]
+        return [block for block in extent if self.num_holders(block)]
 
     def cached_among(self, blocks: Iterable[int]) -> list[int]:
         return [block for block in blocks if block in self._cached]
@@ -171,6 +263,9 @@ class BlockBook:
         known = self._blocks.intersection(extent)
         assert not known, f"given twice: {sorted(known)}"
         self._blocks.update(extent)
+        self._num_holders.extend([0] * (extent.stop - len(self._num_holders)))
+        for part in (self._free, self._cached, self.prefixes):
+            part.reserve(extent.stop)
         self._free.add(extent)
 
     def remove(self, extent: range) -> None:
@@ -179,22 +274,24 @@ class BlockBook:
         live = self.live_in(extent)
         assert not live, f"live blocks cannot be taken away: {live}"
         self._blocks.difference_update(extent)
-        self._forget(self.cached_among(extent))
+        cached = self.cached_among(extent)
+        self._cached.remove(cached)
+        self.prefixes.forget(cached)
         self._free.remove(extent)
 
     def remove_all(self) -> None:
         """Have no blocks any more. No sequence runs."""
-        assert not self._num_holders, f"live blocks cannot be taken away: {sorted(self._num_holders)}"
+        assert not self._num_live, f"live blocks cannot be taken away: {self._live()}"
         self._blocks.clear()
-        self._free = FreeBlocks()
+        self._free.clear()
         self._cached.clear()
         self.prefixes.clear()
 
     def forget_prefixes(self) -> None:
         """Have all cached blocks free. No sequence runs."""
-        assert not self._num_holders, f"live blocks have prefixes, too: {sorted(self._num_holders)}"
-        cached = list(self._cached)
-        self._forget(cached)
+        assert not self._num_live, f"live blocks have prefixes, too: {self._live()}"
+        cached = self._cached.pop_oldest(len(self._cached))
+        self.prefixes.forget(cached)
         self._free.add(cached)
 
     def move(self, moves: Sequence[BlockMove]) -> None:
@@ -204,28 +301,31 @@ class BlockBook:
         """
         for move in moves:
             source, target = move.source, move.target
-            assert source in self._num_holders, f"only a live block has to move: {move}"
+            assert self.num_holders(source), f"only a live block has to move: {move}"
             if target in self._cached:
-                self._forget((target,))
+                self._cached.remove((target,))
+                self.prefixes.forget((target,))
             else:
                 assert target in self._free, f"the target of a move must be free or cached: {move}"
                 self._free.remove((target,))
             self._free.add((source,))
-            self._num_holders[target] = self._num_holders.pop(source)
+            self._num_holders[target], self._num_holders[source] = self._num_holders[source], 0
             self.prefixes.move(source, target)
 
     # Blocks that are held.
 
     def can_allocate(self, num_blocks: int, beside: Sequence[int] = ()) -> bool:
         """True if `num_blocks` could be handed out once the blocks `beside` have been taken."""
-        return num_blocks <= self.num_available - sum(block in self._cached for block in beside)
+        return num_blocks <= self.num_available - len(self.cached_among(beside))
 
     def take(self, blocks: Sequence[int]) -> None:
         """Hold blocks that were found by their content."""
         for block in blocks:
             assert block in self.prefixes, f"only a published block can be shared: {block=}"
-            self._cached.pop(block, None)
-            self._num_holders[block] = self.num_holders(block) + 1
+            if not self._num_holders[block]:
+                self._cached.remove((block,))
+                self._num_live += 1
+            self._num_holders[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Hold `num_blocks` blocks of no content, or none at all if there are too few."""
@@ -233,31 +333,38 @@ class BlockBook:
             return None
         blocks = self._free.pop_lowest(num_blocks)
         if len(blocks) < num_blocks:
-            evicted = list(islice(self._cached, num_blocks - len(blocks)))
-            self._forget(evicted)
+            evicted = self._cached.pop_oldest(num_blocks - len(blocks))
+            self.prefixes.forget(evicted)
             blocks += evicted
-        self._num_holders.update(dict.fromkeys(blocks, 1))
+        num_holders = self._num_holders
+        for block in blocks:
+            num_holders[block] = 1
+        self._num_live += num_blocks
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
         """Let go of a sequence's blocks, given head first; its tail will be evicted first."""
-        # Column by column: a sequence that ends may have thousands of blocks, and somebody waits for its end.
+        self.release_all((blocks,))
+
+    def release_all(self, sequences: Iterable[Sequence[int]]) -> None:
+        """Let go of the blocks of some sequences, one by one."""
+        # In bulk: a sequence that ends may have thousands of blocks, and somebody waits for its end.
         num_holders, unheld = self._num_holders, list[int]()
-        for block in reversed(blocks):
-            num_before = num_holders.get(block, 0)
-            assert num_before > 0, f"released more often than taken: {block=}"
-            if num_before > 1:
-                num_holders[block] = num_before - 1
-            else:
-                del num_holders[block]
+        for block in chain.from_iterable(map(reversed, sequences)):
+            num_left = num_holders[block] - 1
+            assert num_left >= 0, f"released more often than taken: {block=}"
+            num_holders[block] = num_left
+            if not num_left:
                 unheld.append(block)
-        known = self.prefixes.blocks
-        self._cached.update(dict.fromkeys([block for block in unheld if block in known]))
-        self._free.add([block for block in unheld if block not in known])
+        self._num_live -= len(unheld)
+        digests = self.prefixes.digests
+        self._cached.add([block for block in unheld if digests[block] is not None])
+        self._free.add([block for block in unheld if digests[block] is None])
 
     def publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         """Let others find live blocks by their content. Of two with the same content the first stays."""
-        assert self._num_holders.keys() >= set(blocks), f"only a live block can be published: {blocks=}"
+        held = list(map(self._num_holders.__getitem__, blocks))
+        assert 0 not in held, f"only a live block can be published: {blocks=}"
         self.prefixes.add(blocks, digests)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
@@ -266,7 +373,7 @@ class BlockBook:
         Not those with several holders: where such a one is wrong, all its readers fail, and the last one
         withdraws it.
         """
-        known = self.prefixes.blocks
+        known = self.prefixes
         self.prefixes.forget([one for one in blocks if self._num_holders[one] == 1 and one in known])
 
     def check(self, num_holders: dict[int, int] | None = None) -> None:
@@ -274,10 +381,13 @@ class BlockBook:
 
         `num_holders`: how many sequences hold each block, if that is known; only published ones are shared.
         """
-        owned = sorted([*self._free, *self._num_holders, *self._cached])
+        owned = sorted([*self._free, *self._live(), *self._cached])
         expected = sorted(self._blocks)
         assert owned == expected, f"free, live and cached blocks must be {expected}: {owned}"
-        assert min(self._num_holders.values(), default=1) > 0, f"live without a holder: {self._num_holders}"
+        assert min(self._num_holders, default=0) >= 0, f"held less than never: {self._num_holders}"
+        assert self._num_live == len(self._live()), f"{self._num_live=} {self._live()=}"
+        cached = list(self._cached)
+        assert len(self._cached) == len(cached), f"{len(self._cached)=} {cached=}"
         self.prefixes.check()
         lost = [block for block in self._cached if block not in self.prefixes]
         assert not lost, f"cached blocks without digest: {lost}"
@@ -288,13 +398,10 @@ class BlockBook:
             self._check_holders(num_holders)
 
     def _check_holders(self, num_holders: dict[int, int]) -> None:
-        for block in sorted(num_holders.keys() | self._num_holders.keys()):
+        for block in sorted(num_holders.keys() | set(self._live())):
             held, count = num_holders.get(block, 0), self.num_holders(block)
             assert held == count, f"{block=} held {held} times, in the book {count}"
             assert count <= 1 or block in self.prefixes, f"{block=} shared without digest"
 
-    def _forget(self, blocks: Sequence[int]) -> None:
-        """Have the content of cached blocks be worth nothing; the caller says what becomes of the blocks."""
-        for block in blocks:
-            del self._cached[block]
-        self.prefixes.forget(blocks)
+    def _live(self) -> list[int]:
+        return [block for block, num_holders in enumerate(self._num_holders) if num_holders]

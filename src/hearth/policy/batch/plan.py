@@ -2,13 +2,15 @@
 
 A sequence that runs holds a *slot*. On the device a slot owns a row of the block table, its sampling
 parameters and the token it sampled last, so a decode row needs no token from the host.
+
+What a plan may have many of is a named tuple, which is made in a fifth of the time of a frozen dataclass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hearth.errors import HearthError
 from hearth.types import AdapterId, FinishReason, Pace, Pooling, RequestId, SamplingParams
@@ -34,7 +36,7 @@ class EngineRequest:
     """A request as the batcher takes it: checked, with seed, stop ids and max_tokens resolved."""
 
     request_id: RequestId
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]  #: which nobody changes; from `Intake` an array of "I", which is copied as a whole
     sampling: SamplingParams
     #: Keeps prefixes of different tenants apart. A secret one also keeps tenants from computing digests of
     #: their own, so it is shown nowhere.
@@ -56,24 +58,25 @@ class EngineRequest:
         return replace(self, is_batch=pace.is_batch, line_s=line_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """A sequence takes a slot, for the first time or again after a preemption."""
 
     request_id: RequestId
     slot: int
-    tokens: tuple[int, ...]  #: prompt and what has been sampled so far
+    tokens: Sequence[int]  #: prompt and what has been sampled so far
     num_prompt_tokens: int
     num_cached_tokens: int  #: found in the prefix cache, not computed again
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class TableWrite:
-    """`block_table[slot][index:][:len(blocks)] = blocks`, before the rows run."""
+class TableWrite(NamedTuple):
+    """`block_table[slot][begin:][:len(blocks)] = blocks`, before the rows run; no entry twice in a plan.
+
+    Those of a slot that is given to a new sequence begin at 0 and leave no gap.
+    """
 
     slot: int
-    index: int
+    begin: int
     blocks: tuple[int, ...]
 
 
@@ -87,15 +90,15 @@ class RowReading:
     targets: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Consecutive tokens of one sequence."""
 
     request_id: RequestId
     slot: int
     start: int  #: position of the first token in the sequence
     num_tokens: int
-    tokens: tuple[int, ...] | None  #: None: the one token that the slot sampled last (decode)
+    #: An array of "I" where it comes from a batcher; None: the one token that the slot sampled last (decode).
+    tokens: Sequence[int] | None
     samples: bool  #: a token is sampled after the last one
     mask: bytes | None = None  #: the tokens that may be sampled, as in `Guide`; None: all
     reading: RowReading | None = None

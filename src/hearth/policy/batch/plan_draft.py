@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
 from hearth.policy.batch.sequence import LiveSequence
@@ -28,6 +29,17 @@ class DecodedSequences:
 
     sequences: list[LiveSequence] = field(default_factory=list)
     rows: DecodeRows = field(default_factory=DecodeRows)
+
+
+NOBODY = DecodedSequences()
+
+
+class StartedPrompt(NamedTuple):
+    """A sequence that starts in a step, before it has its blocks."""
+
+    sequence: LiveSequence
+    hits: list[int]  #: blocks of the prefix that was found
+    num_blocks: int  #: that it gets besides
 
 
 @dataclass(slots=True)
@@ -68,6 +80,11 @@ class PlanDraft:
             return 0
         return max(self.prompt_tokens - self.num_prompt_tokens, self._padding(self.num_prompt_tokens))
 
+    @property
+    def has_room(self) -> bool:
+        """True if the next prompt may have any token of the step."""
+        return (self.prompt_tokens > self.num_prompt_tokens and not self.is_cut) or self.tokens_left > 0
+
     def chunk_tokens(self, start: int, end: int) -> int:
         """Return how many tokens of a prompt, from `start` on, the step should have; 0: it should wait.
 
@@ -75,6 +92,8 @@ class PlanDraft:
         others it is not begun for a sliver: less than a quarter of what the step may have is not worth a cut.
         But what would be padding is computed anyway, so that a prompt may have it at no cost.
         """
+        if end - start <= self.prompt_tokens - self.num_prompt_tokens and not self.is_cut:
+            return end - start
         if end - start <= self.tokens_left:
             return end - start
         num_used = self.num_prompt_tokens
@@ -150,7 +169,7 @@ class PlanDraft:
         end = start + num_tokens
         samples = end == sequence.num_prefill
         mask = sequence.guide.mask if samples and sequence.guide is not None else None
-        tokens, reading = tuple(sequence.tokens[start:end]), sequence.reading(start, end)
+        tokens, reading = sequence.tokens[start:end], sequence.reading(start, end)
         request_id, adapter = sequence.request_id, sequence.request.adapter
         row = Row(request_id, sequence.slot, start, num_tokens, tokens, samples, mask, reading, adapter)
         self.prompts.append(row)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
@@ -16,6 +16,9 @@ from hearth.types import AdapterId
 
 #: So many that nobody finds two prefixes with one digest: who did could have the KV of another text served.
 DIGEST_BYTES = 32
+
+#: Digests are found in so many dicts, each so small that one which is made anew keeps nobody waiting.
+_NUM_SHARDS = 256
 
 #: Whoever has not looked for longer looks at everything anew.
 KEPT_FORGOTTEN = 1024
@@ -70,27 +73,36 @@ class PrefixIndex:
     """Mutable; written only by the `BlockBook` that owns it. Which block a digest leads to, and back."""
 
     def __init__(self) -> None:
-        self._digest_by_block: dict[int, bytes] = {}
-        self._block_by_digest: dict[bytes, int] = {}
+        self.digests: list[bytes | None] = []  #: by block; None: none leads to it
+        #: The blocks by their digests, by the first byte of these.
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(_NUM_SHARDS)]
         #: Blocks that a digest no longer leads to, the last ones of `num_forgotten`.
         self._forgotten: deque[int] = deque(maxlen=KEPT_FORGOTTEN)
         self.num_forgotten = 0
 
     def __contains__(self, block: int) -> bool:
-        return block in self._digest_by_block
+        return block < len(self.digests) and self.digests[block] is not None
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._digest_by_block)
+        return (block for block, digest in enumerate(self.digests) if digest is not None)
+
+    def reserve(self, num_blocks: int) -> None:
+        """Have room for blocks of numbers below this."""
+        self.digests.extend([None] * (num_blocks - len(self.digests)))
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
         """Return the blocks that hold the longest known prefix."""
         blocks: list[int] = []
         for digest in digests:
-            block = self._block_by_digest.get(digest)
+            block = self._shards[digest[0]].get(digest)
             if block is None:
                 break
             blocks.append(block)
         return blocks
+
+    def leads(self, digest: bytes) -> bool:
+        """True if a block is found by a digest."""
+        return digest in self._shards[digest[0]]
 
     def forgotten_since(self, num_forgotten: int) -> list[int] | None:
         """Return blocks that no digest leads to since so many were forgotten; None: too long ago to know."""
@@ -99,44 +111,44 @@ class PrefixIndex:
             return None
         return list(islice(reversed(self._forgotten), num_new))
 
-    @property
-    def blocks(self) -> Set[int]:
-        """The blocks that a digest leads to."""
-        return self._digest_by_block.keys()
-
     def add(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         """Let blocks be found by their content. Of two with the same content the first stays."""
-        digest_by_block, block_by_digest = self._digest_by_block, self._block_by_digest
+        digest_by_block, shards = self.digests, self._shards
         for block, digest in zip(blocks, digests, strict=True):
-            assert block not in digest_by_block, f"published twice: {block=}"
-            if digest not in block_by_digest:
+            assert digest_by_block[block] is None, f"published twice: {block=}"
+            if shards[digest[0]].setdefault(digest, block) == block:
                 digest_by_block[block] = digest
-                block_by_digest[digest] = block
 
     def forget(self, blocks: Sequence[int]) -> None:
         """No longer lead to blocks whose content is lost."""
+        digests, shards = self.digests, self._shards
         for block in blocks:
-            del self._block_by_digest[self._digest_by_block.pop(block)]
+            digest = digests[block]
+            assert digest is not None, f"nothing leads to it: {block=}"
+            del shards[digest[0]][digest]
+            digests[block] = None
         self._note_forgotten(blocks)
 
     def move(self, source: int, target: int) -> None:
         """Lead to `target` where a digest has led to `source`, if one has."""
-        if (digest := self._digest_by_block.pop(source, None)) is not None:
-            self._digest_by_block[target] = digest
-            self._block_by_digest[digest] = target
+        if (digest := self.digests[source]) is not None:
+            self.digests[source], self.digests[target] = None, digest
+            self._shards[digest[0]][digest] = target
             self._note_forgotten((source,))
 
     def clear(self) -> None:
         """Forget all blocks at once."""
-        self._digest_by_block.clear()
-        self._block_by_digest.clear()
+        self.digests = [None] * len(self.digests)
+        for shard in self._shards:
+            shard.clear()
         self._forgotten.clear()
         self.num_forgotten += KEPT_FORGOTTEN + 1
 
     def check(self) -> None:
         """Raise if blocks and digests do not lead to each other."""
-        inverse = {block: digest for digest, block in self._block_by_digest.items()}
-        assert self._digest_by_block == inverse, f"{self._digest_by_block=} {inverse=}"
+        inverse = {block: digest for shard in self._shards for digest, block in shard.items()}
+        led_to = {block: self.digests[block] for block in self}
+        assert led_to == inverse, f"{led_to=} {inverse=}"
 
     def _note_forgotten(self, blocks: Sequence[int]) -> None:
         self._forgotten.extend(blocks)

@@ -6,9 +6,10 @@ Decides nothing.
 from __future__ import annotations
 
 import heapq
+from array import array
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -28,12 +29,13 @@ class LiveSequence:
 
     request: EngineRequest
     arrival: int
-    tokens: list[int]  #: prompt and committed output
+    tokens: array[int]  #: prompt and committed output, as words ("I")
     max_length: int  #: of prompt and output
     #: The same as in `request`.
     request_id: RequestId = field(init=False)
     guide: Guide | None = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
+    is_read: bool = field(init=False)  #: more than samples is wanted of its prompt
     #: By which sequences stand in line, the least first: since when it does, then its arrival.
     place: tuple[float, int] = field(init=False)
     #: Digests of the full blocks of `tokens`, as far as needed so far.
@@ -60,6 +62,8 @@ class LiveSequence:
         self.request_id, self.guide = self.request.request_id, self.request.guide
         self.stop_ids = frozenset(self.request.sampling.stop_ids)
         self.place = (self.request.line_s, self.arrival)
+        sampling, pooling = self.request.sampling, self.request.pooling
+        self.is_read = pooling is not None or sampling.prompt_logprobs is not None
 
     @property
     def num_output(self) -> int:
@@ -82,19 +86,22 @@ class LiveSequence:
 
         That is told with the first token, so whoever has one may begin behind a known prefix.
         """
-        request = self.request
-        is_read = request.pooling is Pooling.MEAN or request.sampling.prompt_logprobs is not None
-        return is_read and not self.num_output
+        if not self.is_read or self.num_output:
+            return False
+        return self.request.pooling is Pooling.MEAN or self.request.sampling.prompt_logprobs is not None
 
     def reading(self, start: int, end: int) -> RowReading | None:
         """Return what is wanted of the tokens from `start` to `end` besides a sample."""
+        if not self.is_read:
+            return None
         prompt, pooling = self.request.prompt, self.request.pooling
         num_logprobs = self.request.sampling.prompt_logprobs
         if pooling is Pooling.LAST and end < len(prompt):
             pooling = None
         if self.num_output or (pooling is None and num_logprobs is None):
             return None
-        return RowReading(pooling, num_logprobs, () if num_logprobs is None else prompt[start + 1 : end + 1])
+        targets = () if num_logprobs is None else tuple(prompt[start + 1 : end + 1])
+        return RowReading(pooling, num_logprobs, targets)
 
     def extend_digests(self, block_tokens: int, num_blocks: int | None = None) -> None:
         """Have the digests of all full blocks of the tokens, or of so many of the first."""
@@ -112,8 +119,13 @@ class LiveSequence:
     def published(self, num_blocks: int, block_tokens: int) -> None:
         """Note that so many leading blocks were offered to the prefix cache, or come from there."""
         self.num_published = num_blocks
-        full = (num_blocks + 1) * block_tokens
-        self.quiet_until = min(full, self.max_length - 1) if self.guide is None else 0
+        self.set_quiet(block_tokens)
+
+    def set_quiet(self, block_tokens: int) -> None:
+        """Set `quiet_until` by what it is."""
+        full = (self.num_published + 1) * block_tokens
+        is_loud = self.guide is not None or self.is_ended
+        self.quiet_until = 0 if is_loud else min(full, self.max_length - 1)
 
 
 class Sequences:
@@ -137,6 +149,7 @@ class Sequences:
         #: By running request: which of its blocks have moved since its row of the block table was written.
         self._moved_indices: dict[RequestId, set[int]] = {}
         self._num_arrivals = 0
+        self._num_stopped_by = Counter[int]()  #: by token: how many sequences it ends
 
     def __len__(self) -> int:
         return len(self._live)
@@ -154,6 +167,11 @@ class Sequences:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def stop_ids(self) -> KeysView[int]:
+        """The tokens that end a sequence, be it another than the one that samples it."""
+        return self._num_stopped_by.keys()
 
     def running(self) -> list[LiveSequence]:
         """Return the running sequences, the first in line first."""
@@ -183,8 +201,9 @@ class Sequences:
 
     def first_waiting(self, num_committed: int) -> LiveSequence | None:
         """Return who is admitted next, once so many steps are committed, if there is a slot for it."""
-        first = next(iter(self._waiting), None)
-        return None if first is None or first.waits_for_steps > num_committed else first
+        if not self._waiting or (first := self._waiting[0]).waits_for_steps > num_committed:
+            return None
+        return first
 
     def behind(self, sequence: LiveSequence) -> list[LiveSequence]:
         """Return the running sequences that stand behind one in line, the last one first."""
@@ -195,6 +214,10 @@ class Sequences:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
+    def next_to_start(self, num_committed: int) -> LiveSequence | None:
+        """Return the first of `next_in_line`, if there is one."""
+        return self.first_waiting(num_committed) if self._free_slots else None
+
     def next_in_line(self, num_committed: int) -> Iterator[LiveSequence]:
         """Yield who has a slot and could be admitted, once so many steps are committed, in line."""
         for sequence in islice(self._waiting, len(self._free_slots)):
@@ -204,10 +227,13 @@ class Sequences:
 
     def add(self, request: EngineRequest, max_length: int) -> None:
         """Have a new request wait at its place, behind all others of the same time."""
-        tokens = [*request.prompt, *request.output]
+        tokens = array("I", request.prompt)
+        tokens.extend(request.output)
         sequence = LiveSequence(request, self._num_arrivals, tokens, max_length)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
+        for token in sequence.stop_ids:
+            self._num_stopped_by[token] += 1
         self._line_up(sequence)
 
     def start(self, sequence: LiveSequence) -> int:
@@ -239,7 +265,12 @@ class Sequences:
         sequence.is_ended, sequence.quiet_until = True, 0
         request_id = sequence.request_id
         del self._live[request_id]
-        self._preempted = [one for one in self._preempted if one != request_id]
+        for token in sequence.stop_ids:
+            self._num_stopped_by[token] -= 1
+            if not self._num_stopped_by[token]:
+                del self._num_stopped_by[token]
+        if self._preempted:
+            self._preempted = [one for one in self._preempted if one != request_id]
         if sequence.slot is not None:
             return self._stop(sequence)
         self._waiting.remove(sequence)
@@ -284,6 +315,8 @@ class Sequences:
         assert not holding, f"waiting with a slot or blocks: {holding}"
         midway = [s.arrival for s in running if s.is_in_prompt and s is not self._newest]
         assert not midway, f"in the midst of the prompt and not the last that started: {midway}"
+        num_stopped_by = Counter(token for s in self._live.values() for token in s.stop_ids)
+        assert self._num_stopped_by == num_stopped_by, f"{self._num_stopped_by=} {num_stopped_by=}"
         moved = self._moved_indices.keys()
         assert moved <= self._running.keys(), f"{moved=} {self._running.keys()=}"
         in_flight = Counter(s.arrival for flight in flights for s in flight)
@@ -294,6 +327,9 @@ class Sequences:
             assert s.num_planned <= min(s.room_tokens, s.max_planned), f"{s.arrival=} {s.num_planned=}"
             assert s.quiet_until < s.max_length, f"{s.arrival=} {s.quiet_until=}"
             assert s.quiet_until <= (s.num_published + 1) * block_tokens, f"{s.arrival=} {s.quiet_until=}"
+            if len(s.tokens) > s.num_prefill:
+                num_full = (len(s.tokens) - 1) // block_tokens  # all but the last are computed
+                assert s.num_published == num_full, f"{s.arrival=} {s.num_published=} {num_full=}"
         early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
         assert not early, f"could be admitted with a row in flight: {early}"
 

@@ -8,7 +8,13 @@ Nobody waits for long because a step of its own was long: that may have been a k
 the others had nothing and which will not come again, while its next token is due.
 
 A first token goes first: somebody waits for it who has nothing to read yet. Whoever steps early for it has
-had its share, so the others catch up, and it goes early only as long as it is not far ahead of them.
+had its share, so the others catch up, and it goes early only as long as it is not far ahead of them. Once the
+device computes it there is nothing to launch for it, and whoever is in front of it on the device steps first:
+
+    device    A's step | B's first token | A's next step
+    host      B launches; A launches, and tells its tokens; B waits, and tells its first
+
+If B waited at once, A's tokens would be told as late as B's, and the device had nothing to do behind them.
 """
 
 from __future__ import annotations
@@ -82,10 +88,16 @@ class StepSharing:
         self._last_step: dict[ModelId, int] = {}
         self._num_steps = 0
 
-    def next(self, ready: Collection[ModelId], urgent: Collection[ModelId] = ()) -> ModelId:
+    def next(
+        self,
+        ready: Collection[ModelId],
+        urgent: Collection[ModelId] = (),
+        computed: Collection[ModelId] = (),
+    ) -> ModelId:
         """Return the one of `ready`, which must not be empty, that steps next.
 
-        `urgent`: those of them with a request that waits for its first token.
+        `urgent`: those of them with a request that waits for its first token. `computed`: those of `urgent`
+        that have launched all that such requests wait for, and the device has not done it yet.
         """
         stayed = self._busy.intersection(ready)
         if not stayed:
@@ -97,13 +109,24 @@ class StepSharing:
         self._busy = set(ready)
         least_s = min(self._spent_s[model] for model in ready)
         early = [model for model in urgent if self._spent_s[model] <= least_s + MAX_EARLY_S]
-        return min(early or ready, key=lambda model: (self._spent_s[model], self._last_step.get(model, -1)))
+        model = min(early or ready, key=self._place)
+        # Whoever is in front may have a first token of its own there, and somebody in front of that.
+        while model in computed and (in_front := self._launched_before(model, ready)):
+            model = min(in_front, key=self._place)
+        return model
 
     def stepped(self, model: ModelId, seconds: float) -> None:
         """Note that a model has stepped for so long."""
         self._spent_s[model] += seconds
         self._num_steps += 1
         self._last_step[model] = self._num_steps
+
+    def _launched_before(self, model: ModelId, ready: Iterable[ModelId]) -> list[ModelId]:
+        last_step = self._last_step.get(model, -1)
+        return [one for one in ready if self._last_step.get(one, -1) < last_step]
+
+    def _place(self, model: ModelId) -> tuple[float, int]:
+        return self._spent_s[model], self._last_step.get(model, -1)
 
     def forget(self, model: ModelId) -> None:
         """Forget a model that is no longer hosted, if it ever was busy."""

@@ -65,6 +65,7 @@ class Facts:
     max_positions: int
     eos_ids: tuple[int, ...]
     has_chat_template: bool
+    family: str | None = None  #: as in `Arch`; None: it was deployed when that was not kept
 
 
 def footprint(

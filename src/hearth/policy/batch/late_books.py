@@ -1,0 +1,61 @@
+"""Changes of the books of blocks that are left until readers have their tokens. Decides nothing.
+
+A commit publishes blocks of many sequences and releases those of all that end. Readers need not wait for
+that, and done together it takes a fraction of the time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from hearth.policy.batch.blocks import BlockBook
+
+
+class LateBooks:
+    """Changes of a `BlockBook` that wait to be made. Mutable; written only by the `Batcher` that owns it."""
+
+    def __init__(self, book: BlockBook) -> None:
+        self._book = book
+        #: Changes in order; those noted since the last that had to stand alone follow.
+        self._closed: deque[Callable[[], None]] = deque()
+        self._published: list[int] = []
+        self._digests: list[bytes] = []  #: of each published block
+        self._released: list[Sequence[int]] = []
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the book has all that was noted."""
+        return not (self._closed or self._published or self._released)
+
+    def publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Note that blocks can be found by their content. None of them was released before."""
+        self._published += blocks
+        self._digests += digests
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Note that a sequence lets go of its blocks, given head first."""
+        self._released.append(blocks)
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Note that blocks may be wrong: it depends on who holds them just then."""
+        self._close()
+        self._closed.append(partial(self._book.withdraw, blocks))
+
+    def settle(self) -> None:
+        """Change the book as was noted. A change that raises stays the next: no later one is ever made."""
+        self._close()
+        while self._closed:
+            self._closed[0]()
+            self._closed.popleft()  # not before: who looks from outside sees books that are not finished
+
+    def _close(self) -> None:
+        """Have all that is noted done before what follows."""
+        # To publish first changes nothing: what is released leads to where it led.
+        if self._published:
+            self._closed.append(partial(self._book.publish, self._published, self._digests))
+            self._published, self._digests = [], []
+        if self._released:
+            self._closed.append(partial(self._book.release_all, self._released))
+            self._released = []
