@@ -328,6 +328,18 @@ def test_a_snapshot_made_of_restored_graphs_has_them_all(
     assert names[1] == names[0]
 
 
+def test_a_processor_runs_no_step_that_is_larger_than_a_long_one(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_maker, "LONGEST_S", 0.0)
+    with worker(directory, tmp_path / "one", parts_of=GraphParts) as one:
+        for _ in range(2):  # before the first, steps have no graphs
+            assert one.make().failure is None
+    (entry,) = directory.entries()
+    with directory.open_file(entry.path) as opened:
+        assert set(graph_names(opened)) == {"decode-1", "mixed-2", "tail-1"}
+
+
 class FewSizes(PaddedSizes):
     """Sizes of steps with adapters alone, for a CPU pads no steps."""
 
