@@ -186,13 +186,15 @@ class TestBooks:
         assert graph.num_replays == 0
 
     def test_an_accepted_graph_serves_and_nothing_is_captured(
-        self, graphs: StepGraphs, captures: Captures
+        self, graphs: StepGraphs, captures: Captures, caplog: pytest.LogCaptureFixture
     ) -> None:
         graph = Graph()
         graphs.restore_from(Source({DECODE.name: graph}))
         assert graphs.begin_trial([DECODE]) == [graph]
         assert graphs.begin_trial([DECODE]) is None, "it is on trial"
-        graphs.accept()
+        with caplog.at_level(logging.DEBUG):
+            graphs.accept()
+        assert caplog.messages == [f"graphs_accepted graphs={DECODE.name}"]
 
         assert self.ran(graphs, DECODE) == 0
         assert graph.num_replays == 1

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -212,14 +212,25 @@ def greedy(max_tokens: int, **changes: object) -> Sampling:
 
 @contextmanager
 def process(
-    module: str, setup: msgspec.Struct, descriptors: tuple[int, ...] = ()
+    module: str, setup: msgspec.Struct, descriptors: tuple[int, ...] = (), log: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """One of Hearth's processes, ended as its parent would: by the end of its standard input."""
+    """One of Hearth's processes, ended as its parent would: by the end of its standard input.
+
+    What it logs goes to the end of a file, or where the test's own errors go.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     command = [sys.executable, "-m", module]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=descriptors
-    ) as started:
+    with (
+        nullcontext() if log is None else log.open("ab") as errors,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            pass_fds=descriptors,
+        ) as started,
+    ):
         assert started.stdin is not None
         started.stdin.write(msgspec.json.encode(setup) + b"\n")
         started.stdin.flush()
@@ -264,9 +275,16 @@ class Rig:
 
 @contextmanager
 def working(
-    keeper_socket: str, beacon: int | None = None, others: tuple[int, ...] = (), **changes: object
+    keeper_socket: str,
+    beacon: int | None = None,
+    others: tuple[int, ...] = (),
+    log: Path | None = None,
+    **changes: object,
 ) -> Iterator[Rig]:
-    """A worker that has said hello, with the descriptor of a beacon; `others` are left open beside it."""
+    """A worker that has said hello, with the descriptor of a beacon; `others` are left open beside it.
+
+    `log` is as in `process`.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE_S)
         # Little room, so that a worker whose gateway does not read has to wait.
@@ -288,7 +306,7 @@ def working(
             beacon=beacon,
         )
         descriptors = others if beacon is None else (*others, beacon)
-        with process("hearth.worker", msgspec.structs.replace(setup, **changes), descriptors) as worker:
+        with process("hearth.worker", msgspec.structs.replace(setup, **changes), descriptors, log) as worker:
             connection, _ = listener.accept()
             gateway = Gateway(connection)
             try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -42,8 +45,12 @@ PROMPTS = [(3, 14, 15, 92, 65, 35), (7,), tuple(range(1, 40)), (8, 8, 8)]
 BUDGET_BYTES = 4 << 30
 #: How often a model is asked the same: prefixes are found again, so that not all rounds are alike.
 NUM_ROUNDS = 3
-#: Graphs of all sizes, with adapters and without: as many as a snapshot has.
-NUM_GRAPHS = sum(len(PaddedSizes.of(limits_of(CONFIG)).all_names(has_adapters=one)) for one in (False, True))
+#: Graphs of all sizes, with adapters and without: all that a snapshot has.
+GRAPHS = {
+    name for one in (False, True) for name in PaddedSizes.of(limits_of(CONFIG)).all_names(has_adapters=one)
+}
+#: Each round has steps of every size. After so many in which no graph has come to serve, none will.
+MAX_IDLE_ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,44 @@ GROUPS = {
 }
 
 
+@dataclass(slots=True)
+class Watch:
+    """How far the test has come, printed as it goes: also who cuts it short sees it. Mutable."""
+
+    log: Path  #: of all workers, one behind the other
+    began_s: float = field(default_factory=time.monotonic)
+    num_read: int = 0  #: characters of the log that are of models before the one at hand
+
+    def tell(self, model: Model, what: str) -> None:
+        print(f"{time.monotonic() - self.began_s:6.1f} s: {model.name} {what}", flush=True)
+
+    def begin(self) -> None:
+        """Note that a model comes, of which no graph serves yet."""
+        self.num_read = len(self._text())
+
+    def missing(self) -> list[str]:
+        """Graphs of the model at hand that were never found to do what their step does."""
+        accepted = re.findall(r"graphs_accepted graphs=(\S+)", self._text()[self.num_read :])
+        return sorted(GRAPHS - {name for names in accepted for name in names.split(",")})
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Print what workers warned of if the test fails, and what they said last."""
+        try:
+            yield
+        except BaseException:
+            lines = self._text().splitlines()
+            print("never accepted, of the model at hand:", *self.missing())
+            print(
+                "warnings:", *(one for one in lines if re.search(" (WARNING|ERROR|CRITICAL) ", one)), sep="\n"
+            )
+            print("last lines:", *lines[-40:], sep="\n", flush=True)
+            raise
+
+    def _text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
 def answers(gateway: Gateway, model: Model, salt: bytes = b"") -> list[list[int]]:
     """One request after the other; then all together, where no tie is decided by who shares a step.
 
@@ -128,9 +173,30 @@ def crowd(gateway: Gateway, model: Model) -> None:
         assert not any(run.failed for run in gateway.until_ended(*starts))
 
 
+def state_of(gateway: Gateway, model: Model) -> str:
+    """All that the worker says of a model's graphs, and what it does otherwise than it should."""
+    pong = gateway.ping()
+    fallbacks = {name: count for name, count in pong.fallbacks.items() if count}
+    (use,) = (use for use in pong.models if use.model == model.name)
+    graphs = f"{use.num_restored_graphs} of {len(GRAPHS)} restored, {use.num_captured_graphs} captured"
+    return f"{model.name}: {graphs}, {fallbacks=}, looks={looks(gateway, model)}"
+
+
 def use_of(gateway: Gateway, model: Model) -> ModelUse:
     (use,) = (use for use in gateway.ping().models if use.model == model.name)
     return use
+
+
+def assert_same(
+    gateway: Gateway, model: Model, when: str, found: Sequence[list[int]], expected: Sequence[list[int]]
+) -> None:
+    """Tokens of the same requests are the same; else say of which of them, and from where on."""
+    wrong = []
+    for number, (tokens, wanted) in enumerate(zip(found, expected, strict=True)):
+        if tokens != wanted:
+            first = next(at for at, pair in enumerate(zip(tokens, wanted, strict=True)) if len(set(pair)) > 1)
+            wrong.append(f"request {number} from token {first} on: {tokens[first:]} for {wanted[first:]}")
+    assert not wrong, f"{when}: {wrong}; {state_of(gateway, model)}"
 
 
 def looks(gateway: Gateway, model: Model) -> list[SnapshotLooked]:
@@ -151,22 +217,30 @@ def make_snapshot(gateway: Gateway, model: Model) -> None:
     assert (made.model, made.failure, made.lacks_adapters) == (model.name, None, False)
 
 
-def serve_restored(gateway: Gateway, model: Model, expected: list[list[list[int]]]) -> None:
+def serve_restored(gateway: Gateway, model: Model, expected: list[list[list[int]]], watch: Watch) -> None:
     """Ask as the process before was asked: graphs are restored beside that, tried, and serve at last."""
     give_up_s = time.monotonic() + PATIENCE_S
-    for tokens in expected:
-        assert answers(gateway, model) == tokens, model
-    while (use := use_of(gateway, model)).num_restored_graphs < NUM_GRAPHS:
-        # One that was captured could not be restored, and never will be.
-        assert use.num_captured_graphs == 0, (use, looks(gateway, model))
+    for number, tokens in enumerate(expected):
+        assert_same(gateway, model, f"restored, round {number}", answers(gateway, model), tokens)
+    watch.tell(model, "has answered as before")
+    num_idle = num_serving = 0
+    while (use := use_of(gateway, model)).num_restored_graphs < len(GRAPHS):
+        # One that was captured, or could not be restored, never will be.
+        assert use.num_captured_graphs == 0, state_of(gateway, model)
+        assert not gateway.ping().fallbacks["graphs_not_restored"], state_of(gateway, model)
+        num_idle = num_idle + 1 if use.num_restored_graphs == num_serving else 0
+        num_serving = use.num_restored_graphs
+        is_over = num_idle > MAX_IDLE_ROUNDS or time.monotonic() > give_up_s
+        assert not is_over, f"missing {watch.missing()}; {state_of(gateway, model)}"
         crowd(gateway, model)
         # Nothing is found, as in the first round.
-        assert answers(gateway, model, salt=os.urandom(8)) == expected[0], model
-        assert time.monotonic() < give_up_s, (use, looks(gateway, model))
-    assert use.num_captured_graphs == 0, use
+        found = answers(gateway, model, salt=os.urandom(8))
+        assert_same(gateway, model, f"beside {num_serving} graphs", found, expected[0])
+    assert use.num_captured_graphs == 0, state_of(gateway, model)
     assert {(one.outcome, one.lacks_adapters) for one in looks(gateway, model)} == {
         (SnapshotOutcome.USED, False)
     }
+    watch.tell(model, "is served by restored graphs")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -176,33 +250,43 @@ def test_restored_graphs_give_the_tokens_of_captured_ones(group: str, tmp_path: 
     Adapters come and go meanwhile: those that graphs serve were never seen by whoever captured them.
     """
     models, kernels = GROUPS[group], Path(StoreConfig().path).expanduser() / "kernels"
+    watch = Watch(tmp_path / "workers.log")
     settings: dict[str, object] = {
         **{"kind": "cuda", "budget_bytes": BUDGET_BYTES, "kernels_path": str(kernels)},
-        **{"snapshots_path": str(tmp_path / "snapshots"), "snapshot_bytes": 1 << 30},
+        **{"snapshots_path": str(tmp_path / "snapshots"), "snapshot_bytes": 1 << 30, "log_level": "debug"},
     }
     expected: dict[Model, list[list[list[int]]]] = {}
     late: dict[Model, list[int]] = {}
-    with folder() as place, keeping(setup := keeper_setup(place, kind="cuda")):
-        with working(setup.socket, **settings) as rig:
+    with watch.telling(), folder() as place, keeping(setup := keeper_setup(place, kind="cuda")):
+        with working(setup.socket, log=watch.log, **settings) as rig:
             for slot, model in enumerate(models):
                 host(rig.gateway, model, slot)
+                watch.tell(model, "is hosted")
                 # Before all answers: kernels of products are chosen for it, and others may round otherwise.
                 make_snapshot(rig.gateway, model)
+                watch.tell(model, "has a snapshot")
                 expected[model] = [answers(rig.gateway, model) for _ in range(NUM_ROUNDS)]
                 assert use_of(rig.gateway, model).num_captured_graphs > 0
                 late[model] = late_answer(rig.gateway, model)
-        with working(setup.socket, **settings) as rig:
+        with working(setup.socket, log=watch.log, **settings) as rig:
             for slot, model in reversed(list(enumerate(models))):
+                watch.begin()
                 host(rig.gateway, model, slot, model.other_kv_bytes)
-                serve_restored(rig.gateway, model, expected[model])
+                watch.tell(model, "is hosted by the second process")
+                serve_restored(rig.gateway, model, expected[model], watch)
             for slot, model in enumerate(models):
                 rig.gateway.send(RetireModel(ModelId(model.name)))
                 host(rig.gateway, model, slot, model.other_kv_bytes)
-                assert answers(rig.gateway, model, salt=b"back") == expected[model][0], model
+                found = answers(rig.gateway, model, salt=b"back")
+                assert_same(rig.gateway, model, "back", found, expected[model][0])
                 rig.gateway.send(ForgetAdapter(model.adapters[0].adapter))
-                assert late_answer(rig.gateway, model) == late[model], model
-                assert use_of(rig.gateway, model).num_captured_graphs == 0
+                assert_same(
+                    rig.gateway, model, "late adapter", [late_answer(rig.gateway, model)], [late[model]]
+                )
+                assert use_of(rig.gateway, model).num_captured_graphs == 0, state_of(rig.gateway, model)
+                watch.tell(model, "was retired and has come back")
             for slot, model in enumerate(models):
+                watch.begin()
                 rig.gateway.drop(model.name)  # with its engine: all is restored once more
                 host(rig.gateway, model, slot, model.other_kv_bytes)
-                serve_restored(rig.gateway, model, expected[model])
+                serve_restored(rig.gateway, model, expected[model], watch)

@@ -200,6 +200,7 @@ class StepGraphs:
         """Have the graphs on trial serve from now on."""
         for key, graph in self._on_trial.items():
             self._tried.setdefault(key, graph)  # one that stands in since the trial began may be running
+        log.debug("graphs_accepted graphs=%s", ",".join(key.name for key in self._on_trial))
         self._end_trial()
 
     def reject(self, reason: str) -> None:
