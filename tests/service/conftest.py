@@ -22,7 +22,7 @@ from tests.service.harness import SMALL, Service, Shelf, eventually, running_ser
 
 @pytest.fixture(scope="package", autouse=True)
 def _authorities_read_once() -> Iterator[None]:
-    """Spare each client the 20 to 50 ms to read whom it would trust, for no service here has a certificate."""
+    """Spare each client to read whom it would trust, 20 to 50 ms: no service here has a certificate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
