@@ -8,6 +8,7 @@ import hearth  # noqa: F401 - before torch, so that its threads sleep while they
 
 import fcntl
 import gc
+import logging
 import os
 import random
 import sys
@@ -41,6 +42,8 @@ OTHER_SERVICES = {
     "test_security.py": "guarded",
     "test_states.py": "crowded",
 }
+#: Folders of files that take half a minute, without a test that takes long.
+LONG_FOLDERS = ("tests/worker/", "tests/engine/", "tests/kernels/")
 #: A test file that imports more modules while it runs has brought in a large package.
 MANY_MODULES = 100
 
@@ -65,6 +68,15 @@ def _imported_for_good() -> Iterator[None]:
     if len(sys.modules) > num_modules + MANY_MODULES:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def quick_interpreter() -> Iterator[None]:
+    """Kernels take half of their time in Triton's interpreter, in this test and all later ones."""
+    from tests.kernels import quick_interpreter  # here, for most tests need no kernels
+
+    with quick_interpreter.quick_interpreter():
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -106,14 +118,14 @@ def _compiled_once() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with long tests first, so that no process is left with one when the others are done."""
+    """Put files that take long first, so that no process is left with one when the others are done."""
 
     def file_of(item: pytest.Item) -> str:
         return item.nodeid.partition("::")[0]
 
     marks = {"slow", "e2e"}
     long = {file_of(item) for item in items if any(mark.name in marks for mark in item.iter_markers())}
-    items.sort(key=lambda item: file_of(item) not in long)
+    items.sort(key=lambda item: (file_of(item) not in long, not item.nodeid.startswith(LONG_FOLDERS)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -142,7 +154,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     gc.collect()
     gc.freeze()  # all that test files import at their top, such as torch: as `_imported_for_good`
+    _have_loggers_propagate()
     if any(item.get_closest_marker("gpu") for item in session.items) and not torch.cuda.is_available():
         raise pytest.UsageError(
             "tests marked `gpu` need a CUDA device and this machine has none; leave out `-m`"
         )
+
+
+def _have_loggers_propagate() -> None:
+    """Spare pytest to add its handlers to 43 loggers of torch three times a test: the root has them."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hearth.errors import ConfigError
 from hearth.sizes import WantedLimits
@@ -228,7 +229,7 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
             name, _, key = key.rpartition(".")
             table = _table(name, table.setdefault(name, {}))
         table[key] = value
-    section_types = get_type_hints(HearthConfig)
+    section_types = _hints_of(HearthConfig)
     _refuse_unknown(raw, section_types, "section")
     models = {name: _model(name, table) for name, table in raw.pop("models", {}).items()}
     sections = {name: _section(section_types[name], name, values) for name, values in raw.items()}
@@ -237,8 +238,8 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
 
 def setting_keys() -> list[str]:
     """Return every setting like "service.port", but for those of single models."""
-    kinds = get_type_hints(HearthConfig)
-    return [f"{name}.{key}" for name in kinds if name != "models" for key in get_type_hints(kinds[name])]
+    kinds = _hints_of(HearthConfig)
+    return [f"{name}.{key}" for name in kinds if name != "models" for key in _hints_of(kinds[name])]
 
 
 def keys_in(path: Path) -> list[str]:
@@ -261,7 +262,7 @@ def from_text(key: str, text: str) -> object:
     Commas separate the items of a list; whatever is no number where one is due is left for `load` to refuse.
     """
     section, _, name = key.partition(".")
-    hint = get_type_hints(get_type_hints(HearthConfig)[section])[name]
+    hint = _hints_of(_hints_of(HearthConfig)[section])[name]
     types = get_args(hint) or (hint,)
     if get_origin(hint) is tuple:
         return [item.strip() for item in text.split(",") if item.strip()]
@@ -401,9 +402,19 @@ def _refuse_unknown(given: Iterable[str], valid: Iterable[str], what: str) -> No
             raise ConfigError(f"unknown configuration {what} `{name}`; {hint}")
 
 
+def _hints_of(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
+    """Return the types of a section's fields. Kept, because every section that is made asks for them."""
+    return _cached_hints_of(kind, include_extras)
+
+
+@cache
+def _cached_hints_of(kind: type, include_extras: bool) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=include_extras)
+
+
 def _section(kind: type[T], name: str, values: Mapping[str, object]) -> T:
     """Checked here already, because only here the section's full name is known for messages."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _hints_of(kind, include_extras=True)
     _refuse_unknown([f"{name}.{key}" for key in values], [f"{name}.{key}" for key in hints], "key")
     checked = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in values.items()}
     return kind(**checked)
@@ -431,7 +442,7 @@ def _table(name: str, value: object) -> dict[str, object]:
 
 def _check_section(section: object, name: str) -> None:
     """Replaces every field of `section` by its checked value; called once, while `section` is being made."""
-    for key, hint in get_type_hints(type(section), include_extras=True).items():
+    for key, hint in _hints_of(type(section), include_extras=True).items():
         object.__setattr__(section, key, _checked(f"{name}.{key}", hint, getattr(section, key)))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from contextlib import closing
 
 import pytest
@@ -131,6 +132,19 @@ def test_no_proxy_stands_between_this_machine_and_itself(
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
     with Client(service.url, None) as client:
         assert client.models() == [MODEL]
+
+
+def test_certificates_are_asked_for_only_where_there_are_any(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(**_given: object) -> ssl.SSLContext:
+        raise NotImplementedError("certificates of authorities are read")
+
+    monkeypatch.setattr(ssl, "create_default_context", read)
+    with Client(service.url, None) as client:
+        assert client.models() == [MODEL]
+    with pytest.raises(NotImplementedError, match="authorities"):
+        Client(service.url.replace("http:", "HTTPS:"), None)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_padding_changes_no_token(name: str, config: EngineConfig) -> None:
 
 
 @pytest.fixture
-def _triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def _triton_everywhere(monkeypatch: pytest.MonkeyPatch, quick_interpreter: None) -> None:
     """Run the kernels of CUDA devices, which read on the device what rows there are, by the interpreter."""
     for name, module in list(sys.modules.items()):
         if name.startswith("hearth.") and hasattr(module, "runs_triton"):

@@ -305,10 +305,11 @@ def _size(part: ByteRange) -> int:
 
 def _merged(parts: Iterable[ByteRange]) -> list[ByteRange]:
     """Return parts in order, those as one that touch."""
-    merged: list[ByteRange] = []
+    begins, ends = list[int](), list[int]()
     for part in sorted(parts, key=lambda part: part.begin):
-        if merged and merged[-1].end >= part.begin:
-            merged[-1] = ByteRange(merged[-1].begin, max(merged[-1].end, part.end))
+        if ends and ends[-1] >= part.begin:
+            ends[-1] = max(ends[-1], part.end)
         else:
-            merged.append(part)
-    return merged
+            begins.append(part.begin)
+            ends.append(part.end)
+    return list(map(ByteRange, begins, ends))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, compress, count, islice
 
 from hearth.policy.batch.prefix import PrefixIndex
 
@@ -43,10 +43,7 @@ class FreeBlocks:
         return block < len(self._is_free) and bool(self._is_free[block])
 
     def __iter__(self) -> Iterator[int]:
-        at = self._is_free.find(1, self._lowest)
-        while at >= 0:
-            yield at
-            at = self._is_free.find(1, at + 1)
+        return compress(count(self._lowest), self._is_free[self._lowest :])
 
     def reserve(self, num_blocks: int) -> None:
         """Have room for blocks of numbers below this."""
@@ -96,7 +93,7 @@ class FreeBlocks:
 
     def check(self) -> None:
         """Raise if a free block would never be handed out, or more are counted than there are."""
-        free = [block for block, is_free in enumerate(self._is_free) if is_free]
+        free = list(compress(count(), self._is_free))
         assert free == list(self), f"free and never handed out: {set(free).difference(self)}"
         assert len(free) == self._num_free, f"{free=} {self._num_free=}"
 
@@ -404,4 +401,4 @@ class BlockBook:
             assert count <= 1 or block in self.prefixes, f"{block=} shared without digest"
 
     def _live(self) -> list[int]:
-        return [block for block, num_holders in enumerate(self._num_holders) if num_holders]
+        return list(compress(count(), self._num_holders))
