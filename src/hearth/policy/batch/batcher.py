@@ -45,14 +45,14 @@ away, for which live ones move, with their copies queued behind the steps in fli
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, skipped_changes
 from hearth.policy.batch.elastic import KvUse
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.plan import (
@@ -93,15 +93,6 @@ class BatchLimits:
             raise ConfigError(
                 f"every limit of a batch must be at least 1, given: {self}; raise the one below"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRun:
-    """Steps that only decode, each with the same rows."""
-
-    num_steps: int
-    request_ids: tuple[RequestId, ...]  #: of the rows of each step
-    context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
 
 
 class Batcher:
@@ -383,31 +374,17 @@ class Batcher:
         does anything else.
         """
         self.settle()
+        flights = [flight.sequences for flight in self._flights]
+        assert len(flights) < MAX_IN_FLIGHT, f"commit first: {len(flights)} steps in flight"
         running = self._sequences.running()
-        request_ids = tuple(s.request_id for s in running)
-        run = DecodeRun(0, request_ids, sum(s.num_planned + 1 for s in running))
-        num_flights = len(self._flights)
-        assert num_flights < MAX_IN_FLIGHT, f"commit first: {num_flights} steps in flight"
         if len(running) > self.limits.max_batch_tokens or self._next_in_line() or self._in_the_way():
-            return run
-        is_decoding = all(
-            s.num_planned - num_flights >= s.num_prefill and s.num_pending == num_flights and s.guide is None
-            for s in running
-        )
-        if not is_decoding or any(flight.sequences != running for flight in self._flights):
-            return run
-        most = min([max_steps, *(s.max_length - len(s.tokens) - 1 for s in running)]) if running else 0
+            max_steps = 0
         num_blocks = self.blocks.num_free + more_blocks
-        if self.blocks_wanted_by(most) > num_blocks:
-            most = bisect_right(range(1, most), num_blocks, key=self.blocks_wanted_by)
-        return replace(run, num_steps=most)
+        return decode_run(running, flights, max_steps, num_blocks, self.blocks.block_tokens)
 
     def blocks_wanted_by(self, num_steps: int) -> int:
         """Return how many blocks so many steps of `decode_run` hand out."""
-        block_tokens, num_blocks = self.blocks.block_tokens, 0
-        for sequence in self._sequences.running():
-            num_blocks += -(-(sequence.num_planned + num_steps) // block_tokens) - len(sequence.blocks)
-        return num_blocks
+        return blocks_wanted_by(self._sequences.running(), num_steps, self.blocks.block_tokens)
 
     def skip(self, num_steps: int, token: int) -> StepPlan | None:
         """Have so many steps of `decode_run` be over, in each of which all that run sampled `token`.
@@ -418,19 +395,14 @@ class Batcher:
         run = self.decode_run(num_steps)
         assert run.num_steps == num_steps, f"{num_steps=} {run=}"
         running, block_tokens = self._sequences.running(), self.blocks.block_tokens
-        num_flights = len(self._flights)
-        due: list[tuple[int, bool, LiveSequence]] = []  # number of the step, whether it commits it, sequence
+        changes = skipped_changes(running, num_steps, len(self._flights), block_tokens)
         for sequence in running:
             assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
-            begin, end = sequence.num_planned, sequence.num_planned + num_steps
-            more = range(len(sequence.blocks), self._num_blocks(end))
-            due += ((at * block_tokens + 1 - begin, False, sequence) for at in more)
-            full = range(sequence.num_published, (end - num_flights) // block_tokens)
-            due += (((at + 1) * block_tokens - begin + num_flights, True, sequence) for at in full)
             sequence.tokens.extend([token] * num_steps)
-            sequence.num_planned = end
-        for _, is_commit, sequence in sorted(due, key=lambda one: one[:2]):  # stable: the oldest first
-            if is_commit:
+            sequence.num_planned += num_steps
+        for change in changes:
+            sequence = change.sequence
+            if change.is_commit:
                 self._publish(sequence, (sequence.num_published + 1) * block_tokens)
                 self.settle()
             else:
@@ -440,7 +412,7 @@ class Batcher:
                 sequence.room_tokens += block_tokens
         self._sequences.take_table_writes()
         self._num_steps += num_steps
-        if not num_flights:
+        if not self._flights:
             return None
         slots = [s.slot for s in running if s.slot is not None]
         positions = [s.num_planned - 1 for s in running]
