@@ -394,7 +394,6 @@ class Engine:
         """Wait for a step, and return what came of it beside one that was launched meanwhile."""
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
-            self.batcher.prepare_commit()  # while the device computes
             result = previous.pending.wait()
             self._unmeasured = previous
             if previous.pending.is_computed:

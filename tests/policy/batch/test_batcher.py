@@ -15,7 +15,6 @@ from hearth.errors import BadPrompt, ConfigError, GuideStuck, LogitsNotFinite, P
 from hearth.policy.batch.batcher import BatchLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, Row
-from hearth.policy.batch.prefix import block_digests
 from hearth.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams
 from tests.policy.batch.device import (
     PROMPTS,
@@ -386,17 +385,20 @@ def test_a_third_step_in_flight_is_our_bug() -> None:
 
 
 @pytest.mark.parametrize("num_known", [0, 1, 5, 30])
-def test_a_plan_needs_few_more_digests_than_blocks_are_known(num_known: int) -> None:
+def test_digests_of_a_prompt_are_computed_up_to_where_it_leaves_what_is_known(
+    num_known: int,
+) -> None:
     engine = loop(num_blocks=80, block_tokens=2, max_context=160, max_batch_tokens=160)
     engine.add(request("a", range(2 * num_known + 1), max_tokens=1))
     engine.drain()
-    engine.add(request("b", range(100), max_tokens=1))
+    engine.add(request("b", range(100), max_tokens=9))
     launched(engine)
     sequence = engine.batcher._sequences[RequestId("b")]
     assert sequence.num_published == num_known
-    assert len(sequence.digests) <= max(1, 2 * num_known)
-    engine.batcher.prepare_commit()
-    assert sequence.digests == block_digests(range(100), sequence.request.salt, 2)
+    assert sequence.chain.num_known == num_known + 1
+    engine.drain()
+    assert sequence.num_published == 54
+    assert sequence.chain.num_known == num_known + 1
 
 
 def test_steps_are_committed_in_order() -> None:

@@ -71,7 +71,7 @@ from hearth.policy.batch.plan_draft import (
     StartedPrompt,
     adapters_of,
 )
-from hearth.policy.batch.prefix import KnownPrefix
+from hearth.policy.batch.prefix import KnownPrefix, Publication
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.types import FinishReason, RequestId
 
@@ -101,7 +101,7 @@ class Batcher:
     def __init__(self, limits: BatchLimits, blocks: BlockBook) -> None:
         self.limits = limits
         self.blocks = blocks
-        self._sequences = Sequences(limits.max_seqs)
+        self._sequences = Sequences(limits.max_seqs, blocks.block_tokens)
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
         self._flights: deque[PlannedStep] = deque()
         self._num_steps = 0
@@ -302,16 +302,6 @@ class Batcher:
         self._sequences.follow(moves)
         self.blocks.remove(extent)
         return moves
-
-    def prepare_commit(self) -> None:
-        """Compute the digests of prompts that the next commit publishes, while its step is computed.
-
-        A plan needs few of them, so the others are left to be done beside the device. The commit does what
-        was not done here.
-        """
-        flight = self._flights[0]
-        for sequence in flight.sequences[flight.plan.num_decode_rows :]:
-            sequence.extend_digests(self.blocks.block_tokens)
 
     def commit(
         self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
@@ -586,31 +576,22 @@ class Batcher:
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""
-        block_tokens, digests = self.blocks.block_tokens, sequence.digests
-
-        def digest_of(index: int) -> bytes:
-            if index >= len(digests):  # so many at once that a long prefix takes few turns
-                sequence.extend_digests(block_tokens, max(index + 1, 2 * index))
-            return digests[index]
-
         # At least one token is computed, for there must be something to sample from.
-        num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // block_tokens
-        prefix, prefixes = sequence.prefix, self.blocks.prefixes
-        if len(prefix) or (num_most and prefixes.leads(digest_of(0))):
-            prefix.follow(prefixes, digest_of, num_most)
-        return prefix
+        num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // self.blocks.block_tokens
+        sequence.prefix.follow(self.blocks.prefixes, sequence.chain, num_most)
+        return sequence.prefix
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.blocks.block_tokens)
 
     def _publish(self, sequence: LiveSequence, num_computed: int) -> None:
         """Offer the blocks that are full of computed and known tokens to the prefix cache."""
-        num_full = num_computed // self.blocks.block_tokens
-        if sequence.slot is None or num_full <= sequence.num_published:
+        num_full, begin = num_computed // self.blocks.block_tokens, sequence.num_published
+        if sequence.slot is None or num_full <= begin:
             return  # preempted, and its blocks with it, or nothing is new
-        sequence.extend_digests(self.blocks.block_tokens)
-        new = slice(sequence.num_published, num_full)
-        self._late_books.publish(sequence.blocks[new], sequence.digests[new])
+        blocks = sequence.blocks
+        before = blocks[begin - 1] if begin else None
+        self._late_books.publish(Publication(sequence.chain, begin, before, blocks[begin:num_full]))
         sequence.published(num_full, self.blocks.block_tokens)
 
     def _append_quiet(self, flight: PlannedStep, tokens: Sequence[int]) -> list[int]:

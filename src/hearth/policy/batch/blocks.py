@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from hearth.policy.batch.prefix import PrefixIndex
+from hearth.policy.batch.prefix import PrefixIndex, Publication
 
 SINK_BLOCK = 0  #: of a KV that is fixed: takes the writes of padded rows and is never handed out
 
@@ -176,8 +176,8 @@ class BlockBook:
 
     Every block but the sink, which is in no book, is exactly one of
         free    its content is worth nothing
-        live    held by sequences; one with a digest may be held by several
-        cached  held by nobody; its digest tells which prefix it contains
+        live    held by sequences; one that is found by its content may be held by several
+        cached  held by nobody, but found by its content
 
     A KV is given blocks and may have them taken away again; their numbers may be any. What it is promised are
     `floor_blocks`: whoever owns the memory gives it so many whenever it asks, so a sequence that needs no
@@ -276,8 +276,8 @@ class BlockBook:
         self._blocks.difference_update(extent)
         cached = self.cached_among(extent)
         self._cached.remove(cached)
-        self.prefixes.forget(cached)
         self._free.remove(extent)
+        self._forget(cached)
 
     def remove_all(self) -> None:
         """Have no blocks any more. No sequence runs."""
@@ -291,11 +291,11 @@ class BlockBook:
         """Have all cached blocks free. No sequence runs."""
         assert not self._num_live, f"live blocks have prefixes, too: {self._live()}"
         cached = self._cached.pop_oldest(len(self._cached))
-        self.prefixes.forget(cached)
+        self._forget(cached)
         self._free.add(cached)
 
     def move(self, moves: Sequence[BlockMove]) -> None:
-        """Have live blocks elsewhere, with their holders and their digests; they leave free blocks behind.
+        """Have live blocks elsewhere, with their holders and content; they leave free blocks behind.
 
         Each target is free or cached, and no source.
         """
@@ -304,7 +304,7 @@ class BlockBook:
             assert self.num_holders(source), f"only a live block has to move: {move}"
             if target in self._cached:
                 self._cached.remove((target,))
-                self.prefixes.forget((target,))
+                self._forget([target])
             else:
                 assert target in self._free, f"the target of a move must be free or cached: {move}"
                 self._free.remove((target,))
@@ -334,7 +334,7 @@ class BlockBook:
         blocks = self._free.pop_lowest(num_blocks)
         if len(blocks) < num_blocks:
             evicted = self._cached.pop_oldest(num_blocks - len(blocks))
-            self.prefixes.forget(evicted)
+            self._forget(evicted)
             blocks += evicted
         num_holders = self._num_holders
         for block in blocks:
@@ -357,15 +357,17 @@ class BlockBook:
             if not num_left:
                 unheld.append(block)
         self._num_live -= len(unheld)
-        digests = self.prefixes.digests
-        self._cached.add([block for block in unheld if digests[block] is not None])
-        self._free.add([block for block in unheld if digests[block] is None])
+        runs = self.prefixes.runs
+        self._cached.add([block for block in unheld if runs[block] is not None])
+        self._free.add([block for block in unheld if runs[block] is None])
 
-    def publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Let others find live blocks by their content. Of two with the same content the first stays."""
-        held = list(map(self._num_holders.__getitem__, blocks))
-        assert 0 not in held, f"only a live block can be published: {blocks=}"
-        self.prefixes.add(blocks, digests)
+    def publish(self, publications: Iterable[Publication]) -> None:
+        """Let others find live blocks by their content."""
+        num_holders, add = self._num_holders.__getitem__, self.prefixes.add
+        for publication in publications:
+            blocks = publication.blocks
+            assert 0 not in map(num_holders, blocks), f"only a live block can be published: {blocks=}"
+            add(publication)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
         """Let nobody find live blocks any more whose content may be wrong.
@@ -374,10 +376,17 @@ class BlockBook:
         withdraws it.
         """
         known = self.prefixes
-        self.prefixes.forget([one for one in blocks if self._num_holders[one] == 1 and one in known])
+        self._forget([one for one in blocks if self._num_holders[one] == 1 and one in known])
+
+    def _forget(self, blocks: list[int]) -> None:
+        """Let nobody find blocks any more that are no longer cached, nor those that were found by them."""
+        lost = self.cached_among(self.prefixes.forget(blocks))
+        if lost:
+            self._cached.remove(lost)
+            self._free.add(lost)
 
     def check(self, num_holders: dict[int, int] | None = None) -> None:
-        """Raise if a block is not exactly one of free, live and cached, or the digests disagree.
+        """Raise if a block is not exactly one of free, live and cached, or prefixes disagree.
 
         `num_holders`: how many sequences hold each block, if that is known; only published ones are shared.
         """
@@ -390,9 +399,9 @@ class BlockBook:
         assert len(self._cached) == len(cached), f"{len(self._cached)=} {cached=}"
         self.prefixes.check()
         lost = [block for block in self._cached if block not in self.prefixes]
-        assert not lost, f"cached blocks without digest: {lost}"
+        assert not lost, f"cached blocks that nobody finds: {lost}"
         stale = [block for block in self.prefixes if block in self._free or block not in self._blocks]
-        assert not stale, f"digests of blocks that are free or not in the book: {stale}"
+        assert not stale, f"prefixes in blocks that are free or not in the book: {stale}"
         self._free.check()
         if num_holders is not None:
             self._check_holders(num_holders)
@@ -401,7 +410,7 @@ class BlockBook:
         for block in sorted(num_holders.keys() | set(self._live())):
             held, count = num_holders.get(block, 0), self.num_holders(block)
             assert held == count, f"{block=} held {held} times, in the book {count}"
-            assert count <= 1 or block in self.prefixes, f"{block=} shared without digest"
+            assert count <= 1 or block in self.prefixes, f"{block=} shared that nobody finds"
 
     def _live(self) -> list[int]:
         return [block for block, num_holders in enumerate(self._num_holders) if num_holders]

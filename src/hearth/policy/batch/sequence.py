@@ -15,8 +15,9 @@ from itertools import islice, takewhile
 from operator import attrgetter
 
 from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.digest_chain import DigestChain
 from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrite
-from hearth.policy.batch.prefix import KnownPrefix, extend_digests
+from hearth.policy.batch.prefix import KnownPrefix
 from hearth.types import Pooling, RequestId
 
 
@@ -29,8 +30,9 @@ class LiveSequence:
 
     request: EngineRequest
     arrival: int
-    tokens: array[int]  #: prompt and committed output, as words ("I")
+    chain: DigestChain  #: of `tokens`
     max_length: int  #: of prompt and output
+    tokens: array[int] = field(init=False)  #: prompt and committed output, as words ("I")
     #: The same as in `request`.
     request_id: RequestId = field(init=False)
     guide: Guide | None = field(init=False)
@@ -38,8 +40,6 @@ class LiveSequence:
     is_read: bool = field(init=False)  #: more than samples is wanted of its prompt
     #: By which sequences stand in line, the least first: since when it does, then its arrival.
     place: tuple[float, int] = field(init=False)
-    #: Digests of the full blocks of `tokens`, as far as needed so far.
-    digests: list[bytes] = field(default_factory=list)
     prefix: KnownPrefix = field(default_factory=KnownPrefix)  #: of what it waits with
     #: Preempted, it is not admitted again before so many steps are committed: none of them has a row of it
     #: left in flight, so that every such row of a sequence with a slot belongs to its present stay there.
@@ -59,6 +59,7 @@ class LiveSequence:
     quiet_until: int = 0
 
     def __post_init__(self) -> None:
+        self.tokens = self.chain.tokens
         self.request_id, self.guide = self.request.request_id, self.request.guide
         self.stop_ids = frozenset(self.request.sampling.stop_ids)
         self.place = (self.request.line_s, self.arrival)
@@ -103,11 +104,6 @@ class LiveSequence:
         targets = () if num_logprobs is None else tuple(prompt[start + 1 : end + 1])
         return RowReading(pooling, num_logprobs, targets)
 
-    def extend_digests(self, block_tokens: int, num_blocks: int | None = None) -> None:
-        """Have the digests of all full blocks of the tokens, or of so many of the first."""
-        request = self.request
-        extend_digests(self.digests, self.tokens, request.salt, block_tokens, request.adapter, num_blocks)
-
     def allow_next(self) -> None:
         """Set how far steps may be planned, now that all of `tokens` is known.
 
@@ -134,8 +130,8 @@ class Sequences:
     Each either runs, in a slot and with blocks, or waits without. Both stand in line by their places.
     """
 
-    def __init__(self, max_seqs: int) -> None:
-        self._max_seqs = max_seqs
+    def __init__(self, max_seqs: int, block_tokens: int) -> None:
+        self._max_seqs, self._block_tokens = max_seqs, block_tokens
         #: All of them; each is in one of the two below.
         self._live: dict[RequestId, LiveSequence] = {}
         self._running: dict[RequestId, LiveSequence] = {}  #: by their places
@@ -229,7 +225,8 @@ class Sequences:
         """Have a new request wait at its place, behind all others of the same time."""
         tokens = array("I", request.prompt)
         tokens.extend(request.output)
-        sequence = LiveSequence(request, self._num_arrivals, tokens, max_length)
+        chain = DigestChain(tokens, self._block_tokens, request.salt, request.adapter)
+        sequence = LiveSequence(request, self._num_arrivals, chain, max_length)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         for token in sequence.stop_ids:
