@@ -181,7 +181,8 @@ def profiled(wave: Wave) -> str:
 def tell(wave: Wave, name: str, steps: list[TracedStep], **more: float) -> None:
     by_time = sorted(steps, key=lambda step: step.cpu_s)
     computed = [1e3 * step.cpu_s for step in by_time]
-    parts = {part: statistics.median(step.parts[part].cpu_s for step in steps) for part in by_time[-1].parts}
+    names = {part for step in steps for part in step.parts}
+    parts = {part: statistics.median(step.parts[part].cpu_s for step in steps) for part in names}
     shown = {
         "prompts": str(wave),
         "steps": name,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from hearth.engine.upload import Uploads
 from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.buffers import zeroed
 from hearth.models.step_inputs import StepInputs
-from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite, TableWrites
 from hearth.sizes import StepLimits, input_buffers
 from hearth.types import RequestId, SamplingParams
 
@@ -38,12 +40,12 @@ def prefill(slot: int, start: int, *tokens: int, samples: bool = True) -> Row:
     return Row(RequestId(f"s{slot}"), slot, start, len(tokens), tokens, samples)
 
 
-def plan(*rows: Row, writes: tuple[TableWrite, ...] = ()) -> StepPlan:
+def plan(*rows: Row, writes: Sequence[TableWrite] = ()) -> StepPlan:
     decode = [row for row in rows if row.tokens is None]
     columns = DecodeRows(
         [row.request_id for row in decode], [row.slot for row in decode], [row.start for row in decode]
     )
-    return StepPlan(0, (), writes, columns, rows[len(decode) :])
+    return StepPlan(0, (), TableWrites.of(*writes), columns, rows[len(decode) :])
 
 
 def view_of(inputs: InputBuffers, step: StepPlan, sizes: PaddedSizes = EXACT) -> StepInputs:
@@ -165,7 +167,8 @@ def test_the_row_of_a_slot_with_a_new_owner_names_no_block_of_the_old_one() -> N
     view_of(inputs, plan(decode(1, 9), writes=(TableWrite(1, 0, (5, 6)), TableWrite(1, 2, (7,)))))
     admission = Admission(RequestId("new"), 1, (3,), 1, 0, SamplingParams())
 
-    view_of(inputs, StepPlan(1, (admission,), (TableWrite(1, 0, (9,)),), DecodeRows(), (prefill(1, 0, 3),)))
+    writes = TableWrites.of(TableWrite(1, 0, (9,)))
+    view_of(inputs, StepPlan(1, (admission,), writes, DecodeRows(), (prefill(1, 0, 3),)))
 
     assert inputs.block_table[1].tolist() == [9, SINK, SINK]
 

@@ -433,7 +433,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
-        written = [block for write in plan.table_writes for block in write.blocks]
+        written = plan.table_writes.blocks
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
         timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
         self._marks.begun(plan.request_ids)

@@ -62,6 +62,7 @@ from hearth.policy.batch.plan import (
     EngineRequest,
     RequestFailed,
     StepPlan,
+    TableWrites,
 )
 from hearth.policy.batch.plan_draft import (
     NOBODY,
@@ -215,7 +216,8 @@ class Batcher:
             self._admit_waiting(draft)
         if not draft.sequences:
             return None
-        plan = draft.step_plan(self._num_steps, self._sequences.take_table_writes())
+        self._sequences.take_table_writes(draft.table_writes)
+        plan = draft.step_plan(self._num_steps)
         self._num_steps += 1
         self._flights.append(PlannedStep(plan, draft.sequences))
         return plan
@@ -400,14 +402,14 @@ class Batcher:
                 assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
                 sequence.blocks += blocks
                 sequence.room_tokens += block_tokens
-        self._sequences.take_table_writes()
+        self._sequences.take_table_writes(TableWrites())
         self._num_steps += num_steps
         if not self._flights:
             return None
         slots = [s.slot for s in running if s.slot is not None]
         positions = [s.num_planned - 1 for s in running]
         decode = DecodeRows(list(run.request_ids), slots, positions, adapters=adapters_of(running))
-        plan = StepPlan(self._num_steps - 1, (), (), decode, ())
+        plan = StepPlan(self._num_steps - 1, (), TableWrites(), decode, ())
         self._flights[0] = PlannedStep(plan, running)
         return plan
 
@@ -523,9 +525,9 @@ class Batcher:
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         """Start who waits, in line, as long as there is room."""
-        started: list[StartedPrompt] = []
-        num_blocks = 0  # that they get, all at once
-        while draft.has_room and (first := self._next_in_line()) is not None:
+        started, next_to_start = list[StartedPrompt](), self._sequences.next_to_start
+        num_blocks, num_committed = 0, self._num_committed  # blocks that they get, all at once
+        while draft.has_room and (first := next_to_start(num_committed)) is not None:
             prompt = self._admit(first, draft, num_blocks)
             if prompt is None:
                 break
@@ -546,33 +548,28 @@ class Batcher:
 
         `num_promised`: blocks that others get, who start with it.
         """
+        # In few calls: dozens may start in one step.
         request, num_tokens, block_tokens = sequence.request, len(sequence.tokens), self.blocks.block_tokens
         hits = self._known_prefix(sequence).blocks
-        num_cached = len(hits) * block_tokens
+        num_hits = len(hits)
+        num_cached = num_hits * block_tokens
         num_first = draft.chunk_tokens(num_cached, num_tokens)
         # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
         # preempt itself at a later chunk and compute the first ones again and again.
-        if not num_first or not self.blocks.can_allocate(
-            num_promised + self._num_blocks(num_tokens) - len(hits), beside=hits
-        ):
+        num_most = num_promised + -(-num_tokens // block_tokens) - num_hits
+        if not num_first or not self.blocks.can_allocate(num_most, beside=hits):
             return None
         if hits:
             self.blocks.take(hits)
         slot = self._sequences.start(sequence)
         sequence.num_planned = num_cached
-        sequence.published(len(hits), block_tokens)
+        sequence.published(num_hits, block_tokens)
+        tokens, num_prompt = sequence.tokens[:], len(request.prompt)
         draft.admissions.append(
-            Admission(
-                request_id=request.request_id,
-                slot=slot,
-                tokens=sequence.tokens[:],
-                num_prompt_tokens=len(request.prompt),
-                num_cached_tokens=num_cached,
-                sampling=request.sampling,
-            )
+            Admission(request.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
         )
         draft.add_prompt(sequence, num_first)
-        return StartedPrompt(sequence, hits, self._num_blocks(num_cached + num_first) - len(hits))
+        return StartedPrompt(sequence, hits, -(-(num_cached + num_first) // block_tokens) - num_hits)
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""
@@ -586,13 +583,14 @@ class Batcher:
 
     def _publish(self, sequence: LiveSequence, num_computed: int) -> None:
         """Offer the blocks that are full of computed and known tokens to the prefix cache."""
-        num_full, begin = num_computed // self.blocks.block_tokens, sequence.num_published
-        if sequence.slot is None or num_full <= begin:
-            return  # preempted, and its blocks with it, or nothing is new
+        block_tokens, begin = self.blocks.block_tokens, sequence.num_published
+        num_full = num_computed // block_tokens
+        if num_full <= begin or sequence.slot is None:
+            return  # nothing is new, or it was preempted, and its blocks with it
         blocks = sequence.blocks
         before = blocks[begin - 1] if begin else None
         self._late_books.publish(Publication(sequence.chain, begin, before, blocks[begin:num_full]))
-        sequence.published(num_full, self.blocks.block_tokens)
+        sequence.published(num_full, block_tokens)
 
     def _append_quiet(self, flight: PlannedStep, tokens: Sequence[int]) -> list[int]:
         """Give sequences tokens of which nothing follows; return the sampling rows with others, in order."""
@@ -614,9 +612,10 @@ class Batcher:
 
     def _take(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
         """Give a sequence a token that may complete a block or the output, or that a guide waits for."""
-        self._publish(sequence, len(sequence.tokens))
-        sequence.tokens.append(token)
-        is_last = token in sequence.stop_ids or len(sequence.tokens) == sequence.max_length
+        tokens = sequence.tokens
+        self._publish(sequence, len(tokens))
+        tokens.append(token)
+        is_last = len(tokens) == sequence.max_length or token in sequence.stop_ids
         if is_last or sequence.guide is not None:
             self._go_on_or_end(sequence, token, committed)
 

@@ -316,16 +316,19 @@ class BlockBook:
 
     def can_allocate(self, num_blocks: int, beside: Sequence[int] = ()) -> bool:
         """True if `num_blocks` could be handed out once the blocks `beside` have been taken."""
-        return num_blocks <= self.num_available - len(self.cached_among(beside))
+        # Those of `beside` that nobody holds are cached.
+        num_cached = list(map(self._num_holders.__getitem__, beside)).count(0) if beside else 0
+        return num_blocks <= len(self._free) + len(self._cached) - num_cached
 
     def take(self, blocks: Sequence[int]) -> None:
         """Hold blocks that were found by their content."""
+        num_holders, runs = self._num_holders, self.prefixes.runs
+        assert None not in map(runs.__getitem__, blocks), f"only a published block can be shared: {blocks=}"
+        cached = [block for block in blocks if not num_holders[block]]
+        self._cached.remove(cached)
+        self._num_live += len(cached)
         for block in blocks:
-            assert block in self.prefixes, f"only a published block can be shared: {block=}"
-            if not self._num_holders[block]:
-                self._cached.remove((block,))
-                self._num_live += 1
-            self._num_holders[block] += 1
+            num_holders[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Hold `num_blocks` blocks of no content, or none at all if there are too few."""
@@ -349,17 +352,30 @@ class BlockBook:
     def release_all(self, sequences: Iterable[Sequence[int]]) -> None:
         """Let go of the blocks of some sequences, one by one."""
         # In bulk: a sequence that ends may have thousands of blocks, and somebody waits for its end.
+        num_holders, released = self._num_holders, list(chain.from_iterable(map(reversed, sequences)))
+        held, num_released = list(map(num_holders.__getitem__, released)), len(released)
+        if held.count(1) == num_released and len(set(released)) == num_released:  # none is shared, as most
+            unheld = released
+            for block in unheld:
+                num_holders[block] = 0
+        else:
+            unheld = self._release_shared(released)
+        self._num_live -= len(unheld)
+        runs = self.prefixes.runs
+        free = [block for block in unheld if runs[block] is None]
+        self._cached.add([block for block in unheld if runs[block] is not None] if free else unheld)
+        self._free.add(free)
+
+    def _release_shared(self, blocks: Iterable[int]) -> list[int]:
+        """Let go of blocks, of which others may hold some; return those that nobody holds any more."""
         num_holders, unheld = self._num_holders, list[int]()
-        for block in chain.from_iterable(map(reversed, sequences)):
+        for block in blocks:
             num_left = num_holders[block] - 1
             assert num_left >= 0, f"released more often than taken: {block=}"
             num_holders[block] = num_left
             if not num_left:
                 unheld.append(block)
-        self._num_live -= len(unheld)
-        runs = self.prefixes.runs
-        self._cached.add([block for block in unheld if runs[block] is not None])
-        self._free.add([block for block in unheld if runs[block] is None])
+        return unheld
 
     def publish(self, publications: Iterable[Publication]) -> None:
         """Let others find live blocks by their content."""

@@ -41,7 +41,10 @@ class DigestChain:
     def digest(self, block: int) -> bytes:
         """Return the digest of a full block, of which the first is 0."""
         digests = self._digests
-        if block >= len(digests):
+        if not digests and not block:  # the only one of most prompts
+            content = _root(self._salt, self._adapter) + self.tokens[: self.block_tokens].tobytes()
+            digests.append(blake2b(content, digest_size=DIGEST_BYTES).digest())
+        elif block >= len(digests):
             parent = digests[-1] if digests else _root(self._salt, self._adapter)
             first, last = len(digests) * self.block_tokens, (block + 1) * self.block_tokens
             assert last <= len(self.tokens), f"{block=} {self.block_tokens=} {len(self.tokens)=}"

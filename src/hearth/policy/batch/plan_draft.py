@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrites
 from hearth.policy.batch.sequence import LiveSequence
 from hearth.types import AdapterId
 
@@ -55,7 +55,7 @@ class PlanDraft:
     margin_tokens: int = 0  #: of those that it may have, kept from prompts that are cut
     is_cut: bool = False  #: no prompt follows one that was: only the last may be in the midst of its own
     admissions: list[Admission] = field(default_factory=list)
-    table_writes: list[TableWrite] = field(default_factory=list)
+    table_writes: TableWrites = field(default_factory=TableWrites)
     decode: DecodeRows = field(default_factory=DecodeRows)
     prompts: list[Row] = field(default_factory=list)
     sequences: list[LiveSequence] = field(default_factory=list)  #: one for each row
@@ -120,7 +120,7 @@ class PlanDraft:
     def assign(self, sequence: LiveSequence, blocks: list[int]) -> None:
         """Give a sequence blocks that follow those which it has."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
-        self.table_writes.append(TableWrite(sequence.slot, len(sequence.blocks), tuple(blocks)))
+        self.table_writes.add(sequence.slot, len(sequence.blocks), blocks)
         sequence.blocks += blocks
         sequence.room_tokens += len(blocks) * self.block_tokens
 
@@ -153,7 +153,7 @@ class PlanDraft:
         self.allow_prompts(self.budget_tokens + len(self.sequences) - len(kept), self.max_prompt_tokens)
         rows, self.sequences = self.decode, [self.sequences[at] for at in kept]
         lost_slots = set(rows.slots).difference(rows.slots[at] for at in kept)
-        self.table_writes = [write for write in self.table_writes if write.slot not in lost_slots]
+        self.table_writes = TableWrites.of(*[one for one in self.table_writes if one.slot not in lost_slots])
         self.decode = DecodeRows(
             [rows.request_ids[at] for at in kept],
             [rows.slots[at] for at in kept],
@@ -169,7 +169,9 @@ class PlanDraft:
         end = start + num_tokens
         samples = end == sequence.num_prefill
         mask = sequence.guide.mask if samples and sequence.guide is not None else None
-        tokens, reading = sequence.tokens[start:end], sequence.reading(start, end)
+        tokens, reading = sequence.tokens[start:end], None
+        if sequence.is_read:
+            reading = sequence.reading(start, end)
         request_id, adapter = sequence.request_id, sequence.request.adapter
         row = Row(request_id, sequence.slot, start, num_tokens, tokens, samples, mask, reading, adapter)
         self.prompts.append(row)
@@ -178,15 +180,8 @@ class PlanDraft:
         self.is_cut = not samples
         sequence.num_planned = end
 
-    def step_plan(self, step_id: int, writes_before: Sequence[TableWrite]) -> StepPlan:
-        """Return the plan; `writes_before` come before the draft's own."""
-        return StepPlan(
-            step_id,
-            tuple(self.admissions),
-            (*writes_before, *self.table_writes),
-            self.decode,
-            tuple(self.prompts),
-        )
+    def step_plan(self, step_id: int) -> StepPlan:
+        return StepPlan(step_id, tuple(self.admissions), self.table_writes, self.decode, tuple(self.prompts))
 
 
 def adapters_of(sequences: Sequence[LiveSequence]) -> Sequence[AdapterId | None]:

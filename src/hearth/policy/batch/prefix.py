@@ -183,8 +183,8 @@ class PrefixIndex:
         else:
             assert run.end == begin, f"{run.end=} {begin=}"
             run.extend(blocks, tokens)
+        assert not any(map(runs.__getitem__, blocks)), f"published twice: {blocks=}"
         for block in blocks:
-            assert runs[block] is None, f"published twice: {block=}"
             runs[block] = run
 
     def _known_until(self, chain: DigestChain, begin: int, end: int, run: PrefixRun | None) -> int:
@@ -285,8 +285,10 @@ class KnownPrefix:
         Of a prompt that nobody knows only the first digest is computed: whoever waits for its first token
         need not wait for all of them.
         """
-        self._drop_gone()
-        parts, num_known = self._parts, len(self)
+        parts, num_known = self._parts, 0
+        if parts:
+            self._drop_gone()
+            num_known = len(self)
         while num_known < num_most:
             if parts:
                 run = parts[-1][0]

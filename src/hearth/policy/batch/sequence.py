@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.digest_chain import DigestChain
-from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrite
+from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrites
 from hearth.policy.batch.prefix import KnownPrefix
 from hearth.types import Pooling, RequestId
 
@@ -119,9 +119,11 @@ class LiveSequence:
 
     def set_quiet(self, block_tokens: int) -> None:
         """Set `quiet_until` by what it is."""
-        full = (self.num_published + 1) * block_tokens
-        is_loud = self.guide is not None or self.is_ended
-        self.quiet_until = 0 if is_loud else min(full, self.max_length - 1)
+        full, last = (self.num_published + 1) * block_tokens, self.max_length - 1
+        if self.guide is not None or self.is_ended:
+            self.quiet_until = 0
+        else:
+            self.quiet_until = full if full < last else last
 
 
 class Sequences:
@@ -212,7 +214,10 @@ class Sequences:
 
     def next_to_start(self, num_committed: int) -> LiveSequence | None:
         """Return the first of `next_in_line`, if there is one."""
-        return self.first_waiting(num_committed) if self._free_slots else None
+        if not self._free_slots or not self._waiting:
+            return None
+        first = self._waiting[0]
+        return None if first.waits_for_steps > num_committed else first
 
     def next_in_line(self, num_committed: int) -> Iterator[LiveSequence]:
         """Yield who has a slot and could be admitted, once so many steps are committed, in line."""
@@ -289,15 +294,14 @@ class Sequences:
                     sequence.blocks[index] = targets[block]
                     self._moved_indices.setdefault(request_id, set()).add(index)
 
-    def take_table_writes(self) -> list[TableWrite]:
-        """Return what the next plan has to write before all else, because blocks have moved."""
-        writes = []
+    def take_table_writes(self, writes: TableWrites) -> None:
+        """Add to `writes` what the next plan has to write because blocks have moved."""
         for request_id, indices in self._moved_indices.items():
             sequence = self._running[request_id]
             assert sequence.slot is not None, f"{sequence.arrival=}"
-            writes += [TableWrite(sequence.slot, at, (sequence.blocks[at],)) for at in sorted(indices)]
+            for at in sorted(indices):
+                writes.add(sequence.slot, at, (sequence.blocks[at],))
         self._moved_indices.clear()
-        return writes
 
     def check(self, flights: Sequence[Sequence[LiveSequence]], num_committed: int, block_tokens: int) -> None:
         """Raise if the books disagree with each other; `flights` are the sequences of each step in flight."""
