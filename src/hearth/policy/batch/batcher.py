@@ -52,7 +52,7 @@ from itertools import count
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
-from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, skipped_changes
+from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, skipped_blocks
 from hearth.policy.batch.elastic import KvUse
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.plan import (
@@ -189,6 +189,7 @@ class Batcher:
         if request_id not in self._sequences:
             return False
         self.settle()  # which may publish blocks of it
+        self._publish_output(self._sequences[request_id])
         self._end(self._sequences[request_id])
         self.settle()
         return True
@@ -387,21 +388,16 @@ class Batcher:
         run = self.decode_run(num_steps)
         assert run.num_steps == num_steps, f"{num_steps=} {run=}"
         running, block_tokens = self._sequences.running(), self.blocks.block_tokens
-        changes = skipped_changes(running, num_steps, len(self._flights), block_tokens)
+        handed_out = skipped_blocks(running, num_steps, block_tokens)
         for sequence in running:
             assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
             sequence.tokens.extend([token] * num_steps)
             sequence.num_planned += num_steps
-        for change in changes:
-            sequence = change.sequence
-            if change.is_commit:
-                self._publish(sequence, (sequence.num_published + 1) * block_tokens)
-                self.settle()
-            else:
-                blocks = self.blocks.allocate(1)
-                assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
-                sequence.blocks += blocks
-                sequence.room_tokens += block_tokens
+        blocks = self.blocks.allocate(len(handed_out))
+        assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
+        for sequence, block in zip(handed_out, blocks, strict=True):
+            sequence.blocks.append(block)
+            sequence.room_tokens += block_tokens
         self._sequences.take_table_writes(TableWrites())
         self._num_steps += num_steps
         if not self._flights:
@@ -562,8 +558,7 @@ class Batcher:
         if hits:
             self.blocks.take(hits)
         slot = self._sequences.start(sequence)
-        sequence.num_planned = num_cached
-        sequence.published(num_hits, block_tokens)
+        sequence.num_planned, sequence.num_published = num_cached, num_hits
         tokens, num_prompt = sequence.tokens[:], len(request.prompt)
         draft.admissions.append(
             Admission(request.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
@@ -582,7 +577,7 @@ class Batcher:
         return -(-num_tokens // self.blocks.block_tokens)
 
     def _publish(self, sequence: LiveSequence, num_computed: int) -> None:
-        """Offer the blocks that are full of computed and known tokens to the prefix cache."""
+        """Offer the blocks that are full of computed tokens to the prefix cache."""
         block_tokens, begin = self.blocks.block_tokens, sequence.num_published
         num_full = num_computed // block_tokens
         if num_full <= begin or sequence.slot is None:
@@ -590,7 +585,15 @@ class Batcher:
         blocks = sequence.blocks
         before = blocks[begin - 1] if begin else None
         self._late_books.publish(Publication(sequence.chain, begin, before, blocks[begin:num_full]))
-        sequence.published(num_full, block_tokens)
+        sequence.num_published = num_full
+
+    def _publish_output(self, sequence: LiveSequence) -> None:
+        """Offer what a sequence that stops running has computed behind its prompt, all at once.
+
+        Nobody asks for an answer that is not finished, but who was preempted for its own.
+        """
+        if len(sequence.tokens) > sequence.num_prefill:
+            self._publish(sequence, len(sequence.tokens) - 1)  # all but the last are computed
 
     def _append_quiet(self, flight: PlannedStep, tokens: Sequence[int]) -> list[int]:
         """Give sequences tokens of which nothing follows; return the sampling rows with others, in order."""
@@ -607,13 +610,14 @@ class Batcher:
             else:
                 loud.append(row)
         for row in stopped:  # perhaps it stops another
-            sequences[row].set_quiet(self.blocks.block_tokens)
+            sequences[row].set_quiet()
         return [*loud, *range(len(positions), len(tokens))]
 
     def _take(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
-        """Give a sequence a token that may complete a block or the output, or that a guide waits for."""
+        """Give a sequence a token that is its first, may be its last, or that a guide waits for."""
         tokens = sequence.tokens
-        self._publish(sequence, len(tokens))
+        if len(tokens) == sequence.num_prefill:
+            self._publish(sequence, len(tokens))
         tokens.append(token)
         is_last = len(tokens) == sequence.max_length or token in sequence.stop_ids
         if is_last or sequence.guide is not None:
@@ -637,13 +641,15 @@ class Batcher:
                 stuck = error.with_traceback(None)  # its frames would hold on to all of this
         if reason is None and len(sequence.tokens) == sequence.max_length:
             reason = FinishReason.LENGTH
+        if reason is None and stuck is None:
+            sequence.allow_next()
+            return
+        self._publish_output(sequence)
         if reason is not None:
             committed.finished[sequence.request_id] = reason
             self._end(sequence)
         elif stuck is not None:
             self._fail(sequence, stuck, committed)
-        else:
-            sequence.allow_next()
 
     def _fail(self, sequence: LiveSequence, error: HearthError, committed: CommittedStep) -> None:
         self._end(sequence)
@@ -652,6 +658,8 @@ class Batcher:
     def _preempt(self, sequence: LiveSequence) -> None:
         """Have a sequence wait, at its place, with nothing but its tokens."""
         self._last_decode = NOBODY  # or the next rows could name a slot that it has no more
+        self._publish_output(sequence)
+        self.settle()
         self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _end(self, sequence: LiveSequence) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hearth.policy.batch.sequence import LiveSequence
 from hearth.types import RequestId
@@ -21,14 +20,6 @@ class DecodeRun:
     num_steps: int
     request_ids: tuple[RequestId, ...]  #: of the rows of each step
     context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
-
-
-class SkippedChange(NamedTuple):
-    """A change of the books of blocks in one of the steps that are skipped."""
-
-    step: int  #: the first is 1
-    is_commit: bool  #: a block is full and published; False: the next one is handed out
-    sequence: LiveSequence
 
 
 def decode_run(
@@ -65,20 +56,11 @@ def blocks_wanted_by(running: Sequence[LiveSequence], num_steps: int, block_toke
     return sum(-(-(one.num_planned + num_steps) // block_tokens) - len(one.blocks) for one in running)
 
 
-def skipped_changes(
-    running: Sequence[LiveSequence], num_steps: int, num_flights: int, block_tokens: int
-) -> list[SkippedChange]:
-    """Return how so many steps of a `DecodeRun` change the books of blocks, in order.
-
-    In each of them a step is planned, and then one is committed that was planned `num_flights` before.
-    """
-    changes: list[SkippedChange] = []
+def skipped_blocks(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> list[LiveSequence]:
+    """Return to whom so many steps of a `DecodeRun` hand out blocks, in order, for each block once."""
+    due: list[tuple[int, LiveSequence]] = []  # by the number of the step
     for sequence in running:
         begin, end = sequence.num_planned, sequence.num_planned + num_steps
         more = range(len(sequence.blocks), -(-end // block_tokens))
-        changes += (SkippedChange(at * block_tokens + 1 - begin, False, sequence) for at in more)
-        full = range(sequence.num_published, (end - num_flights) // block_tokens)
-        changes += (
-            SkippedChange((at + 1) * block_tokens - begin + num_flights, True, sequence) for at in full
-        )
-    return sorted(changes, key=lambda one: one[:2])  # stable: the oldest first
+        due += ((at * block_tokens + 1 - begin, sequence) for at in more)
+    return [sequence for _, sequence in sorted(due, key=lambda one: one[0])]  # stable: the oldest first

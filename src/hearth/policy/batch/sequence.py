@@ -53,9 +53,9 @@ class LiveSequence:
     num_prefill: int = 0  #: length of `tokens` on admission; what comes later is decoded
     num_planned: int = 0  #: tokens whose KV is computed by the steps planned so far
     max_planned: int = 0  #: what `num_planned` may become before the next commit
-    num_published: int = 0  #: leading blocks that were offered to the prefix cache
-    #: While `tokens` are fewer, one more that stops nothing completes neither a block nor the output, and no
-    #: guide waits for it.
+    num_published: int = 0  #: leading blocks that were offered to the prefix cache: those of its prompt
+    #: While `tokens` are fewer, one more that stops nothing does not complete the output, and no guide waits
+    #: for it.
     quiet_until: int = 0
 
     def __post_init__(self) -> None:
@@ -112,18 +112,10 @@ class LiveSequence:
         """
         self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
 
-    def published(self, num_blocks: int, block_tokens: int) -> None:
-        """Note that so many leading blocks were offered to the prefix cache, or come from there."""
-        self.num_published = num_blocks
-        self.set_quiet(block_tokens)
-
-    def set_quiet(self, block_tokens: int) -> None:
+    def set_quiet(self) -> None:
         """Set `quiet_until` by what it is."""
-        full, last = (self.num_published + 1) * block_tokens, self.max_length - 1
-        if self.guide is not None or self.is_ended:
-            self.quiet_until = 0
-        else:
-            self.quiet_until = full if full < last else last
+        is_loud = self.guide is not None or self.is_ended
+        self.quiet_until = 0 if is_loud else self.max_length - 1
 
 
 class Sequences:
@@ -252,6 +244,7 @@ class Sequences:
         sequence.slot = slot = heapq.heappop(self._free_slots)
         sequence.num_prefill = len(sequence.tokens)
         sequence.allow_next()
+        sequence.set_quiet()
         return slot
 
     def preempt(self, sequence: LiveSequence, num_planned_steps: int) -> list[int]:
@@ -327,9 +320,8 @@ class Sequences:
             assert s.room_tokens == len(s.blocks) * block_tokens, f"{s.arrival=} {s.room_tokens=}"
             assert s.num_planned <= min(s.room_tokens, s.max_planned), f"{s.arrival=} {s.num_planned=}"
             assert s.quiet_until < s.max_length, f"{s.arrival=} {s.quiet_until=}"
-            assert s.quiet_until <= (s.num_published + 1) * block_tokens, f"{s.arrival=} {s.quiet_until=}"
             if len(s.tokens) > s.num_prefill:
-                num_full = (len(s.tokens) - 1) // block_tokens  # all but the last are computed
+                num_full = s.num_prefill // block_tokens
                 assert s.num_published == num_full, f"{s.arrival=} {s.num_published=} {num_full=}"
         early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
         assert not early, f"could be admitted with a row in flight: {early}"
