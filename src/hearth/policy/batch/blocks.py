@@ -324,9 +324,9 @@ class BlockBook:
         """Hold blocks that were found by their content."""
         num_holders, runs = self._num_holders, self.prefixes.runs
         assert None not in map(runs.__getitem__, blocks), f"only a published block can be shared: {blocks=}"
-        cached = [block for block in blocks if not num_holders[block]]
-        self._cached.remove(cached)
-        self._num_live += len(cached)
+        if cached := [block for block in blocks if not num_holders[block]]:
+            self._cached.remove(cached)
+            self._num_live += len(cached)
         for block in blocks:
             num_holders[block] += 1
 

@@ -31,7 +31,7 @@ class PrefixRun:
     One that was taken out of the index has no blocks.
     """
 
-    __slots__ = ("_block_tokens", "_digests", "blocks", "first", "tokens")
+    __slots__ = ("_block_tokens", "_digests", "_parted", "blocks", "first", "tokens")
 
     def __init__(self, first: int, digest: bytes, blocks: list[int], tokens: array[int]) -> None:
         """Have blocks, of which the first is block `first` of its sequence and has this digest."""
@@ -40,6 +40,7 @@ class PrefixRun:
         self.tokens = tokens  #: of these blocks alone
         self._block_tokens = len(tokens) // len(blocks)
         self._digests = [digest]  #: of the first of the blocks, as far as anybody asked
+        self._parted = 0  #: the block up to which the last one to be compared was alike
 
     @property
     def end(self) -> int:
@@ -63,15 +64,18 @@ class PrefixRun:
             first, last = first * size, last * size
             return own[first - offset : last - offset] == tokens[first:last]
 
-        num_more = 1  # most differ in the next block, or are alike in all
+        # Most differ in the next block, or where others did, behind a text that all of them begin with.
+        parted, num_more = self._parted, 1
         while begin < end:
             num_more = min(num_more, end - begin)
             if is_alike(begin, begin + num_more):
-                begin, num_more = begin + num_more, end - begin - num_more
+                begin += num_more
+                num_more = 1 if begin == parted else parted - begin if begin < parted else end - begin
             elif num_more == 1:
                 break
             else:
                 end, num_more = begin + num_more - 1, num_more // 2
+        self._parted = begin
         return begin
 
     def lend_digests(self, chain: DigestChain, end: int) -> None:

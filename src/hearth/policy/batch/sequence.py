@@ -232,12 +232,12 @@ class Sequences:
 
     def start(self, sequence: LiveSequence) -> int:
         """Have the first that waits run; return its slot."""
-        first = self._waiting.popleft()
+        first, running = self._waiting.popleft(), self._running
         assert first is sequence, f"{sequence.arrival=} starts before {first.arrival=}"
-        is_last = not self._running or self.last().place < sequence.place
-        self._running[sequence.request_id] = sequence
+        is_last = not running or self.last().place < sequence.place
+        running[sequence.request_id] = sequence
         if not is_last:
-            self._running = dict(sorted(self._running.items(), key=lambda item: item[1].place))
+            self._running = dict(sorted(running.items(), key=lambda item: item[1].place))
         self._newest = sequence
         if not sequence.request.is_batch:
             self._newest_read = sequence
