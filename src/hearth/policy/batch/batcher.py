@@ -561,7 +561,7 @@ class Batcher:
         sequence.num_planned, sequence.num_published = num_cached, num_hits
         tokens, num_prompt = sequence.tokens[:], len(request.prompt)
         draft.admissions.append(
-            Admission(request.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
+            Admission(sequence.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
         )
         draft.add_prompt(sequence, num_first)
         return StartedPrompt(sequence, hits, -(-(num_cached + num_first) // block_tokens) - num_hits)
@@ -569,7 +569,9 @@ class Batcher:
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""
         # At least one token is computed, for there must be something to sample from.
-        num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // self.blocks.block_tokens
+        num_most = (len(sequence.tokens) - 1) // self.blocks.block_tokens
+        if sequence.is_read and sequence.reads_all:
+            num_most = 0
         sequence.prefix.follow(self.blocks.prefixes, sequence.chain, num_most)
         return sequence.prefix
 

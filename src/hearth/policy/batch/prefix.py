@@ -173,14 +173,15 @@ class PrefixIndex:
         run, too, that has branched off there, and stay until they are evicted.
         """
         chain, begin, before, blocks = publication
-        run, runs = None if before is None else self.runs[before], self.runs
+        run, runs, end = None if before is None else self.runs[before], self.runs, begin + len(blocks)
         if run is None or run.blocks[-1] != before:
-            num_known = self._known_until(chain, begin, begin + len(blocks), run) - begin
-            if num_known == len(blocks):
+            if num_known := self._known_until(chain, begin, end, run) - begin:
+                begin, blocks = begin + num_known, blocks[num_known:]
+            if not blocks:
                 return
-            begin, blocks, run = begin + num_known, blocks[num_known:], None
+            run = None
         size = chain.block_tokens
-        tokens = chain.tokens[begin * size : (begin + len(blocks)) * size]
+        tokens = chain.tokens[begin * size : end * size]
         if run is None:
             digest = chain.digest(begin)
             run = self._shards[digest[0]][digest] = PrefixRun(begin, digest, blocks, tokens)

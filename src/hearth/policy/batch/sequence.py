@@ -223,6 +223,8 @@ class Sequences:
         tokens = array("I", request.prompt)
         tokens.extend(request.output)
         chain = DigestChain(tokens, self._block_tokens, request.salt, request.adapter)
+        if len(tokens) > self._block_tokens:
+            chain.digest(0)  # by which a known prefix is looked for: not in the step that it starts in
         sequence = LiveSequence(request, self._num_arrivals, chain, max_length)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
