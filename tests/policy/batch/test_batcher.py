@@ -613,6 +613,35 @@ def test_output_becomes_a_prefix_too() -> None:
     assert launched(engine).admissions[0].num_cached_tokens == 8
 
 
+def test_output_is_no_prefix_before_its_end() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(4), max_tokens=20))
+    for _ in range(8):
+        launched(engine)
+        engine.commit()
+    output = engine.outputs[RequestId("a")]
+    engine.add(request("b", [*range(4), *output], max_tokens=1))
+    plan = launched(engine)
+    assert [one.num_cached_tokens for one in plan.admissions] == [4]
+    engine.commit()
+    engine.cancel(RequestId("a"))
+    engine.add(request("c", [*range(4), *engine.outputs[RequestId("a")]], max_tokens=1))
+    assert [one.num_cached_tokens for one in launched(engine).admissions] == [12]
+    engine.drain()
+
+
+def test_who_gives_way_finds_its_own_output_again() -> None:
+    engine = loop(block_tokens=4, num_blocks=20)
+    engine.add(request("a", range(2), max_tokens=20))
+    for _ in range(9):
+        launched(engine)
+        engine.commit()
+    assert engine.batcher.clear(range(3, 4), may_move=False, may_preempt=True, keeps_floor=False) == []
+    assert engine.batcher.num_running == 0
+    assert [one.num_cached_tokens for one in launched(engine).admissions] == [8]
+    engine.drain()
+
+
 def test_a_step_that_is_not_committed_offers_no_prefix() -> None:
     engine = loop(block_tokens=4)
     engine.add(request("a", range(8)))
