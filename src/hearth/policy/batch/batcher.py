@@ -69,7 +69,6 @@ from hearth.policy.batch.plan_draft import (
     DecodedSequences,
     PlanDraft,
     PlannedStep,
-    StartedPrompt,
     adapters_of,
 )
 from hearth.policy.batch.prefix import KnownPrefix, Publication
@@ -521,26 +520,22 @@ class Batcher:
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         """Start who waits, in line, as long as there is room."""
-        started, next_to_start = list[StartedPrompt](), self._sequences.next_to_start
-        num_blocks, num_committed = 0, self._num_committed  # blocks that they get, all at once
+        started, next_to_start = list[LiveSequence](), self._sequences.next_to_start
+        ends, num_committed = [0], self._num_committed  # of the blocks that each gets, of all at once
         while draft.has_room and (first := next_to_start(num_committed)) is not None:
-            prompt = self._admit(first, draft, num_blocks)
-            if prompt is None:
+            if not self._admit(first, draft, ends[-1]):
                 break
-            started.append(prompt)
-            num_blocks += prompt.num_blocks
+            started.append(first)
+            ends.append(ends[-1] + self._num_blocks(first.num_planned) - len(first.blocks))
         if not started:
             return
-        blocks = self.blocks.allocate(num_blocks)
-        assert blocks is not None, f"{num_blocks=} {self.blocks.num_available=}"
-        at = 0
-        for prompt in started:
-            end = at + prompt.num_blocks
-            draft.assign(prompt.sequence, prompt.hits + blocks[at:end])
-            at = end
+        blocks = self.blocks.allocate(ends[-1])
+        assert blocks is not None, f"{ends[-1]=} {self.blocks.num_available=}"
+        for sequence, begin, end in zip(started, ends, ends[1:], strict=False):
+            draft.assign_first(sequence, blocks[begin:end])
 
-    def _admit(self, sequence: LiveSequence, draft: PlanDraft, num_promised: int) -> StartedPrompt | None:
-        """Start the first waiting one, on top of the prefix that is found; None if it must wait.
+    def _admit(self, sequence: LiveSequence, draft: PlanDraft, num_promised: int) -> bool:
+        """Start the first waiting one, with the blocks of the prefix that is found; False: it must wait.
 
         `num_promised`: blocks that others get, who start with it.
         """
@@ -554,17 +549,17 @@ class Batcher:
         # preempt itself at a later chunk and compute the first ones again and again.
         num_most = num_promised + -(-num_tokens // block_tokens) - num_hits
         if not num_first or not self.blocks.can_allocate(num_most, beside=hits):
-            return None
+            return False
         if hits:
             self.blocks.take(hits)
         slot = self._sequences.start(sequence)
-        sequence.num_planned, sequence.num_published = num_cached, num_hits
+        sequence.blocks, sequence.num_planned, sequence.num_published = hits, num_cached, num_hits
         tokens, num_prompt = sequence.tokens[:], len(request.prompt)
         draft.admissions.append(
             Admission(sequence.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
         )
         draft.add_prompt(sequence, num_first)
-        return StartedPrompt(sequence, hits, -(-(num_cached + num_first) // block_tokens) - num_hits)
+        return True
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""

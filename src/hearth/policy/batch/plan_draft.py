@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrites
 from hearth.policy.batch.sequence import LiveSequence
@@ -32,14 +31,6 @@ class DecodedSequences:
 
 
 NOBODY = DecodedSequences()
-
-
-class StartedPrompt(NamedTuple):
-    """A sequence that starts in a step, before it has its blocks."""
-
-    sequence: LiveSequence
-    hits: list[int]  #: blocks of the prefix that was found
-    num_blocks: int  #: that it gets besides
 
 
 @dataclass(slots=True)
@@ -123,6 +114,13 @@ class PlanDraft:
         self.table_writes.add(sequence.slot, len(sequence.blocks), blocks)
         sequence.blocks += blocks
         sequence.room_tokens += len(blocks) * self.block_tokens
+
+    def assign_first(self, sequence: LiveSequence, blocks: list[int]) -> None:
+        """Give blocks to a sequence that starts, behind those of the prefix that it has found."""
+        assert sequence.slot is not None, f"{sequence.arrival=}"
+        sequence.blocks += blocks
+        self.table_writes.add(sequence.slot, 0, sequence.blocks)
+        sequence.room_tokens = len(sequence.blocks) * self.block_tokens
 
     def add_decode(self, sequences: list[LiveSequence], before: DecodedSequences) -> None:
         """Have the next token of each computed, for which it has a block. `before`: of the last step.

@@ -236,7 +236,7 @@ class Sequences:
         """Have the first that waits run; return its slot."""
         first, running = self._waiting.popleft(), self._running
         assert first is sequence, f"{sequence.arrival=} starts before {first.arrival=}"
-        is_last = not running or self.last().place < sequence.place
+        is_last = not running or next(reversed(running.values())).place < sequence.place
         running[sequence.request_id] = sequence
         if not is_last:
             self._running = dict(sorted(running.items(), key=lambda item: item[1].place))
