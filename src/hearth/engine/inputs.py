@@ -63,6 +63,7 @@ class InputBuffers:
         self.block_table = buffers["block_table"]
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = np.zeros(max_seqs, np.int64)
+        self._table_width = self.block_table.shape[1]
         #: Memory for what is written to the block table, likewise one for each of two steps in turns. Either
         #: grows where many entries are cleared.
         self._writes = [self._writes_host(max_seqs + len(self._tokens)) for _ in range(2)]
@@ -211,19 +212,18 @@ class InputBuffers:
 
         Rows of `admitted` slots, which have new owners, are cleared before.
         """
-        width, num_written, owned = self.block_table.shape[1], self._num_written, int64s(admitted)
+        width, num_written, owned = self._table_width, self._num_written, int64s(admitted)
         num_before = num_written[owned]
         num_written[owned] = 0
         # All runs of entries in columns: those that are written, then those that are cleared behind them.
         slots, begins, counts = int64s(writes.slots), int64s(writes.begins), int64s(writes.counts)
         np.maximum.at(num_written, slots, begins + counts)
         firsts = slots * width + begins
-        num_left = num_before - num_written[owned]
-        if (num_left > 0).any():
-            cleared = owned[num_left > 0]
-            firsts = np.concatenate((firsts, cleared * width + num_written[cleared]))
-            counts = np.concatenate((counts, num_left[num_left > 0]))
-        num_entries, num_blocks = int(counts.sum()), len(writes.blocks)
+        num_entries = num_blocks = len(writes.blocks)
+        if admitted and (num_left := (num_before - num_written[owned]).clip(0)).any():
+            firsts = np.concatenate((firsts, owned * width + num_written[owned]))
+            counts = np.concatenate((counts, num_left))
+            num_entries += int(num_left.sum())
         if not num_entries:
             return None
         host, rows = self._next_writes(num_entries)
