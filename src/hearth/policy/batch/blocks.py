@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 
 from hearth.policy.batch.prefix import PrefixIndex, Publication
 
@@ -351,23 +351,35 @@ class BlockBook:
 
     def release_all(self, sequences: Iterable[Sequence[int]]) -> None:
         """Let go of the blocks of some sequences, one by one."""
-        # In bulk: a sequence that ends may have thousands of blocks, and somebody waits for its end.
-        num_holders, released = self._num_holders, list(chain.from_iterable(map(reversed, sequences)))
-        held, num_released = list(map(num_holders.__getitem__, released)), len(released)
-        if held.count(1) == num_released and len(set(released)) == num_released:  # none is shared, as most
-            unheld = released
+        # In bulk: a sequence that ends may have thousands of blocks, and somebody waits for its end. Most of those
+        # that are shared are the first ones.
+        num_holders, unheld = self._num_holders, list[int]()
+        for blocks in sequences:
+            num_shared = self._release_shared(blocks) if blocks and num_holders[blocks[0]] > 1 else 0
+            unheld += reversed(blocks[num_shared:] if num_shared else blocks)
+        num_held_once = list(map(num_holders.__getitem__, unheld)).count(1)
+        if num_held_once == len(unheld) == len(set(unheld)):
             for block in unheld:
                 num_holders[block] = 0
         else:
-            unheld = self._release_shared(released)
+            unheld = self._release_each(unheld)
         self._num_live -= len(unheld)
         runs = self.prefixes.runs
         free = [block for block in unheld if runs[block] is None]
         self._cached.add([block for block in unheld if runs[block] is not None] if free else unheld)
         self._free.add(free)
 
-    def _release_shared(self, blocks: Iterable[int]) -> list[int]:
-        """Let go of blocks, of which others may hold some; return those that nobody holds any more."""
+    def _release_shared(self, blocks: Sequence[int]) -> int:
+        """Let go of the first blocks of a sequence that others hold, too; return how many these are."""
+        num_holders = self._num_holders
+        for at, block in enumerate(blocks):
+            if num_holders[block] <= 1:
+                return at
+            num_holders[block] -= 1
+        return len(blocks)
+
+    def _release_each(self, blocks: Iterable[int]) -> list[int]:
+        """Let go of blocks one by one; return those that nobody holds any more."""
         num_holders, unheld = self._num_holders, list[int]()
         for block in blocks:
             num_left = num_holders[block] - 1

@@ -173,7 +173,8 @@ class PrefixIndex:
         run, too, that has branched off there, and stay until they are evicted.
         """
         chain, begin, before, blocks = publication
-        run, runs, end = None if before is None else self.runs[before], self.runs, begin + len(blocks)
+        runs, end = self.runs, begin + len(blocks)
+        run = None if before is None else runs[before]
         if run is None or run.blocks[-1] != before:
             if num_known := self._known_until(chain, begin, end, run) - begin:
                 begin, blocks = begin + num_known, blocks[num_known:]
