@@ -62,7 +62,7 @@ class InputBuffers:
         #: before may be gone. The dummy slot's row names the sink alone.
         self.block_table = buffers["block_table"]
         #: For each slot, how many leading entries of its row may name blocks.
-        self._num_written = np.zeros(max_seqs, np.int64)
+        self._num_written = [0] * max_seqs
         self._table_width = self.block_table.shape[1]
         #: Memory for what is written to the block table, likewise one for each of two steps in turns. Either
         #: grows where many entries are cleared.
@@ -212,22 +212,24 @@ class InputBuffers:
 
         Rows of `admitted` slots, which have new owners, are cleared before.
         """
-        width, num_written, owned = self._table_width, self._num_written, int64s(admitted)
-        num_before = num_written[owned]
-        num_written[owned] = 0
+        width, num_written = self._table_width, self._num_written
+        num_before = {slot: num_written[slot] for slot in admitted}
+        for slot in admitted:
+            num_written[slot] = 0
         # All runs of entries in columns: those that are written, then those that are cleared behind them.
-        slots, begins, counts = int64s(writes.slots), int64s(writes.begins), int64s(writes.counts)
-        np.maximum.at(num_written, slots, begins + counts)
-        firsts = slots * width + begins
-        num_entries = num_blocks = len(writes.blocks)
-        if admitted and (num_left := (num_before - num_written[owned]).clip(0)).any():
-            firsts = np.concatenate((firsts, owned * width + num_written[owned]))
-            counts = np.concatenate((counts, num_left))
-            num_entries += int(num_left.sum())
+        slots, begins, counts = writes.slots, writes.begins, writes.counts
+        for slot, begin, num_new in zip(slots, begins, counts, strict=True):
+            if begin + num_new > num_written[slot]:
+                num_written[slot] = begin + num_new
+        if cleared := [slot for slot, num_old in num_before.items() if num_old > num_written[slot]]:
+            slots, begins = slots + cleared, begins + [num_written[slot] for slot in cleared]
+            counts = counts + [num_before[slot] - num_written[slot] for slot in cleared]
+        num_entries, num_blocks, lengths = sum(counts), len(writes.blocks), int64s(counts)
         if not num_entries:
             return None
         host, rows = self._next_writes(num_entries)
-        rows[0] = np.arange(num_entries) + (firsts - counts.cumsum() + counts).repeat(counts)
+        offsets = int64s(slots) * width + int64s(begins) - lengths.cumsum() + lengths
+        rows[0] = np.arange(num_entries) + offsets.repeat(lengths)
         rows[1, :num_blocks], rows[1, num_blocks:] = int32s(writes.blocks), self.sink
         return host
 

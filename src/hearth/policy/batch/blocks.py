@@ -351,8 +351,7 @@ class BlockBook:
 
     def release_all(self, sequences: Iterable[Sequence[int]]) -> None:
         """Let go of the blocks of some sequences, one by one."""
-        # In bulk: a sequence that ends may have thousands of blocks, and somebody waits for its end. Most of those
-        # that are shared are the first ones.
+        # In bulk: a sequence that ends may have thousands of blocks, and somebody waits for its end.
         num_holders, unheld = self._num_holders, list[int]()
         for blocks in sequences:
             num_shared = self._release_shared(blocks) if blocks and num_holders[blocks[0]] > 1 else 0
@@ -370,7 +369,10 @@ class BlockBook:
         self._free.add(free)
 
     def _release_shared(self, blocks: Sequence[int]) -> int:
-        """Let go of the first blocks of a sequence that others hold, too; return how many these are."""
+        """Let go of the first blocks of a sequence that others hold, too; return how many these are.
+
+        Few others are shared: behind a prefix that was computed twice.
+        """
         num_holders = self._num_holders
         for at, block in enumerate(blocks):
             if num_holders[block] <= 1:
