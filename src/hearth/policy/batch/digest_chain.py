@@ -41,10 +41,7 @@ class DigestChain:
     def digest(self, block: int) -> bytes:
         """Return the digest of a full block, of which the first is 0."""
         digests = self._digests
-        if not digests and not block:  # the only one of most prompts
-            content = _root(self._salt, self._adapter) + self.tokens[: self.block_tokens].tobytes()
-            digests.append(blake2b(content, digest_size=DIGEST_BYTES).digest())
-        elif block >= len(digests):
+        if block >= len(digests):
             parent = digests[-1] if digests else _root(self._salt, self._adapter)
             first, last = len(digests) * self.block_tokens, (block + 1) * self.block_tokens
             assert last <= len(self.tokens), f"{block=} {self.block_tokens=} {len(self.tokens)=}"
@@ -59,6 +56,8 @@ class DigestChain:
 
 def chained_digests(parent: bytes, tokens: array[int], block_tokens: int) -> list[bytes]:
     """Return the digests of blocks that follow one whose digest is `parent`."""
+    if len(tokens) == block_tokens:  # as most prompts need only one
+        return [blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()]
     digests: list[bytes] = []
     stride, content = block_tokens * tokens.itemsize, tokens.tobytes()
     for at in range(0, len(content), stride):

@@ -291,23 +291,21 @@ class KnownPrefix:
         Of a prompt that nobody knows only the first digest is computed: whoever waits for its first token
         need not wait for all of them.
         """
-        parts, num_known = self._parts, 0
+        parts = self._parts
         if parts:
             self._drop_gone()
-            num_known = len(self)
+        run, num_known = parts[-1] if parts else (None, 0)
         while num_known < num_most:
-            if parts:
-                run = parts[-1][0]
-                until = run.alike_until(chain, num_known, num_most)
-                if until > num_known:
-                    parts[-1], num_known = (run, until), until
-                    continue
+            if run is not None:
+                num_known = run.alike_until(chain, num_known, num_most)
+                parts[-1] = (run, num_known)
+                if num_known == num_most:
+                    break
                 run.lend_digests(chain, num_known)
-            found = index.find(chain.digest(num_known))
-            if found is None:
+            if (run := index.find(chain.digest(num_known))) is None:
                 break
             num_known += 1
-            parts.append((found, num_known))
+            parts.append((run, num_known))
 
     def _drop_gone(self) -> None:
         for at, (run, end) in enumerate(self._parts):
