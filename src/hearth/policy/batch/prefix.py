@@ -213,26 +213,25 @@ class PrefixIndex:
 
         These followed one of the blocks in its run.
         """
-        runs, lost, at = self.runs, list[int](), 0
+        runs, lost, at = self.runs, dict[int, None](), 0
         while at < len(blocks):
             run = runs[blocks[at]]
             if run is None:
                 assert blocks[at] in lost, f"nothing leads to it: {blocks[at]}"
-                lost.remove(blocks[at])
+                del lost[blocks[at]]
                 at += 1
                 continue
             num_gone = run.pop_last(blocks[at : at + len(run.blocks)])
             if not num_gone:
                 num_gone, behind = 1, run.cut(blocks[at])
-                lost += behind
                 for block in behind:
-                    runs[block] = None
+                    runs[block] = lost[block] = None
             for block in blocks[at : at + num_gone]:
                 runs[block] = None
             at += num_gone
             if not run.blocks:
                 del self._shards[run.digest[0]][run.digest]
-        return lost
+        return list(lost)
 
     def move(self, source: int, target: int) -> None:
         """Lead to `target` where something has led to `source`, if it has."""
