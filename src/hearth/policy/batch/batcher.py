@@ -470,8 +470,10 @@ class Batcher:
         self._make_room_for_all([one for one in ready if one.num_planned == one.room_tokens], draft)
         if draft.has_preempted:
             ready = [one for one in ready if one.slot is not None]
-        draft.add_decode(ready, self._last_decode)
+        draft.add_decode(ready, self._last_decode, has_guides=self._sequences.num_guided > 0)
         self._last_decode = DecodedSequences(ready, draft.decode)
+        if not self._sequences.num_streamed:
+            return False
         # A guided one that sits out this step waits for its end as those do that have a row.
         return any(one.request.is_streamed for one in ready) or any(
             one.guide is not None and one.slot is not None and one.request.is_streamed for one in decoding

@@ -122,10 +122,13 @@ class PlanDraft:
         self.table_writes.add(sequence.slot, 0, sequence.blocks)
         sequence.room_tokens = len(sequence.blocks) * self.block_tokens
 
-    def add_decode(self, sequences: list[LiveSequence], before: DecodedSequences) -> None:
+    def add_decode(
+        self, sequences: list[LiveSequence], before: DecodedSequences, *, has_guides: bool
+    ) -> None:
         """Have the next token of each computed, for which it has a block. `before`: of the last step.
 
-        In most steps the same sequences decode as in the one before, so ids and slots are the same too.
+        In most steps the same sequences decode as in the one before, so ids and slots are the same too, and
+        no guide holds any of them (`has_guides`).
         """
         positions = [one.num_planned for one in sequences]
         for sequence, position in zip(sequences, positions, strict=True):
@@ -136,7 +139,9 @@ class PlanDraft:
             request_ids = [one.request_id for one in sequences]
             slots = [one.slot for one in sequences if one.slot is not None]
             adapters = adapters_of(sequences)
-        masks = {at: one.guide.mask for at, one in enumerate(sequences) if one.guide is not None}
+        masks: dict[int, bytes] = {}
+        if has_guides:
+            masks = {at: one.guide.mask for at, one in enumerate(sequences) if one.guide is not None}
         self.decode = DecodeRows(request_ids, slots, positions, masks, adapters)
         self.sequences += sequences
 

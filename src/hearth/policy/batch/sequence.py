@@ -139,6 +139,8 @@ class Sequences:
         #: By running request: which of its blocks have moved since its row of the block table was written.
         self._moved_indices: dict[RequestId, set[int]] = {}
         self._num_arrivals = 0
+        #: Of those that run: the tokens of how many somebody sees as they come, and how many have a guide.
+        self.num_streamed = self.num_guided = 0
         self._num_stopped_by = Counter[int]()  #: by token: how many sequences it ends
 
     def __len__(self) -> int:
@@ -243,6 +245,8 @@ class Sequences:
         self._newest = sequence
         if not sequence.request.is_batch:
             self._newest_read = sequence
+        self.num_streamed += sequence.request.is_streamed
+        self.num_guided += sequence.guide is not None
         sequence.slot = slot = heapq.heappop(self._free_slots)
         sequence.num_prefill = len(sequence.tokens)
         sequence.allow_next()
@@ -313,6 +317,11 @@ class Sequences:
         assert not midway, f"in the midst of the prompt and not the last that started: {midway}"
         num_stopped_by = Counter(token for s in self._live.values() for token in s.stop_ids)
         assert self._num_stopped_by == num_stopped_by, f"{self._num_stopped_by=} {num_stopped_by=}"
+        num_streamed = sum(s.request.is_streamed for s in running)
+        num_guided = sum(s.guide is not None for s in running)
+        assert (self.num_streamed, self.num_guided) == (num_streamed, num_guided), (
+            f"{num_streamed=} {num_guided=}"
+        )
         moved = self._moved_indices.keys()
         assert moved <= self._running.keys(), f"{moved=} {self._running.keys()=}"
         in_flight = Counter(s.arrival for flight in flights for s in flight)
@@ -340,6 +349,8 @@ class Sequences:
         assert sequence.slot is not None, f"{sequence.arrival=}"
         request_id = sequence.request_id
         del self._running[request_id]
+        self.num_streamed -= sequence.request.is_streamed
+        self.num_guided -= sequence.guide is not None
         self._moved_indices.pop(request_id, None)
         heapq.heappush(self._free_slots, sequence.slot)
         blocks, sequence.blocks = sequence.blocks, []
