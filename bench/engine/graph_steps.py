@@ -21,7 +21,7 @@ from hearth.engine.assemble import own_limits
 from hearth.engine.engine import Engine
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes
-from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrites
 from hearth.sizes import graph_bytes
 from hearth.types import RequestId, SamplingParams
 
@@ -43,21 +43,21 @@ class Case:
 
     def plans(self) -> tuple[StepPlan, StepPlan]:
         """The step that admits all of it, and the same step once more."""
-        writes, prompts, block = [], [], 1
+        writes, prompts, block = TableWrites(), [], 1
         lengths = [*[1] * self.num_decode, *self.prompts]
         ids = [RequestId(f"{slot}") for slot in range(len(lengths))]
         for slot, length in enumerate(lengths):
             is_prompt = slot >= self.num_decode
             num_blocks = -(-(length if is_prompt else self.context + 1) // CONFIG.block_tokens)
-            writes.append(TableWrite(slot, 0, tuple(range(block, block + num_blocks))))
+            writes.add(slot, 0, range(block, block + num_blocks))
             block += num_blocks
             if is_prompt:
                 prompts.append(Row(ids[slot], slot, 0, length, tuple(range(length)), samples=True))
         slots = list(range(self.num_decode))
         decode = DecodeRows(ids[: self.num_decode], slots, [self.context] * self.num_decode)
         admissions = [Admission(one, slot, (1,), 1, 0, self.sampling) for slot, one in enumerate(ids)]
-        first = StepPlan(0, tuple(admissions), tuple(writes), decode, tuple(prompts))
-        return first, replace(first, step_id=1, admissions=(), table_writes=())
+        first = StepPlan(0, tuple(admissions), writes, decode, tuple(prompts))
+        return first, replace(first, step_id=1, admissions=(), table_writes=TableWrites())
 
 
 CASES = [

@@ -65,7 +65,6 @@ class HostTrace:
             (engine, "_measure"),
             (batcher, "waiting_prompt_tokens"),
             (batcher, "plan"),
-            (batcher, "prepare_commit"),
             (batcher, "take_tokens"),
             (batcher, "settle"),
             (engine, "_launch"),

@@ -1,11 +1,13 @@
 """What does a step with prompts cost the host, by part? On any machine, for nothing is run.
 
-    python -m bench.engine.prompt_steps 60x128 2x3500 30x250+500 [--profile]
+    python -m bench.engine.prompt_steps 60x128 2x3500 30x250+500 30x1000~900 [--profile]
 
 So many prompts of so many tokens come with every step, beside so many rows that decode, and end all at once
-after a few tokens. All of KV was used before, so that blocks are those of prefixes that nobody needs. Prints
-the median and the longest of the steps with prompts and of those without, in milliseconds by the clock and
-computed, with their parts. A part includes those that it calls.
+after a few tokens. Those behind a `~` are the same in all of them, so that all but the first prompts find
+their KV. All of KV was used before, so that blocks are those of prefixes that nobody needs. Prints how long
+the steps with prompts and those without compute, in milliseconds, the medians of their parts, and the longest
+step with its own, by the clock and computed. A part includes those that it calls. To add the prompts is no
+part of a step, but nothing is launched meanwhile either: so how long that takes is told besides.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import math
 import pstats
 import statistics
+import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +41,8 @@ from bench.shape import Shape
 from hearth.config import EngineConfig
 from hearth.engine import inputs
 from hearth.engine.engine import Engine
+from hearth.garbage import postponed
+from hearth.policy.batch.plan import EngineRequest
 from hearth.types import RequestId
 
 #: With a vocabulary whose ids are objects of their own, as most are: those of small numbers are shared.
@@ -60,15 +65,17 @@ class Wave:
     num_prompts: int
     num_tokens: int  #: of each
     num_beside: int  #: requests that decode meanwhile
+    num_shared: int = 0  #: leading tokens that all prompts have in common
 
     @staticmethod
     def parse(text: str) -> Wave:
+        text, _, shared = text.partition("~")
         prompts, _, beside = text.partition("+")
         num_prompts, _, num_tokens = prompts.partition("x")
-        return Wave(int(num_prompts), int(num_tokens), int(beside or 0))
+        return Wave(int(num_prompts), int(num_tokens), int(beside or 0), int(shared or 0))
 
     def __str__(self) -> str:
-        return f"{self.num_prompts}x{self.num_tokens}+{self.num_beside}"
+        return f"{self.num_prompts}x{self.num_tokens}+{self.num_beside}~{self.num_shared}"
 
 
 class PromptTraffic:
@@ -78,14 +85,21 @@ class PromptTraffic:
         self._engine = engine
         self._rng = np.random.default_rng(5)
         self._num_added = 0
+        self._shared = self._rng.integers(1, VOCABULARY, MAX_CONTEXT).tolist()
+        self.added_s: list[float] = []  #: to add each wave of prompts
 
-    def add(self, num_prompts: int, num_tokens: int, max_tokens: int) -> None:
-        """Have so many requests wait; to check them is no part of a step."""
-        params = replace(GREEDY, max_tokens=max_tokens)
+    def add(self, num_prompts: int, num_tokens: int, max_tokens: int, num_shared: int = 0) -> None:
+        """Have so many requests wait. To check them is the part of other threads."""
+        params, requests = replace(GREEDY, max_tokens=max_tokens), list[EngineRequest]()
         for _ in range(num_prompts):
-            prompt = self._rng.integers(1, VOCABULARY, num_tokens).tolist()
-            self._engine.add(self._engine.request(RequestId(f"{self._num_added}"), prompt, params))
+            own = self._rng.integers(1, VOCABULARY, num_tokens - num_shared).tolist()
+            prompt = self._shared[:num_shared] + own
+            requests.append(self._engine.request(RequestId(f"{self._num_added}"), prompt, params))
             self._num_added += 1
+        began_s = time.thread_time()
+        for request in requests:
+            self._engine.add(request)
+        self.added_s.append(time.thread_time() - began_s)
 
     def use_all_blocks(self) -> None:
         """Have nearly every block hold a prefix that nobody needs any more."""
@@ -101,8 +115,9 @@ class PromptTraffic:
         """Step through waves of prompts."""
         for at in range(wave.num_beside):  # of different lengths, so that they fill blocks in different steps
             self.add(1, 16 + at % 16, NUM_WAVES)
+        self.added_s.clear()
         for _ in range(NUM_WAVES):
-            self.add(wave.num_prompts, wave.num_tokens, NUM_OUTPUT)
+            self.add(wave.num_prompts, wave.num_tokens, NUM_OUTPUT, wave.num_shared)
             self._engine.step()
         self.finish()
 
@@ -118,7 +133,7 @@ def opened(max_seqs: int, num_blocks: int) -> Iterator[Engine]:
     config = EngineConfig(max_seqs=max_seqs, max_batch_tokens=8192, kv_bytes=kv_bytes, max_step=math.inf)
     engine = new_engine(SHAPE, config, torch.device("cpu"), seed=1, max_context=MAX_CONTEXT)
     engine.runner.graphs = NoGraphs()  # type: ignore[assignment] # stands in for graphs of a device
-    with patch.object(inputs, "read_step", _read_nothing):
+    with patch.object(inputs, "read_step", _read_nothing), postponed():
         try:
             PromptTraffic(engine).use_all_blocks()
             gc.collect()
@@ -129,13 +144,27 @@ def opened(max_seqs: int, num_blocks: int) -> Iterator[Engine]:
             engine.close()
 
 
-def traced(wave: Wave, max_seqs: int = 1024, num_blocks: int = NUM_BLOCKS) -> list[TracedStep]:
+@dataclass(frozen=True, slots=True)
+class TracedWaves:
+    """Where the host's time went."""
+
+    with_prompts: list[TracedStep]
+    without: list[TracedStep]
+    added_s: list[float]  #: to add the prompts of each wave
+
+
+def traced(wave: Wave, max_seqs: int = 1024, num_blocks: int = NUM_BLOCKS) -> TracedWaves:
     """Return the steps of waves, with their parts."""
     with opened(max_seqs, num_blocks) as engine:
-        trace = HostTrace(engine)
-        PromptTraffic(engine).run(wave)
+        trace, traffic = HostTrace(engine), PromptTraffic(engine)
+        traffic.run(wave)
         trace.close()
-        return [step for step in trace.steps if step.plan is not None]
+    steps = [(step, step.plan) for step in trace.steps]
+    return TracedWaves(
+        [step for step, plan in steps if plan is not None and plan.prompts],
+        [step for step, plan in steps if plan is not None and not plan.prompts],
+        traffic.added_s,
+    )
 
 
 def profiled(wave: Wave) -> str:
@@ -149,33 +178,38 @@ def profiled(wave: Wave) -> str:
     return "\n".join(line for line in text.getvalue().splitlines() if line.strip())
 
 
-def tell(wave: Wave, name: str, steps: list[TracedStep]) -> None:
+def tell(wave: Wave, name: str, steps: list[TracedStep], **more: float) -> None:
     by_time = sorted(steps, key=lambda step: step.cpu_s)
     computed = [1e3 * step.cpu_s for step in by_time]
+    names = {part for step in steps for part in step.parts}
+    parts = {part: statistics.median(step.parts[part].cpu_s for step in steps) for part in names}
     shown = {
         "prompts": str(wave),
         "steps": name,
         "n": len(steps),
         "over_2_ms": sum(one > 2 for one in computed),
     }
-    spread = {"least": computed[0], "median": statistics.median(computed), "longest": computed[-1]}
+    spread = {"least": computed[0], "median": statistics.median(computed), "longest": computed[-1], **more}
     print(json.dumps({**shown, **{key: round(value, 2) for key, value in spread.items()}}))
-    for told in (by_time[len(by_time) // 2], by_time[-1]):
-        print(f"    {told.line()}", flush=True)
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    print("    medians: " + " ".join(f"{part} {1e3 * part_s:.2f}" for part, part_s in ordered))
+    print(f"    {by_time[-1].line()}", flush=True)
 
 
 def main() -> None:
     parser = ArgumentParser("python -m bench.engine.prompt_steps")
-    parser.add_argument("waves", nargs="+", type=Wave.parse, help="as 60x128, or 30x250+500 with rows beside")
+    parser.add_argument(
+        "waves", nargs="+", type=Wave.parse, help="as 60x128, or 30x250+500 with rows beside, or 30x1000~900"
+    )
     parser.add_argument("--profile", action="store_true", help="show where Python spends its time")
     given = parser.parse_args()
     for wave in given.waves:
         if given.profile:
             print(profiled(wave), flush=True)
             continue
-        steps = traced(wave)
-        tell(wave, "with prompts", [one for one in steps if one.plan is not None and one.plan.prompts])
-        tell(wave, "without", [one for one in steps if one.plan is not None and not one.plan.prompts])
+        waves = traced(wave)
+        tell(wave, "with prompts", waves.with_prompts, added=1e3 * statistics.median(waves.added_s))
+        tell(wave, "without", waves.without)
 
 
 if __name__ == "__main__":

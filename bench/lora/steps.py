@@ -18,7 +18,7 @@ from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
 from hearth.models.dtypes import DTYPES
-from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrites
 from hearth.types import AdapterId, RequestId, SamplingParams
 
 CONFIG = EngineConfig(max_batch_tokens=8192, max_seqs=256, kv_bytes=8 << 30, graphs="lazy")
@@ -43,12 +43,12 @@ def plans(
     num_decode: int, prompts: Sequence[int], adapters: Sequence[AdapterId | None]
 ) -> tuple[StepPlan, StepPlan]:
     """Return the step that admits all of it, and the same step once more."""
-    writes, rows, block = [], [], 1
+    writes, rows, block = TableWrites(), [], 1
     lengths = [*[CONTEXT + 1] * num_decode, *prompts]
     ids = [RequestId(f"{slot}") for slot in range(len(lengths))]
     for slot, length in enumerate(lengths):
         num_blocks = -(-length // CONFIG.block_tokens)
-        writes.append(TableWrite(slot, 0, tuple(range(block, block + num_blocks))))
+        writes.add(slot, 0, range(block, block + num_blocks))
         block += num_blocks
         if slot >= num_decode:
             tokens = tuple(range(length))
@@ -61,8 +61,8 @@ def plans(
         adapters=own if any(own) else (),
     )
     admissions = [Admission(one, slot, (1,), 1, 0, GREEDY) for slot, one in enumerate(ids)]
-    first = StepPlan(0, tuple(admissions), tuple(writes), decode, tuple(rows))
-    return first, replace(first, step_id=1, admissions=(), table_writes=())
+    first = StepPlan(0, tuple(admissions), writes, decode, tuple(rows))
+    return first, replace(first, step_id=1, admissions=(), table_writes=TableWrites())
 
 
 def device_ms(engine: Engine, given: tuple[StepPlan, StepPlan], *, is_parked: bool = False) -> float:

@@ -189,12 +189,21 @@ def test_the_hosts_part_of_steps_is_timed_without_a_gpu() -> None:
 def test_steps_with_prompts_are_timed_without_a_gpu() -> None:
     wave = prompt_steps.Wave.parse("3x40+2")
 
-    steps = prompt_steps.traced(wave, max_seqs=32, num_blocks=400)
+    waves = prompt_steps.traced(wave, max_seqs=32, num_blocks=400)
 
-    prompts = [step for step in steps if step.plan is not None and step.plan.prompts]
-    assert len(prompts) == prompt_steps.NUM_WAVES
+    prompts = waves.with_prompts
+    assert len(prompts) == len(waves.added_s) == prompt_steps.NUM_WAVES
     assert {len(step.plan.prompts) for step in prompts[1:] if step.plan is not None} == {wave.num_prompts}
     assert all(0 < step.parts["plan"].cpu_s < step.cpu_s for step in prompts)
+
+
+def test_prompts_that_begin_alike_find_what_the_first_have_computed() -> None:
+    wave = prompt_steps.Wave.parse("3x40~32")
+
+    waves = prompt_steps.traced(wave, max_seqs=32, num_blocks=400)
+
+    late = [step.plan for step in waves.with_prompts[3:] if step.plan is not None]
+    assert {row.start for plan in late for row in plan.prompts} == {32}
 
 
 def test_the_longest_steps_of_traffic_are_told_by_part() -> None:

@@ -22,7 +22,7 @@ from hearth.kernels.adapter_rows import BEGIN_BIT, NUM_BIT, AdapterRows
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import COMPUTED_DTYPES
-from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
 from hearth.sizes import ADAPTER_PROJECTIONS, TARGET_FIELDS, Dimensions, PackedAdapters
 from hearth.types import AdapterId, RequestId
 from tests.models.adapters import fields_of
@@ -64,7 +64,7 @@ def plan(step: Step) -> StepPlan:
         Row(RequestId("p"), 0, 0, one.num_tokens, (1,) * one.num_tokens, True, adapter=one.adapter)
         for one in step.prompts
     ]
-    return StepPlan(0, (), (), decode, tuple(prompts))
+    return StepPlan(0, (), TableWrites(), decode, tuple(prompts))
 
 
 def bound() -> AdapterTable:

@@ -14,7 +14,7 @@ from hearth.engine.engine import Engine
 from hearth.engine.step_shape import PaddedSizes
 from hearth.models.adapter import Projection
 from hearth.models.families import read_arch
-from hearth.policy.batch.plan import Admission, DecodeRows, EngineRequest, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, EngineRequest, StepPlan, TableWrite, TableWrites
 from hearth.sizes import StepLimits
 from hearth.types import AdapterId, Pooling, RequestId
 from tests.engine.harness import (
@@ -175,7 +175,7 @@ def test_which_rows_have_adapters_is_sent_again_when_tables_were_somebody_elses(
     ids = [RequestId("one")]
     admission = Admission(ids[0], 0, (1,), 1, 0, greedy())
     decode = DecodeRows(ids, [0], [0], adapters=[adapter.adapter])
-    plan = StepPlan(0, (admission,), (TableWrite(0, 0, (1,)),), decode, ())
+    plan = StepPlan(0, (admission,), TableWrites.of(TableWrite(0, 0, (1,))), decode, ())
     runner.launch(plan).wait()
     first = sent.clone()
     assert first.any()
@@ -204,7 +204,8 @@ def test_which_rows_have_adapters_is_sent_before_the_launch_that_waits_for_all_i
     ids = [RequestId("one")]
     admission = Admission(ids[0], 0, (1,), 1, 0, greedy())
     decode = DecodeRows(ids, [0], [0], adapters=[adapter.adapter])
-    engine.runner.launch(StepPlan(0, (admission,), (TableWrite(0, 0, (1,)),), decode, ())).wait()
+    writes = TableWrites.of(TableWrite(0, 0, (1,)))
+    engine.runner.launch(StepPlan(0, (admission,), writes, decode, ())).wait()
 
     assert queued == ["read_host", "gather_tokens"]
 

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count, islice
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hearth.engine import inputs as inputs_module
 from hearth.engine.inputs import InputBuffers
@@ -10,7 +15,7 @@ from hearth.engine.upload import Uploads
 from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.buffers import zeroed
 from hearth.models.step_inputs import StepInputs
-from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite, TableWrites
 from hearth.sizes import StepLimits, input_buffers
 from hearth.types import RequestId, SamplingParams
 
@@ -38,12 +43,12 @@ def prefill(slot: int, start: int, *tokens: int, samples: bool = True) -> Row:
     return Row(RequestId(f"s{slot}"), slot, start, len(tokens), tokens, samples)
 
 
-def plan(*rows: Row, writes: tuple[TableWrite, ...] = ()) -> StepPlan:
+def plan(*rows: Row, writes: Sequence[TableWrite] = ()) -> StepPlan:
     decode = [row for row in rows if row.tokens is None]
     columns = DecodeRows(
         [row.request_id for row in decode], [row.slot for row in decode], [row.start for row in decode]
     )
-    return StepPlan(0, (), writes, columns, rows[len(decode) :])
+    return StepPlan(0, (), TableWrites.of(*writes), columns, rows[len(decode) :])
 
 
 def view_of(inputs: InputBuffers, step: StepPlan, sizes: PaddedSizes = EXACT) -> StepInputs:
@@ -165,9 +170,37 @@ def test_the_row_of_a_slot_with_a_new_owner_names_no_block_of_the_old_one() -> N
     view_of(inputs, plan(decode(1, 9), writes=(TableWrite(1, 0, (5, 6)), TableWrite(1, 2, (7,)))))
     admission = Admission(RequestId("new"), 1, (3,), 1, 0, SamplingParams())
 
-    view_of(inputs, StepPlan(1, (admission,), (TableWrite(1, 0, (9,)),), DecodeRows(), (prefill(1, 0, 3),)))
+    writes = TableWrites.of(TableWrite(1, 0, (9,)))
+    view_of(inputs, StepPlan(1, (admission,), writes, DecodeRows(), (prefill(1, 0, 3),)))
 
     assert inputs.block_table[1].tolist() == [9, SINK, SINK]
+
+
+@given(st.data())
+@settings(derandomize=True, deadline=None)
+def test_the_table_holds_what_was_written_and_the_sink_behind_it(data: st.DataObject) -> None:
+    """Whichever slots get new owners, and whichever blocks move, before or behind others of their slot."""
+    inputs, table = buffers(), [[SINK] * MAX_BLOCKS for _ in range(MAX_SEQS)]
+    num_held, next_block = [0] * MAX_SEQS, count(100)
+    for _ in range(data.draw(st.integers(1, 6))):
+        admissions, writes = [], list[TableWrite]()
+        for slot in data.draw(st.sets(st.integers(0, MAX_SEQS - 1))):
+            begin = num_held[slot]
+            if data.draw(st.booleans()):
+                admissions.append(Admission(RequestId("new"), slot, (3,), 1, 0, SamplingParams()))
+                begin, table[slot] = 0, [SINK] * MAX_BLOCKS
+            elif begin and data.draw(st.booleans()):
+                writes.append(TableWrite(slot, data.draw(st.integers(0, begin - 1)), (next(next_block),)))
+            num_new = data.draw(st.integers(0, MAX_BLOCKS - begin))
+            writes.append(TableWrite(slot, begin, tuple(islice(next_block, num_new))))
+            num_held[slot] = begin + num_new
+        for write in writes:
+            table[write.slot][write.begin : write.begin + len(write.blocks)] = write.blocks
+        ordered = TableWrites.of(*data.draw(st.permutations(writes)))
+
+        view_of(inputs, StepPlan(0, tuple(admissions), ordered, DecodeRows(), (prefill(0, 0, 3),)))
+
+        assert inputs.block_table.tolist() == [*table, [SINK] * MAX_BLOCKS]
 
 
 def test_table_writes_of_two_steps_in_a_row_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:

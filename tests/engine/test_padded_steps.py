@@ -19,7 +19,7 @@ from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
 from hearth.kernels.step_read import read_step
-from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
 from hearth.sizes import StepLimits
 from hearth.types import Pooling, RequestId
 from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, prompts_for, run
@@ -169,7 +169,9 @@ def test_a_step_is_warm_once_its_weights_and_its_graphs_are_there() -> None:
     graphs, gate = FirstWork(), Gate()
     engine = padded("llama-gqa", ROOMY, graphs)
     row = Row(RequestId("a"), 0, 0, 5, (5, 6, 7, 8, 9), samples=True)
-    prompt, alike = (StepPlan(0, (), (), DecodeRows(), (one,)) for one in (row, row._replace(start=8)))
+    prompt, alike = (
+        StepPlan(0, (), TableWrites(), DecodeRows(), (one,)) for one in (row, row._replace(start=8))
+    )
 
     assert not engine.runner.is_warm(prompt)
     engine.runner.run_padding(engine.runner.sizes.shape_of(prompt))
@@ -218,7 +220,7 @@ def test_what_is_sent_stays_on_the_host_until_a_slow_device_has_read_it(
     engine.runner.capture_all()
     for position in (0, 1):
         row = Row(RequestId("a"), 0, position, 1, (5,), samples=True)
-        engine.runner.launch(StepPlan(0, (), (), DecodeRows(), (row,)))
+        engine.runner.launch(StepPlan(0, (), TableWrites(), DecodeRows(), (row,)))
 
     assert unread
     assert all(host.equal(written) for host, written in unread)

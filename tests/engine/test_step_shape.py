@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
-from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
 from hearth.sizes import StepLimits
 from hearth.types import AdapterId, RequestId
 
@@ -18,7 +18,7 @@ LIMITS = st.builds(StepLimits, st.integers(1, 20_000), st.integers(1, 2_000), st
 def plan(num_decode: int, prompts: list[int]) -> StepPlan:
     decode = DecodeRows([RequestId("d")] * num_decode, [0] * num_decode, [7] * num_decode)
     rows = [Row(RequestId("p"), 0, 0, length, (1,) * length, samples=True) for length in prompts]
-    return StepPlan(0, (), (), decode, tuple(rows))
+    return StepPlan(0, (), TableWrites(), decode, tuple(rows))
 
 
 @given(LIMITS, st.data())

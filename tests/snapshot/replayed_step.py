@@ -34,7 +34,7 @@ from hearth.memory.library_memory import LibraryMemory
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection, projection_shape
 from hearth.models.families import arch_from_config
 from hearth.policy.batch.blocks import SINK_BLOCK
-from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite, TableWrites
 from hearth.sizes import StepLimits
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_names import is_for_adapters
@@ -103,7 +103,7 @@ class Tiny:
         request = RequestId("a request")
         admission = Admission(request, 0, PROMPT, len(PROMPT), 0, SamplingParams(temperature=0.0))
         row = Row(request, 0, 0, len(PROMPT), PROMPT, samples=True, adapter=adapter)
-        writes = (TableWrite(0, 0, (SINK_BLOCK + 1,)),)
+        writes = TableWrites.of(TableWrite(0, 0, (SINK_BLOCK + 1,)))
         result = self.runner.launch(StepPlan(0, (admission,), writes, DecodeRows(), (row,))).wait()
         logits = self.runner.decoder.logits[0].tolist()
         self.runner.settle()

@@ -208,6 +208,8 @@ class Engine:
         #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
         self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
         self.reading = ReadingPieces()
+        #: Live requests of which more is known here than to the batcher: of most nothing is.
+        self._remembered: set[RequestId] = set()
         #: Live requests by the adapter that they have, of each that was added.
         self._users_by_adapter: dict[AdapterId, set[RequestId]] = {}
         self._adapter_by_user: dict[RequestId, AdapterId] = {}
@@ -291,6 +293,9 @@ class Engine:
             f"`{adapter}` of {request.request_id} is not there"
         )
         self.batcher.add(request)
+        is_read = request.pooling is not None or request.sampling.prompt_logprobs is not None
+        if adapter is not None or is_read or is_penalised(request.sampling) or is_biased(request.sampling):
+            self._remembered.add(request.request_id)
         if adapter is not None:
             self._users_by_adapter[adapter].add(request.request_id)
             self._adapter_by_user[request.request_id] = adapter
@@ -298,7 +303,7 @@ class Engine:
             self._users_by_table[SamplingTable.PENALTIES].add(request.request_id)
         if is_biased(request.sampling):
             self._users_by_table[SamplingTable.BIAS].add(request.request_id)
-        if request.pooling is not None or request.sampling.prompt_logprobs is not None:
+        if is_read:
             self.reading.expect(request.request_id)
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -394,7 +399,6 @@ class Engine:
         """Wait for a step, and return what came of it beside one that was launched meanwhile."""
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
-            self.batcher.prepare_commit()  # while the device computes
             result = previous.pending.wait()
             self._unmeasured = previous
             if previous.pending.is_computed:
@@ -434,7 +438,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
-        written = [block for write in plan.table_writes for block in write.blocks]
+        written = plan.table_writes.blocks
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
         timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
         self._marks.begun(plan.request_ids)
@@ -453,7 +457,7 @@ class Engine:
         for failure in committed.failures:
             self._forget(failure.request_id)
         readings = self.reading.take(plan, result.reads) if result.reads else {}
-        for request_id in committed.finished:
+        for request_id in self._remembered.intersection(committed.finished):
             self._forget(request_id)
         logprobs = None
         if result.logprobs is not None:
@@ -462,6 +466,7 @@ class Engine:
 
     def _forget(self, request_id: RequestId) -> None:
         """Let go of what only a request which has ended needed: no plan has a row of it any more."""
+        self._remembered.discard(request_id)
         self.reading.forget(request_id)
         if (adapter := self._adapter_by_user.pop(request_id, None)) is not None:
             self._users_by_adapter[adapter].remove(request_id)

@@ -23,8 +23,10 @@ from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, tiles_of
 from hearth.kernels.step_read import read_step
 from hearth.kernels.step_tokens import gather_tokens
 from hearth.models.step_inputs import StepInputs
-from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
 from hearth.sizes import TILE_FIELDS, PackedInputs
+
+_MAX_VIEWS = 1024  #: more than there are padded sizes of steps
 
 
 class InputBuffers:
@@ -61,11 +63,14 @@ class InputBuffers:
         self.block_table = buffers["block_table"]
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
+        self._table_width = self.block_table.shape[1]
         #: Memory for what is written to the block table, likewise one for each of two steps in turns. Either
         #: grows where many entries are cleared.
         self._writes = [self._writes_host(max_seqs + len(self._tokens)) for _ in range(2)]
         self._counting = np.arange(len(self._tokens), dtype=np.int32)  #: 0, 1, 2 and so on
         self.adapters = AdapterInputs(buffers["adapters"], max_seqs)  #: which rows have some
+        #: Parts of the packed inputs on the device, by where they begin and end.
+        self._views_by_place: dict[tuple[tuple[int, int], ...], tuple[torch.Tensor, ...]] = {}
 
     def fill(self, plan: StepPlan, shape: StepShape) -> SampleRows:
         """Send a plan to the device, with padding behind its rows and behind its rows of logits.
@@ -96,12 +101,9 @@ class InputBuffers:
         if shape.has_prompts:
             rows, num_tiles = self._fill_prompts(packed, parts, decode, prompts, shape)
         else:
+            device_slots, device_positions = self._views(parts.slots, parts.positions)
             rows = SampleRows(
-                slots[:num_decode],
-                positions[:num_decode],
-                decode.masks,
-                self._packed[parts.slots],
-                self._packed[parts.positions],
+                slots[:num_decode], positions[:num_decode], decode.masks, device_slots, device_positions
             )
         packed[parts.counts] = num_decode, num_tiles
         num_words = parts.num_words(num_tiles)
@@ -135,7 +137,7 @@ class InputBuffers:
         logit_rows[:num_decode] = self._counting[:num_decode]
         logit_rows[num_decode:num_rows] = num_decode + ends - 1
         logit_rows[num_rows : shape.num_logits] = 0
-        num_samples = num_rows - sum([not row.samples for row in prompts])
+        num_samples = num_rows - [row.samples for row in prompts].count(False)
         assert num_samples == num_rows or not prompts[-1].samples, f"not only the last samples not: {prompts}"
         sampled = logit_rows[:num_samples]
         sample_slots[:num_samples], sample_positions[:num_samples] = slots[sampled], positions[sampled]
@@ -143,15 +145,24 @@ class InputBuffers:
         begins = num_decode + ends - lengths
         tiles = tiles_of(begins, lengths, starts, self._tile_tokens_of(shape.num_rows))
         packed[parts.tiles][: len(tiles)] = tiles
-        masks = {num_decode + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
+        masks = decode.masks
+        if [row.mask for row in prompts].count(None) < len(prompts):
+            masks = {**masks, **{at: row.mask for at, row in enumerate(prompts, num_decode) if row.mask}}
+        device_slots, device_positions = self._views(parts.sample_slots, parts.sample_positions)
         rows = SampleRows(
-            sample_slots[:num_samples],
-            sample_positions[:num_samples],
-            {**decode.masks, **masks},
-            self._packed[parts.sample_slots],
-            self._packed[parts.sample_positions],
+            sample_slots[:num_samples], sample_positions[:num_samples], masks, device_slots, device_positions
         )
         return rows, len(tiles) // TILE_FIELDS
+
+    def _views(self, *parts: slice) -> tuple[torch.Tensor, ...]:
+        """Return parts of the packed inputs, made once: torch takes its time for that, and sizes are few."""
+        key = tuple([(part.start, part.stop) for part in parts])
+        found = self._views_by_place.get(key)
+        if found is None:
+            if len(self._views_by_place) == _MAX_VIEWS:  # as where steps are not padded
+                self._views_by_place.clear()
+            found = self._views_by_place[key] = tuple([self._packed[part] for part in parts])
+        return found
 
     def sample_slots(self, shape: StepShape) -> torch.Tensor:
         """Return the slot that each row of logits samples for: int32, on the device; a dummy for others."""
@@ -196,33 +207,30 @@ class InputBuffers:
             logit_adapters=None if adapters is None else adapters.logit_rows(shape),
         )
 
-    def _table_writes(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> torch.Tensor | None:
+    def _table_writes(self, admitted: Sequence[int], writes: TableWrites) -> torch.Tensor | None:
         """Return what to write to the block table, as `read_step` takes it; None: nothing.
 
         Rows of `admitted` slots, which have new owners, are cleared before.
         """
-        width, num_written = self.block_table.shape[1], self._num_written
+        width, num_written = self._table_width, self._num_written
         num_before = {slot: num_written[slot] for slot in admitted}
         for slot in admitted:
             num_written[slot] = 0
         # All runs of entries in columns: those that are written, then those that are cleared behind them.
-        firsts, lengths, blocks = list[int](), list[int](), array("I")
-        for slot, begin, new in writes:
-            firsts.append(slot * width + begin)
-            lengths.append(len(new))
-            blocks.extend(new)
-            num_written[slot] = max(num_written[slot], begin + len(new))
-        for slot, num_old in num_before.items():
-            if num_old > (num_new := num_written[slot]):
-                firsts.append(slot * width + num_new)
-                lengths.append(num_old - num_new)
-        num_entries = sum(lengths)
+        slots, begins, counts = writes.slots, writes.begins, writes.counts
+        for slot, begin, num_new in zip(slots, begins, counts, strict=True):
+            if begin + num_new > num_written[slot]:
+                num_written[slot] = begin + num_new
+        if cleared := [slot for slot, num_old in num_before.items() if num_old > num_written[slot]]:
+            slots, begins = slots + cleared, begins + [num_written[slot] for slot in cleared]
+            counts = counts + [num_before[slot] - num_written[slot] for slot in cleared]
+        num_entries, num_blocks, lengths = sum(counts), len(writes.blocks), int64s(counts)
         if not num_entries:
             return None
-        counts = int64s(lengths)
         host, rows = self._next_writes(num_entries)
-        rows[0] = np.arange(num_entries) + (int64s(firsts) - counts.cumsum() + counts).repeat(counts)
-        rows[1, : len(blocks)], rows[1, len(blocks) :] = np.frombuffer(blocks, np.int32), self.sink
+        offsets = int64s(slots) * width + int64s(begins) - lengths.cumsum() + lengths
+        rows[0] = np.arange(num_entries) + offsets.repeat(lengths)
+        rows[1, :num_blocks], rows[1, num_blocks:] = int32s(writes.blocks), self.sink
         return host
 
     def _next_writes(self, num_entries: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
@@ -241,11 +249,10 @@ class InputBuffers:
 
 def _words_of(prompts: Sequence[Row]) -> npt.NDArray[np.int32]:
     """Return the tokens of all prompts, one behind the other."""
-    words = array("I")
-    for row in prompts:
-        assert row.tokens is not None, f"decode row behind prefill rows: {row}"
-        words.extend(row.tokens)
-    return np.frombuffer(words, np.int32)
+    tokens = [row.tokens for row in prompts]
+    assert None not in tokens, f"decode row behind prefill rows: {prompts}"
+    words = [one if isinstance(one, array) else array("I", one) for one in tokens if one is not None]
+    return np.frombuffer(b"".join(words), np.int32)
 
 
 def _spans(begin: int, rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:

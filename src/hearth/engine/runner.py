@@ -487,8 +487,8 @@ class Runner:
         reads = self._read(shape, plan) if plan.has_readings else None
         if trial is not None:
             trial.step_done()
-        logits, wide = self.decoder.logits[: plan.num_rows], self.decoder.wide_logits[: plan.num_rows]
-        samples = self._sampler.sample(logits, rows, wide)
+        logits = self.decoder.logits[: plan.num_rows]
+        samples = self._sampler.sample(logits, rows, self.decoder.wide_logits)
         self._hosts.reverse()
         pending = PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
         if trial is not None:

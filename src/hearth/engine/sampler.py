@@ -169,15 +169,14 @@ class Sampler:
         """
         if not admissions:
             return
-        slots_before = self._parts[[admission.slot for admission in admissions]].tolist()
-        drawing = []  # requests that draw, or follow one that did
-        needed = 0
-        for admission, before in zip(admissions, slots_before, strict=True):
-            rules, slot = _rules(admission, self._vocab_size), admission.slot
-            needed |= rules.parts
-            if (rules.parts | before) & _Part.DRAW:
-                drawing.append(admission)
-            self._rules_by_slot[slot], self._parts[slot] = rules, rules.parts
+        admitted = [admission.slot for admission in admissions]
+        rules = [_rules(admission, self._vocab_size) for admission in admissions]
+        self._rules_by_slot.update(zip(admitted, rules, strict=True))
+        new, before = np.array([one.parts for one in rules], np.uint8), self._parts[admitted]
+        self._parts[admitted] = new
+        needed, drawing = int(np.bitwise_or.reduce(new)), list[Admission]()
+        if (needed | int(np.bitwise_or.reduce(before))) & _Part.DRAW:  # they draw, or follow one that did
+            drawing = [admissions[at] for at in np.flatnonzero((new | before) & _Part.DRAW.value).tolist()]
         if drawing:
             seeds = [signed64(admission.sampling.seed or 0) for admission in drawing]
             slots, device_seeds = self._uploads.ints([admission.slot for admission in drawing], seeds)
@@ -239,7 +238,7 @@ class Sampler:
             return samples
         if logits.dtype != torch.float32:
             assert wide is not None, f"no memory for wide logits: {logits.dtype=}"
-            logits = wide.copy_(logits)
+            logits = wide[: len(logits)].copy_(logits)
         work = self._sort_out(rows, parts) if parts.needed & ~_Part.DRAW or rows.masks else None
         sampled = logits[: len(rows)]
         if work is not None and self._process(sampled, work):

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hearth.policy.batch.batcher import DecodeRun
+from hearth.policy.batch.decode_run import DecodeRun
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.sim.profile import LeastSeconds
 from hearth.sim.stepped_engine import SteppedEngine, StepSeconds

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hearth.policy.batch.batcher import Batcher, BatchLimits, DecodeRun
+from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook
+from hearth.policy.batch.decode_run import DecodeRun
 from hearth.policy.batch.elastic import Elastic
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance

@@ -27,7 +27,7 @@ from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.memory.pages import Pages
 from hearth.policy.batch.blocks import SINK_BLOCK
-from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite, TableWrites
 from hearth.types import RequestId, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -110,4 +110,5 @@ def _plan() -> StepPlan:
     request, tokens = RequestId("rehearsal"), (0,)
     admission = Admission(request, 0, tokens, len(tokens), 0, SamplingParams(temperature=0.0))
     row = Row(request, 0, 0, len(tokens), tokens, samples=True)
-    return StepPlan(0, (admission,), (TableWrite(0, 0, (SINK_BLOCK,)),), DecodeRows(), (row,))
+    writes = TableWrites.of(TableWrite(0, 0, (SINK_BLOCK,)))
+    return StepPlan(0, (admission,), writes, DecodeRows(), (row,))

@@ -239,8 +239,6 @@ class Loop:
                 if row.start == 0:
                     rows.clear()
                 rows.append(row)
-        if step.plan.step_id % 2:  # which nobody has to ask for
-            self.batcher.prepare_commit()
         if step.plan.step_id % 3:
             committed = self.batcher.commit(step.plan, step.tokens, step.broken_rows)
             self.batcher.check()

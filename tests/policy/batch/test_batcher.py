@@ -15,7 +15,6 @@ from hearth.errors import BadPrompt, ConfigError, GuideStuck, LogitsNotFinite, P
 from hearth.policy.batch.batcher import BatchLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, Row
-from hearth.policy.batch.prefix import block_digests
 from hearth.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams
 from tests.policy.batch.device import (
     PROMPTS,
@@ -386,17 +385,20 @@ def test_a_third_step_in_flight_is_our_bug() -> None:
 
 
 @pytest.mark.parametrize("num_known", [0, 1, 5, 30])
-def test_a_plan_needs_few_more_digests_than_blocks_are_known(num_known: int) -> None:
+def test_digests_of_a_prompt_are_computed_up_to_where_it_leaves_what_is_known(
+    num_known: int,
+) -> None:
     engine = loop(num_blocks=80, block_tokens=2, max_context=160, max_batch_tokens=160)
     engine.add(request("a", range(2 * num_known + 1), max_tokens=1))
     engine.drain()
-    engine.add(request("b", range(100), max_tokens=1))
+    engine.add(request("b", range(100), max_tokens=9))
     launched(engine)
     sequence = engine.batcher._sequences[RequestId("b")]
     assert sequence.num_published == num_known
-    assert len(sequence.digests) <= max(1, 2 * num_known)
-    engine.batcher.prepare_commit()
-    assert sequence.digests == block_digests(range(100), sequence.request.salt, 2)
+    assert sequence.chain.num_known == num_known + 1
+    engine.drain()
+    assert sequence.num_published == 54
+    assert sequence.chain.num_known == num_known + 1
 
 
 def test_steps_are_committed_in_order() -> None:
@@ -609,6 +611,35 @@ def test_output_becomes_a_prefix_too() -> None:
     engine.drain()
     engine.add(request("b", [1, 2, *engine.outputs[RequestId("a")]]))
     assert launched(engine).admissions[0].num_cached_tokens == 8
+
+
+def test_output_is_no_prefix_before_its_end() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(4), max_tokens=20))
+    for _ in range(8):
+        launched(engine)
+        engine.commit()
+    output = engine.outputs[RequestId("a")]
+    engine.add(request("b", [*range(4), *output], max_tokens=1))
+    plan = launched(engine)
+    assert [one.num_cached_tokens for one in plan.admissions] == [4]
+    engine.commit()
+    engine.cancel(RequestId("a"))
+    engine.add(request("c", [*range(4), *engine.outputs[RequestId("a")]], max_tokens=1))
+    assert [one.num_cached_tokens for one in launched(engine).admissions] == [12]
+    engine.drain()
+
+
+def test_who_gives_way_finds_its_own_output_again() -> None:
+    engine = loop(block_tokens=4, num_blocks=20)
+    engine.add(request("a", range(2), max_tokens=20))
+    for _ in range(9):
+        launched(engine)
+        engine.commit()
+    assert engine.batcher.clear(range(3, 4), may_move=False, may_preempt=True, keeps_floor=False) == []
+    assert engine.batcher.num_running == 0
+    assert [one.num_cached_tokens for one in launched(engine).admissions] == [8]
+    engine.drain()
 
 
 def test_a_step_that_is_not_committed_offers_no_prefix() -> None:

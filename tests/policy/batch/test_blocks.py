@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook, BlockMove
-from hearth.policy.batch.prefix import block_digests, extend_digests
+from hearth.policy.batch.digest_chain import DigestChain
+from hearth.policy.batch.prefix import Publication
 
 
 def allocate(book: BlockBook, num_blocks: int) -> list[int]:
@@ -18,10 +19,23 @@ def allocate(book: BlockBook, num_blocks: int) -> list[int]:
     return blocks
 
 
-def cached(book: BlockBook, *digests: bytes) -> list[int]:
-    """Blocks that were published under the digests, in order, and then released."""
-    blocks = allocate(book, len(digests))
-    book.publish(blocks, digests)
+def text(book: BlockBook, letters: str) -> DigestChain:
+    """A text in which each letter fills a block."""
+    return DigestChain([ord(one) for one in letters for _ in range(book.block_tokens)], book.block_tokens)
+
+
+def publish(book: BlockBook, blocks: list[int], letters: str) -> None:
+    book.publish([Publication(text(book, letters), 0, None, blocks)])
+
+
+def found(book: BlockBook, letters: str) -> list[int]:
+    return book.prefixes.match(text(book, letters))
+
+
+def cached(book: BlockBook, letters: str) -> list[int]:
+    """Blocks that were published with a text and then released."""
+    blocks = allocate(book, len(letters))
+    publish(book, list(blocks), letters)
     book.release(blocks)
     return blocks
 
@@ -41,50 +55,50 @@ def test_allocates_all_or_nothing() -> None:
     assert book.num_available == 3
 
 
-def test_a_released_block_with_a_digest_is_still_found_and_counts_as_available() -> None:
+def test_a_published_block_that_was_released_is_still_found_and_counts_as_available() -> None:
     book = BlockBook.fixed(num_blocks=4, block_tokens=4)
-    blocks = cached(book, b"a", b"b")
-    assert book.prefixes.match([b"a", b"b", b"c"]) == blocks
+    blocks = cached(book, "ab")
+    assert found(book, "abc") == blocks
     assert book.num_available == 3
 
 
-def test_match_ends_at_the_first_unknown_digest() -> None:
+def test_match_ends_at_the_first_block_that_nobody_knows() -> None:
     book = BlockBook.fixed(num_blocks=4, block_tokens=4)
-    cached(book, b"a", b"c")
-    assert book.prefixes.match([b"a", b"b", b"c"]) == [1]
+    cached(book, "ac")
+    assert found(book, "abc") == [1]
 
 
 def test_free_blocks_go_before_cached_ones() -> None:
     book = BlockBook.fixed(num_blocks=4, block_tokens=4)
-    cached(book, b"a")
+    cached(book, "a")
     assert allocate(book, 2) == [2, 3]
-    assert book.prefixes.match([b"a"]) == [1]
+    assert found(book, "a") == [1]
 
 
-def test_evicts_the_least_recently_used_prefix_and_forgets_its_digest() -> None:
+def test_evicts_the_least_recently_used_prefix_and_forgets_it() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
     first = allocate(book, 1)
     second = allocate(book, 1)
-    book.publish([first[0]], [b"first"])
-    book.publish([second[0]], [b"second"])
+    publish(book, [first[0]], "f")
+    publish(book, [second[0]], "s")
     book.release(second)
     book.release(first)
     assert allocate(book, 1) == second
-    assert book.prefixes.match([b"second"]) == []
-    assert book.prefixes.match([b"first"]) == first
+    assert found(book, "s") == []
+    assert found(book, "f") == first
 
 
 def test_evicts_the_tail_of_a_sequence_before_its_head() -> None:
     book = BlockBook.fixed(num_blocks=4, block_tokens=4)
-    cached(book, b"head", b"middle", b"tail")
+    cached(book, "hmt")
     allocate(book, 1)
-    assert book.prefixes.match([b"head", b"middle", b"tail"]) == [1, 2]
+    assert found(book, "hmt") == [1, 2]
 
 
 def test_a_shared_block_stays_live_until_its_last_holder_lets_go() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
     blocks = allocate(book, 1)
-    book.publish([blocks[0]], [b"a"])
+    publish(book, [blocks[0]], "a")
     book.take(blocks)
     book.release(blocks)
     assert book.num_available == 1
@@ -94,7 +108,7 @@ def test_a_shared_block_stays_live_until_its_last_holder_lets_go() -> None:
 
 def test_a_taken_block_is_not_evicted() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
-    hits = cached(book, b"a")
+    hits = cached(book, "a")
     book.take(hits)
     assert book.allocate(2) is None
     assert allocate(book, 1) == [2]
@@ -102,7 +116,7 @@ def test_a_taken_block_is_not_evicted() -> None:
 
 def test_can_allocate_does_not_count_blocks_that_are_about_to_be_taken() -> None:
     book = BlockBook.fixed(num_blocks=4, block_tokens=4)
-    hits = cached(book, b"a")
+    hits = cached(book, "a")
     assert book.can_allocate(3)
     assert book.can_allocate(2, beside=hits)
     assert not book.can_allocate(3, beside=hits)
@@ -111,8 +125,9 @@ def test_can_allocate_does_not_count_blocks_that_are_about_to_be_taken() -> None
 def test_of_two_blocks_with_the_same_content_the_first_stays() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
     blocks = allocate(book, 2)
-    book.publish(blocks, [b"same", b"same"])
-    assert book.prefixes.match([b"same"]) == [1]
+    publish(book, [blocks[0]], "s")
+    publish(book, [blocks[1]], "s")
+    assert found(book, "s") == [1]
     book.release(blocks)
     assert 2 not in book.prefixes
     book.check()
@@ -134,47 +149,12 @@ def test_check_names_a_block_that_is_both_free_and_live() -> None:
         book.check()
 
 
-def test_check_notices_a_digest_that_leads_to_the_wrong_block() -> None:
+def test_check_notices_a_block_that_is_in_no_run() -> None:
     book = BlockBook.fixed(num_blocks=3, block_tokens=4)
-    cached(book, b"a")
-    book.prefixes._shards[ord("b")][b"b"] = 2
+    cached(book, "a")
+    book.prefixes.runs[2] = book.prefixes.runs[1]
     with pytest.raises(AssertionError, match="inverse"):
         book.check()
-
-
-def test_only_full_blocks_have_digests() -> None:
-    assert len(block_digests(range(11), b"", block_tokens=4)) == 2
-    assert block_digests(range(3), b"", block_tokens=4) == []
-
-
-def test_a_digest_depends_on_everything_before_it_and_nothing_after() -> None:
-    digests = block_digests([1, 2, 3, 4, 5, 6], b"", block_tokens=2)
-    assert block_digests([1, 2, 3, 4, 9, 9], b"", block_tokens=2)[:2] == digests[:2]
-    assert block_digests([9, 2, 3, 4, 5, 6], b"", block_tokens=2)[2] != digests[2]
-
-
-def test_a_digest_has_too_many_bits_for_anybody_to_find_a_second_text_with_it() -> None:
-    assert [len(digest) * 8 for digest in block_digests(range(8), b"", block_tokens=4)] == [256, 256]
-
-
-def test_different_salts_share_nothing() -> None:
-    plain = block_digests(range(8), b"", block_tokens=4)
-    assert not set(plain) & set(block_digests(range(8), b"adapter", block_tokens=4))
-
-
-def test_a_salt_cannot_pass_for_the_digest_of_a_prefix() -> None:
-    head, tail = block_digests([1, 2, 3, 4], b"", block_tokens=2)
-    assert block_digests([3, 4], head, block_tokens=2) != [tail]
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(0, 20), st.integers(1, 5))
-@settings(derandomize=True, deadline=None)
-def test_extending_digests_step_by_step_equals_hashing_at_once(
-    tokens: list[int], cut: int, block_tokens: int
-) -> None:
-    digests = block_digests(tokens[:cut], b"salt", block_tokens)
-    extend_digests(digests, tokens, b"salt", block_tokens)
-    assert digests == block_digests(tokens, b"salt", block_tokens)
 
 
 @given(st.data())
@@ -184,19 +164,19 @@ def test_no_block_is_lost_or_held_twice_under_any_order_of_calls(data: st.DataOb
     held: list[list[int]] = []
     for _ in range(data.draw(st.integers(1, 25))):
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=8))
-        digests = block_digests(tokens, b"", 2)
+        chain, num_full = DigestChain(tokens, 2), len(tokens) // 2
         is_release = data.draw(st.booleans())
         if held and is_release:
             book.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
         else:
-            hits = book.prefixes.match(digests)
-            num_new = len(digests) - len(hits)
+            hits = book.prefixes.match(chain)
+            num_new = num_full - len(hits)
             if book.can_allocate(num_new, beside=hits):
                 book.take(hits)
                 blocks = allocate(book, num_new)
                 assert not set(blocks) & {block for other in held for block in other}
                 held.append(hits + blocks)
-                book.publish(blocks, digests[len(hits) :])
+                book.publish([Publication(chain, len(hits), hits[-1] if hits else None, list(blocks))])
         book.check()
     for blocks in held:
         book.release(blocks)
@@ -235,15 +215,24 @@ def test_a_block_cannot_be_given_twice() -> None:
         elastic(range(7, 9), range(8, 10))
 
 
-def test_blocks_that_are_taken_away_are_forgotten_with_their_digests() -> None:
+def test_blocks_that_are_taken_away_are_forgotten() -> None:
     book = elastic(range(1, 4), range(8, 10))
-    cached(book, b"a", b"b", b"c", b"d")
-    assert book.cached_among(range(3, 10)) == [3, 8]
-    book.remove(range(1, 3))
-    assert (book.num_blocks, book.num_cached, book.num_free) == (3, 2, 1)
-    assert book.prefixes.match([b"a"]) == []
-    assert book.prefixes.match([b"c", b"d"]) == [3, 8]
-    assert not book.has_all([1])
+    cached(book, "ab")
+    cached(book, "cde")
+    assert book.cached_among(range(3, 10)) == [3, 8, 9]
+    book.remove(range(8, 10))
+    assert (book.num_blocks, book.num_cached, book.num_free) == (3, 3, 0)
+    assert (found(book, "ab"), found(book, "cde")) == ([1, 2], [3])
+    assert not book.has_all([8])
+    book.check()
+
+
+def test_what_followed_a_block_that_is_taken_away_is_free_for_nobody_can_find_it() -> None:
+    book = elastic(range(1, 4), range(8, 10))
+    cached(book, "abcd")
+    book.remove(range(2, 3))
+    assert (book.num_blocks, book.num_cached, book.num_free) == (4, 1, 3)
+    assert found(book, "abcd") == [1]
     book.check()
 
 
@@ -259,24 +248,24 @@ def test_what_was_never_given_cannot_be_taken_away() -> None:
         elastic(range(1, 4)).remove(range(3, 5))
 
 
-def test_a_block_moves_with_its_holders_and_its_digest() -> None:
+def test_a_block_moves_with_its_holders_and_its_content() -> None:
     book = elastic(range(1, 5))
     blocks = allocate(book, 1)
-    book.publish([blocks[0]], [b"a"])
+    publish(book, [blocks[0]], "a")
     book.take(blocks)
     book.move([BlockMove(1, 3)])
     assert (book.num_holders(1), book.num_holders(3)) == (0, 2)
-    assert book.prefixes.match([b"a"]) == [3]
+    assert found(book, "a") == [3]
     assert allocate(book, 1) == [1]
     book.check()
 
 
 def test_a_block_that_moves_over_a_prefix_takes_its_place() -> None:
     book = elastic(range(1, 3))
-    cached(book, b"gone")
+    cached(book, "g")
     live = allocate(book, 1)
     book.move([BlockMove(live[0], 1)])
-    assert book.prefixes.match([b"gone"]) == []
+    assert found(book, "g") == []
     assert (book.num_live, book.num_cached, book.num_free) == (1, 0, 1)
     book.check()
 
@@ -290,7 +279,7 @@ def test_a_block_moves_to_no_live_block() -> None:
 
 def test_targets_beside_an_extent_are_free_blocks_then_the_oldest_prefixes() -> None:
     book = elastic(range(1, 9))
-    cached(book, b"a", b"b", b"c")
+    cached(book, "abc")
     assert book.available_outside(range(3, 6), 9) == [6, 7, 8, 2, 1]
     assert book.available_outside(range(3, 6), 4) == [6, 7, 8, 2]
     assert book.available_outside(range(3, 6), 2) == [6, 7]
@@ -321,7 +310,7 @@ def test_no_block_is_lost_however_often_extents_come_and_go(data: st.DataObject)
             case "hold" if book.num_available:
                 blocks = allocate(book, data.draw(st.integers(1, book.num_available)))
                 held.append(blocks)
-                book.publish([blocks[0]], [bytes([number])])
+                publish(book, [blocks[0]], chr(number))
             case "release" if held:
                 book.release(held.pop())
         book.check()

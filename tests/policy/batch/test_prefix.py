@@ -1,140 +1,224 @@
-"""A prefix that is followed step by step, against one that is looked up anew."""
+"""Prefixes that are found by runs of blocks, against an index of every single block and its content."""
 
 from __future__ import annotations
 
-from hashlib import blake2b
+from array import array
+from dataclasses import dataclass, field
 
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.batch.blocks import BlockBook, BlockMove
-from hearth.policy.batch.prefix import KEPT_FORGOTTEN, KnownPrefix, block_digests
-from hearth.types import AdapterId
+from hearth.policy.batch.digest_chain import DigestChain
+from hearth.policy.batch.prefix import KnownPrefix, PrefixRun, Publication
 
-#: Chains that branch off each other.
-TOKENS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9, 9], [1, 8, 8, 8], [7, 7, 7, 7, 7])
-CHAINS = [block_digests(tokens, b"", 1) for tokens in TOKENS]
+#: Texts that branch off each other.
+TOKENS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9, 9], [1, 2, 3, 9, 9, 4], [1, 8, 8, 8], [7, 7, 7, 7, 7])
+
+
+@dataclass(slots=True)
+class Holder:
+    """A sequence that runs: its text, and the blocks that hold it."""
+
+    chain: DigestChain
+    blocks: list[int]
+    num_published: int
+
+
+@dataclass(slots=True)
+class Shelf:
+    """A book of blocks, what each one contains, and which block would be found by which content."""
+
+    book: BlockBook
+    holders: list[Holder] = field(default_factory=list)
+    content: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: The blocks that an index of every single block would have, the first of each content.
+    first: dict[tuple[int, ...], int] = field(default_factory=dict)
+    has_twice: bool = False  #: a content that was found already was found once more
+
+    def start(self, chain: DigestChain) -> None:
+        hits = self.book.prefixes.match(chain)
+        num_new = len(chain.tokens) - len(hits)
+        if self.book.can_allocate(num_new, beside=hits):
+            self.book.take(hits)
+            blocks = self.book.allocate(num_new) or []
+            self.holders.append(Holder(chain, hits + blocks, len(hits)))
+
+    def publish(self, holder: Holder, num_blocks: int) -> None:
+        """Let the next blocks of a sequence be found, so many at most."""
+        begin = holder.num_published
+        blocks = holder.blocks[begin : begin + num_blocks]
+        if not blocks:
+            return
+        before = holder.blocks[begin - 1] if begin else None
+        self.book.publish([Publication(holder.chain, begin, before, list(blocks))])
+        for at, block in enumerate(blocks, begin + 1):
+            content = self.content[block] = tuple(holder.chain.tokens[:at])
+            if content not in self.first:
+                assert block in self.book.prefixes
+                self.first[content] = block
+            self.has_twice |= self.first[content] != block and block in self.book.prefixes
+        holder.num_published += len(blocks)
+
+    def clear(self, extent: range) -> bool:
+        live, targets = self.book.live_in(extent), self.book.available_outside(extent, len(extent))
+        if len(live) > len(targets):
+            return False
+        moves = list(map(BlockMove, live, targets))
+        self.book.move(moves)
+        at = {move.source: move.target for move in moves}
+        for holder in self.holders:
+            holder.blocks = [at.get(block, block) for block in holder.blocks]
+        contents = {at[block]: self.content.pop(block) for block in live if block in self.content}
+        self.content |= contents
+        self.first |= {content: at[block] for content, block in self.first.items() if block in at}
+        self.book.remove(extent)
+        return True
+
+    def check(self) -> None:
+        self.book.check()
+        known = self.book.prefixes
+        self.first = {
+            content: block
+            for content, block in self.first.items()
+            if block in known and self.content[block] == content
+        }
+
+    def look(self, tokens: list[int]) -> list[int]:
+        """What is found holds what it should, and no less is found than in an index of single blocks."""
+        found = self.book.prefixes.match(DigestChain(tokens, 1))
+        assert [self.content[block] for block in found] == [
+            tuple(tokens[: at + 1]) for at in range(len(found))
+        ]
+        num_single = next(
+            (at for at in range(len(tokens)) if tuple(tokens[: at + 1]) not in self.first), len(tokens)
+        )
+        assert self.has_twice or len(found) == num_single
+        return found
 
 
 @given(st.data())
-@settings(derandomize=True, deadline=None, max_examples=100)
-def test_what_is_known_of_a_prefix_is_what_a_lookup_would_find(data: st.DataObject) -> None:
-    book = BlockBook(block_tokens=1, floor_blocks=1)
-    book.add(range(1, 9))
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_as_much_is_found_as_by_digests_of_every_block_and_nothing_that_differs(data: st.DataObject) -> None:
+    shelf = Shelf(BlockBook(block_tokens=1, floor_blocks=1))
+    shelf.book.add(range(1, 9))
     next_block, extents = 20, [range(1, 9)]
-    held: list[list[int]] = []
-    prefixes = [KnownPrefix() for _ in CHAINS]
-    for _ in range(data.draw(st.integers(1, 40))):
-        match data.draw(st.sampled_from(["compute", "compute", "release", "grow", "clear", "look", "empty"])):
-            case "compute":
-                chain = data.draw(st.sampled_from(CHAINS))
-                hits = book.prefixes.match(chain)
-                if book.can_allocate(len(chain) - len(hits), beside=hits):
-                    book.take(hits)
-                    new = book.allocate(len(chain) - len(hits)) or []
-                    book.publish(new, chain[len(hits) :])
-                    held.append(hits + new)
-            case "release" if held:
-                book.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+    waiting = [(KnownPrefix(), DigestChain(tokens, 1)) for tokens in TOKENS]
+    kinds = ["start", "start", "start", "publish", "publish", "end", "grow", "clear", "look", "empty", "fail"]
+    for _ in range(data.draw(st.integers(8, 60))):
+        kind, holders = data.draw(st.sampled_from(kinds)), shelf.holders
+        holder = data.draw(st.sampled_from(holders)) if holders else None
+        match kind:
+            case "start":
+                shelf.start(DigestChain(data.draw(st.sampled_from(TOKENS)), 1))
+            case "publish" if holder is not None:
+                shelf.publish(holder, data.draw(st.integers(1, 6)))
+            case "end" | "fail" if holder is not None:
+                if kind == "fail":
+                    shelf.book.withdraw(holder.blocks)
+                shelf.book.release(holder.blocks)
+                holders[:] = [one for one in holders if one is not holder]
             case "grow":
                 extents.append(range(next_block, next_block + 2))
-                book.add(extents[-1])
+                shelf.book.add(extents[-1])
                 next_block += 2
             case "clear" if extents:
                 extent = data.draw(st.sampled_from(extents))
-                live, targets = book.live_in(extent), book.available_outside(extent, len(extent))
-                if len(live) <= len(targets):
-                    moves = list(map(BlockMove, live, targets))
-                    book.move(moves)
-                    at = {move.source: move.target for move in moves}
-                    held = [[at.get(block, block) for block in blocks] for blocks in held]
-                    book.remove(extent)
+                if shelf.clear(extent):
                     extents.remove(extent)
-            case "empty" if not held:
-                book.remove_all()
+            case "empty" if not holders:
+                shelf.book.remove_all()
                 extents = []
             case _:
-                index = data.draw(st.integers(0, len(CHAINS) - 1))
-                prefixes[index].follow(book.prefixes, CHAINS[index].__getitem__, len(CHAINS[index]))
-                assert prefixes[index].blocks == book.prefixes.match(CHAINS[index])
-        book.check()
+                prefix, chain = data.draw(st.sampled_from(waiting))
+                prefix.follow(shelf.book.prefixes, chain, len(chain.tokens))
+                assert prefix.blocks == shelf.look(list(chain.tokens))
+        shelf.check()
     collected: set[int] = set()
-    for prefix, chain in zip(prefixes, CHAINS, strict=True):
-        prefix.follow(book.prefixes, chain.__getitem__, len(chain))
-        assert prefix.blocks == book.prefixes.match(chain)
+    for prefix, chain in waiting:
+        prefix.follow(shelf.book.prefixes, chain, len(chain.tokens))
+        assert prefix.blocks == shelf.look(list(chain.tokens))
+        assert len(prefix) == len(prefix.blocks)
         prefix.collect(collected)
-    assert collected == {block for prefix in prefixes for block in prefix.blocks}
+    assert collected == {block for prefix, _ in waiting for block in prefix.blocks}
 
 
-PROMPTS = st.lists(st.integers(0, 2), max_size=24)
-SALTS = st.one_of(st.binary(max_size=4), st.binary(min_size=32, max_size=32))
+BLOCKS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
-@given(PROMPTS, PROMPTS, SALTS, SALTS, st.integers(1, 4))
+@given(BLOCKS, BLOCKS, st.integers(1, 3), st.integers(0, 5), st.data())
 @settings(derandomize=True, deadline=None)
-def test_two_salts_have_no_digest_in_common_and_one_has_those_of_common_blocks(
-    one: list[int], other: list[int], salt: bytes, other_salt: bytes, block_tokens: int
+def test_a_run_is_followed_up_to_the_first_block_that_differs(
+    mine: list[int], theirs: list[int], block_tokens: int, first: int, data: st.DataObject
 ) -> None:
-    mine = block_digests(one, salt, block_tokens)
-    num_common = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    num_common = min(len(one), len(other)) if num_common is None else num_common
-    shared = set(mine) & set(block_digests(other, salt, block_tokens))
-    assert shared == set(mine[: num_common // block_tokens])
+    before = [2] * first
+    own = DigestChain([one for one in before + mine for _ in range(block_tokens)], block_tokens)
+    other = DigestChain([one for one in before + theirs for _ in range(block_tokens)], block_tokens)
+    tokens = array("I", own.tokens[first * block_tokens :])
+    run = PrefixRun(first, own.digest(first), list(range(len(mine))), tokens)
+    pairs = zip(mine, theirs, strict=False)
+    num_alike = next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(mine), len(theirs)))
+    end = first + data.draw(st.integers(0, len(theirs)))
+    begin = data.draw(st.integers(first, min(end, first + num_alike)))
 
-    assume(salt != other_salt)
-    assert not set(mine) & set(block_digests(other, other_salt, block_tokens))
+    until = run.alike_until(other, begin, end)
 
-
-ADAPTERS = st.none() | st.text("ab", min_size=1, max_size=2).map(AdapterId)
-
-
-@given(PROMPTS, SALTS, SALTS, ADAPTERS, ADAPTERS)
-@settings(derandomize=True, deadline=None)
-def test_two_adapters_have_no_digest_in_common_whatever_their_salts(
-    prompt: list[int], salt: bytes, other_salt: bytes, adapter: AdapterId | None, other: AdapterId | None
-) -> None:
-    assume(adapter != other)
-    mine, theirs = block_digests(prompt, salt, 2, adapter), block_digests(prompt, other_salt, 2, other)
-    assert not set(mine) & set(theirs)
-
-
-def test_a_salt_cannot_pass_for_an_adapter() -> None:
-    root = blake2b(b"", digest_size=32, person=b"root").digest()
-    mine = block_digests([1, 2], b"", 2, AdapterId("one"))
-    assert not set(mine) & set(block_digests([1, 2], root + b"one", 2))
-
-
-def test_who_has_not_looked_for_long_looks_at_all_of_it_anew() -> None:
-    book, prefix = BlockBook.fixed(3, block_tokens=1), KnownPrefix()
-    for number in range(KEPT_FORGOTTEN + 4):
-        (digest,) = block_digests([number], b"", 1)
-        blocks = book.allocate(1) or []
-        book.publish([blocks[0]], [digest])
-        book.release(blocks)
-        if number == 0:
-            prefix.follow(book.prefixes, [digest].__getitem__, 1)
-            assert len(prefix) == 1
-    prefix.follow(book.prefixes, block_digests([0], b"", 1).__getitem__, 1)
-
-    assert book.prefixes.forgotten_since(0) is None
-    assert len(prefix) == 0
+    assert until == min(first + num_alike, end)
+    if num_alike:
+        other.digest(first)
+        run.lend_digests(other, first + num_alike)
+        assert other.num_known == first + num_alike
+        assert [other.digest(at) for at in range(first + num_alike)] == [
+            own.digest(at) for at in range(first + num_alike)
+        ]
+        run.check()
 
 
 @given(st.integers(0, 6), st.integers(0, 6))
 @settings(derandomize=True, deadline=None)
-def test_no_digest_is_asked_for_behind_the_first_that_nobody_knows(num_known: int, num_most: int) -> None:
-    book, prefix, chain = BlockBook.fixed(8, block_tokens=1), KnownPrefix(), CHAINS[0]
-    book.publish(book.allocate(num_known) or [], chain[:num_known])
-    asked: list[int] = []
+def test_no_digest_is_computed_behind_the_first_block_that_nobody_knows(
+    num_known: int, num_most: int
+) -> None:
+    book, prefix = BlockBook.fixed(8, block_tokens=1), KnownPrefix()
+    mine, theirs = DigestChain(TOKENS[0], 1), DigestChain(TOKENS[0], 1)
+    if num_known:
+        book.publish([Publication(theirs, 0, None, book.allocate(num_known) or [])])
 
-    def digest_of(index: int) -> bytes:
-        asked.append(index)
-        return chain[index]
-
-    prefix.follow(book.prefixes, digest_of, num_most)
+    prefix.follow(book.prefixes, mine, num_most)
 
     assert len(prefix) == min(num_known, num_most)
-    assert asked == list(range(min(num_known + 1, num_most)))
+    assert mine.num_known == (num_known + 1 if num_known < num_most else min(1, num_most))
+    assert theirs.num_known == min(1, num_known)
+
+
+def test_requests_of_the_same_prompt_have_its_digests_computed_once() -> None:
+    book = BlockBook.fixed(32, block_tokens=1)
+    texts = [DigestChain([1, 2, 3, 4, 5, last], 1) for last in (6, 7, 8)]
+    blocks = [book.allocate(6) or [] for _ in texts]
+    for text, held in zip(texts, blocks, strict=True):
+        book.publish([Publication(text, 0, None, held[:5])])
+    for text, held in zip(texts, blocks, strict=True):
+        book.publish([Publication(text, 5, held[4], held[5:])])
+
+    assert [book.prefixes.match(text) for text in texts] == [blocks[0][:5] + held[5:] for held in blocks]
+    assert [text.num_known for text in texts] == [1, 6, 6]
+    book.check()
+
+
+def test_whoever_goes_on_where_a_run_ends_makes_it_longer() -> None:
+    book = BlockBook.fixed(8, block_tokens=1)
+    first, second = DigestChain([1, 2, 3], 1), DigestChain([1, 2, 3, 4, 5], 1)
+    held = book.allocate(3) or []
+    book.publish([Publication(first, 0, None, held[:])])
+    hits = book.prefixes.match(second)
+    book.take(hits)
+    new = book.allocate(2) or []
+    book.publish([Publication(second, 3, hits[-1], new[:])])
+
+    assert book.prefixes.match(second) == held + new
+    assert second.num_known == 4  # the last of which was looked for in vain
+    assert len(set(map(id, filter(None, book.prefixes.runs)))) == 1
+    book.check()
 
 
 def test_blocks_that_come_and_go_leave_nothing_behind() -> None:

@@ -45,14 +45,14 @@ away, for which live ones move, with their copies queued behind the steps in fli
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, skipped_blocks
 from hearth.policy.batch.elastic import KvUse
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.plan import (
@@ -62,16 +62,16 @@ from hearth.policy.batch.plan import (
     EngineRequest,
     RequestFailed,
     StepPlan,
+    TableWrites,
 )
 from hearth.policy.batch.plan_draft import (
     NOBODY,
     DecodedSequences,
     PlanDraft,
     PlannedStep,
-    StartedPrompt,
     adapters_of,
 )
-from hearth.policy.batch.prefix import KnownPrefix
+from hearth.policy.batch.prefix import KnownPrefix, Publication
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.types import FinishReason, RequestId
 
@@ -95,22 +95,13 @@ class BatchLimits:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRun:
-    """Steps that only decode, each with the same rows."""
-
-    num_steps: int
-    request_ids: tuple[RequestId, ...]  #: of the rows of each step
-    context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
-
-
 class Batcher:
     """Mutable; written only by the step loop that owns it. Others may read the `blocks`, which it writes."""
 
     def __init__(self, limits: BatchLimits, blocks: BlockBook) -> None:
         self.limits = limits
         self.blocks = blocks
-        self._sequences = Sequences(limits.max_seqs)
+        self._sequences = Sequences(limits.max_seqs, blocks.block_tokens)
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
         self._flights: deque[PlannedStep] = deque()
         self._num_steps = 0
@@ -197,6 +188,7 @@ class Batcher:
         if request_id not in self._sequences:
             return False
         self.settle()  # which may publish blocks of it
+        self._publish_output(self._sequences[request_id])
         self._end(self._sequences[request_id])
         self.settle()
         return True
@@ -224,7 +216,8 @@ class Batcher:
             self._admit_waiting(draft)
         if not draft.sequences:
             return None
-        plan = draft.step_plan(self._num_steps, self._sequences.take_table_writes())
+        self._sequences.take_table_writes(draft.table_writes)
+        plan = draft.step_plan(self._num_steps)
         self._num_steps += 1
         self._flights.append(PlannedStep(plan, draft.sequences))
         return plan
@@ -312,16 +305,6 @@ class Batcher:
         self.blocks.remove(extent)
         return moves
 
-    def prepare_commit(self) -> None:
-        """Compute the digests of prompts that the next commit publishes, while its step is computed.
-
-        A plan needs few of them, so the others are left to be done beside the device. The commit does what
-        was not done here.
-        """
-        flight = self._flights[0]
-        for sequence in flight.sequences[flight.plan.num_decode_rows :]:
-            sequence.extend_digests(self.blocks.block_tokens)
-
     def commit(
         self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
     ) -> CommittedStep:
@@ -383,31 +366,17 @@ class Batcher:
         does anything else.
         """
         self.settle()
+        flights = [flight.sequences for flight in self._flights]
+        assert len(flights) < MAX_IN_FLIGHT, f"commit first: {len(flights)} steps in flight"
         running = self._sequences.running()
-        request_ids = tuple(s.request_id for s in running)
-        run = DecodeRun(0, request_ids, sum(s.num_planned + 1 for s in running))
-        num_flights = len(self._flights)
-        assert num_flights < MAX_IN_FLIGHT, f"commit first: {num_flights} steps in flight"
         if len(running) > self.limits.max_batch_tokens or self._next_in_line() or self._in_the_way():
-            return run
-        is_decoding = all(
-            s.num_planned - num_flights >= s.num_prefill and s.num_pending == num_flights and s.guide is None
-            for s in running
-        )
-        if not is_decoding or any(flight.sequences != running for flight in self._flights):
-            return run
-        most = min([max_steps, *(s.max_length - len(s.tokens) - 1 for s in running)]) if running else 0
+            max_steps = 0
         num_blocks = self.blocks.num_free + more_blocks
-        if self.blocks_wanted_by(most) > num_blocks:
-            most = bisect_right(range(1, most), num_blocks, key=self.blocks_wanted_by)
-        return replace(run, num_steps=most)
+        return decode_run(running, flights, max_steps, num_blocks, self.blocks.block_tokens)
 
     def blocks_wanted_by(self, num_steps: int) -> int:
         """Return how many blocks so many steps of `decode_run` hand out."""
-        block_tokens, num_blocks = self.blocks.block_tokens, 0
-        for sequence in self._sequences.running():
-            num_blocks += -(-(sequence.num_planned + num_steps) // block_tokens) - len(sequence.blocks)
-        return num_blocks
+        return blocks_wanted_by(self._sequences.running(), num_steps, self.blocks.block_tokens)
 
     def skip(self, num_steps: int, token: int) -> StepPlan | None:
         """Have so many steps of `decode_run` be over, in each of which all that run sampled `token`.
@@ -418,34 +387,24 @@ class Batcher:
         run = self.decode_run(num_steps)
         assert run.num_steps == num_steps, f"{num_steps=} {run=}"
         running, block_tokens = self._sequences.running(), self.blocks.block_tokens
-        num_flights = len(self._flights)
-        due: list[tuple[int, bool, LiveSequence]] = []  # number of the step, whether it commits it, sequence
+        handed_out = skipped_blocks(running, num_steps, block_tokens)
         for sequence in running:
             assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
-            begin, end = sequence.num_planned, sequence.num_planned + num_steps
-            more = range(len(sequence.blocks), self._num_blocks(end))
-            due += ((at * block_tokens + 1 - begin, False, sequence) for at in more)
-            full = range(sequence.num_published, (end - num_flights) // block_tokens)
-            due += (((at + 1) * block_tokens - begin + num_flights, True, sequence) for at in full)
             sequence.tokens.extend([token] * num_steps)
-            sequence.num_planned = end
-        for _, is_commit, sequence in sorted(due, key=lambda one: one[:2]):  # stable: the oldest first
-            if is_commit:
-                self._publish(sequence, (sequence.num_published + 1) * block_tokens)
-                self.settle()
-            else:
-                blocks = self.blocks.allocate(1)
-                assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
-                sequence.blocks += blocks
-                sequence.room_tokens += block_tokens
-        self._sequences.take_table_writes()
+            sequence.num_planned += num_steps
+        blocks = self.blocks.allocate(len(handed_out))
+        assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
+        for sequence, block in zip(handed_out, blocks, strict=True):
+            sequence.blocks.append(block)
+            sequence.room_tokens += block_tokens
+        self._sequences.take_table_writes(TableWrites())
         self._num_steps += num_steps
-        if not num_flights:
+        if not self._flights:
             return None
         slots = [s.slot for s in running if s.slot is not None]
         positions = [s.num_planned - 1 for s in running]
         decode = DecodeRows(list(run.request_ids), slots, positions, adapters=adapters_of(running))
-        plan = StepPlan(self._num_steps - 1, (), (), decode, ())
+        plan = StepPlan(self._num_steps - 1, (), TableWrites(), decode, ())
         self._flights[0] = PlannedStep(plan, running)
         return plan
 
@@ -511,8 +470,10 @@ class Batcher:
         self._make_room_for_all([one for one in ready if one.num_planned == one.room_tokens], draft)
         if draft.has_preempted:
             ready = [one for one in ready if one.slot is not None]
-        draft.add_decode(ready, self._last_decode)
+        draft.add_decode(ready, self._last_decode, has_guides=self._sequences.num_guided > 0)
         self._last_decode = DecodedSequences(ready, draft.decode)
+        if not self._sequences.num_streamed:
+            return False
         # A guided one that sits out this step waits for its end as those do that have a row.
         return any(one.request.is_streamed for one in ready) or any(
             one.guide is not None and one.slot is not None and one.request.is_streamed for one in decoding
@@ -561,85 +522,77 @@ class Batcher:
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         """Start who waits, in line, as long as there is room."""
-        started: list[StartedPrompt] = []
-        num_blocks = 0  # that they get, all at once
-        while draft.has_room and (first := self._next_in_line()) is not None:
-            prompt = self._admit(first, draft, num_blocks)
-            if prompt is None:
+        started, next_to_start = list[LiveSequence](), self._sequences.next_to_start
+        ends, num_committed = [0], self._num_committed  # of the blocks that each gets, of all at once
+        while draft.has_room and (first := next_to_start(num_committed)) is not None:
+            if not self._admit(first, draft, ends[-1]):
                 break
-            started.append(prompt)
-            num_blocks += prompt.num_blocks
+            started.append(first)
+            ends.append(ends[-1] + self._num_blocks(first.num_planned) - len(first.blocks))
         if not started:
             return
-        blocks = self.blocks.allocate(num_blocks)
-        assert blocks is not None, f"{num_blocks=} {self.blocks.num_available=}"
-        at = 0
-        for prompt in started:
-            end = at + prompt.num_blocks
-            draft.assign(prompt.sequence, prompt.hits + blocks[at:end])
-            at = end
+        blocks = self.blocks.allocate(ends[-1])
+        assert blocks is not None, f"{ends[-1]=} {self.blocks.num_available=}"
+        for sequence, begin, end in zip(started, ends, ends[1:], strict=False):
+            draft.assign_first(sequence, blocks[begin:end])
 
-    def _admit(self, sequence: LiveSequence, draft: PlanDraft, num_promised: int) -> StartedPrompt | None:
-        """Start the first waiting one, on top of the prefix that is found; None if it must wait.
+    def _admit(self, sequence: LiveSequence, draft: PlanDraft, num_promised: int) -> bool:
+        """Start the first waiting one, with the blocks of the prefix that is found; False: it must wait.
 
         `num_promised`: blocks that others get, who start with it.
         """
+        # In few calls: dozens may start in one step.
         request, num_tokens, block_tokens = sequence.request, len(sequence.tokens), self.blocks.block_tokens
         hits = self._known_prefix(sequence).blocks
-        num_cached = len(hits) * block_tokens
+        num_hits = len(hits)
+        num_cached = num_hits * block_tokens
         num_first = draft.chunk_tokens(num_cached, num_tokens)
         # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
         # preempt itself at a later chunk and compute the first ones again and again.
-        if not num_first or not self.blocks.can_allocate(
-            num_promised + self._num_blocks(num_tokens) - len(hits), beside=hits
-        ):
-            return None
+        num_most = num_promised + -(-num_tokens // block_tokens) - num_hits
+        if not num_first or not self.blocks.can_allocate(num_most, beside=hits):
+            return False
         if hits:
             self.blocks.take(hits)
         slot = self._sequences.start(sequence)
-        sequence.num_planned = num_cached
-        sequence.published(len(hits), block_tokens)
+        sequence.blocks, sequence.num_planned, sequence.num_published = hits, num_cached, num_hits
+        tokens, num_prompt = sequence.tokens[:], len(request.prompt)
         draft.admissions.append(
-            Admission(
-                request_id=request.request_id,
-                slot=slot,
-                tokens=sequence.tokens[:],
-                num_prompt_tokens=len(request.prompt),
-                num_cached_tokens=num_cached,
-                sampling=request.sampling,
-            )
+            Admission(sequence.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
         )
         draft.add_prompt(sequence, num_first)
-        return StartedPrompt(sequence, hits, self._num_blocks(num_cached + num_first) - len(hits))
+        return True
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
         """Return the blocks that a waiting sequence would find computed."""
-        block_tokens, digests = self.blocks.block_tokens, sequence.digests
-
-        def digest_of(index: int) -> bytes:
-            if index >= len(digests):  # so many at once that a long prefix takes few turns
-                sequence.extend_digests(block_tokens, max(index + 1, 2 * index))
-            return digests[index]
-
         # At least one token is computed, for there must be something to sample from.
-        num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // block_tokens
-        prefix, prefixes = sequence.prefix, self.blocks.prefixes
-        if len(prefix) or (num_most and prefixes.leads(digest_of(0))):
-            prefix.follow(prefixes, digest_of, num_most)
-        return prefix
+        num_most = (len(sequence.tokens) - 1) // self.blocks.block_tokens
+        if sequence.is_read and sequence.reads_all:
+            num_most = 0
+        sequence.prefix.follow(self.blocks.prefixes, sequence.chain, num_most)
+        return sequence.prefix
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.blocks.block_tokens)
 
     def _publish(self, sequence: LiveSequence, num_computed: int) -> None:
-        """Offer the blocks that are full of computed and known tokens to the prefix cache."""
-        num_full = num_computed // self.blocks.block_tokens
-        if sequence.slot is None or num_full <= sequence.num_published:
-            return  # preempted, and its blocks with it, or nothing is new
-        sequence.extend_digests(self.blocks.block_tokens)
-        new = slice(sequence.num_published, num_full)
-        self._late_books.publish(sequence.blocks[new], sequence.digests[new])
-        sequence.published(num_full, self.blocks.block_tokens)
+        """Offer the blocks that are full of computed tokens to the prefix cache."""
+        block_tokens, begin = self.blocks.block_tokens, sequence.num_published
+        num_full = num_computed // block_tokens
+        if num_full <= begin or sequence.slot is None:
+            return  # nothing is new, or it was preempted, and its blocks with it
+        blocks = sequence.blocks
+        before = blocks[begin - 1] if begin else None
+        self._late_books.publish(Publication(sequence.chain, begin, before, blocks[begin:num_full]))
+        sequence.num_published = num_full
+
+    def _publish_output(self, sequence: LiveSequence) -> None:
+        """Offer what a sequence that stops running has computed behind its prompt, all at once.
+
+        Nobody asks for an answer that is not finished, but who was preempted for its own.
+        """
+        if len(sequence.tokens) > sequence.num_prefill:
+            self._publish(sequence, len(sequence.tokens) - 1)  # all but the last are computed
 
     def _append_quiet(self, flight: PlannedStep, tokens: Sequence[int]) -> list[int]:
         """Give sequences tokens of which nothing follows; return the sampling rows with others, in order."""
@@ -656,14 +609,16 @@ class Batcher:
             else:
                 loud.append(row)
         for row in stopped:  # perhaps it stops another
-            sequences[row].set_quiet(self.blocks.block_tokens)
+            sequences[row].set_quiet()
         return [*loud, *range(len(positions), len(tokens))]
 
     def _take(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
-        """Give a sequence a token that may complete a block or the output, or that a guide waits for."""
-        self._publish(sequence, len(sequence.tokens))
-        sequence.tokens.append(token)
-        is_last = token in sequence.stop_ids or len(sequence.tokens) == sequence.max_length
+        """Give a sequence a token that is its first, may be its last, or that a guide waits for."""
+        tokens = sequence.tokens
+        if len(tokens) == sequence.num_prefill:
+            self._publish(sequence, len(tokens))
+        tokens.append(token)
+        is_last = len(tokens) == sequence.max_length or token in sequence.stop_ids
         if is_last or sequence.guide is not None:
             self._go_on_or_end(sequence, token, committed)
 
@@ -685,13 +640,15 @@ class Batcher:
                 stuck = error.with_traceback(None)  # its frames would hold on to all of this
         if reason is None and len(sequence.tokens) == sequence.max_length:
             reason = FinishReason.LENGTH
+        if reason is None and stuck is None:
+            sequence.allow_next()
+            return
+        self._publish_output(sequence)
         if reason is not None:
             committed.finished[sequence.request_id] = reason
             self._end(sequence)
         elif stuck is not None:
             self._fail(sequence, stuck, committed)
-        else:
-            sequence.allow_next()
 
     def _fail(self, sequence: LiveSequence, error: HearthError, committed: CommittedStep) -> None:
         self._end(sequence)
@@ -700,6 +657,8 @@ class Batcher:
     def _preempt(self, sequence: LiveSequence) -> None:
         """Have a sequence wait, at its place, with nothing but its tokens."""
         self._last_decode = NOBODY  # or the next rows could name a slot that it has no more
+        self._publish_output(sequence)
+        self.settle()
         self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _end(self, sequence: LiveSequence) -> None:

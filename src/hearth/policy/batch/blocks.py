@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, count, islice
+from itertools import compress, count, islice
 
-from hearth.policy.batch.prefix import PrefixIndex
+from hearth.policy.batch.prefix import PrefixIndex, Publication
 
 SINK_BLOCK = 0  #: of a KV that is fixed: takes the writes of padded rows and is never handed out
 
@@ -173,8 +173,8 @@ class BlockBook:
 
     Every block but the sink, which is in no book, is exactly one of
         free    its content is worth nothing
-        live    held by sequences; one with a digest may be held by several
-        cached  held by nobody; its digest tells which prefix it contains
+        live    held by sequences; one that is found by its content may be held by several
+        cached  held by nobody, but found by its content
 
     A KV is given blocks and may have them taken away again; their numbers may be any. What it is promised are
     `floor_blocks`: whoever owns the memory gives it so many whenever it asks, so a sequence that needs no
@@ -273,8 +273,8 @@ class BlockBook:
         self._blocks.difference_update(extent)
         cached = self.cached_among(extent)
         self._cached.remove(cached)
-        self.prefixes.forget(cached)
         self._free.remove(extent)
+        self._forget(cached)
 
     def remove_all(self) -> None:
         """Have no blocks any more. No sequence runs."""
@@ -288,11 +288,11 @@ class BlockBook:
         """Have all cached blocks free. No sequence runs."""
         assert not self._num_live, f"live blocks have prefixes, too: {self._live()}"
         cached = self._cached.pop_oldest(len(self._cached))
-        self.prefixes.forget(cached)
+        self._forget(cached)
         self._free.add(cached)
 
     def move(self, moves: Sequence[BlockMove]) -> None:
-        """Have live blocks elsewhere, with their holders and their digests; they leave free blocks behind.
+        """Have live blocks elsewhere, with their holders and content; they leave free blocks behind.
 
         Each target is free or cached, and no source.
         """
@@ -301,7 +301,7 @@ class BlockBook:
             assert self.num_holders(source), f"only a live block has to move: {move}"
             if target in self._cached:
                 self._cached.remove((target,))
-                self.prefixes.forget((target,))
+                self._forget([target])
             else:
                 assert target in self._free, f"the target of a move must be free or cached: {move}"
                 self._free.remove((target,))
@@ -313,16 +313,19 @@ class BlockBook:
 
     def can_allocate(self, num_blocks: int, beside: Sequence[int] = ()) -> bool:
         """True if `num_blocks` could be handed out once the blocks `beside` have been taken."""
-        return num_blocks <= self.num_available - len(self.cached_among(beside))
+        # Those of `beside` that nobody holds are cached.
+        num_cached = list(map(self._num_holders.__getitem__, beside)).count(0) if beside else 0
+        return num_blocks <= len(self._free) + len(self._cached) - num_cached
 
     def take(self, blocks: Sequence[int]) -> None:
         """Hold blocks that were found by their content."""
+        num_holders, runs = self._num_holders, self.prefixes.runs
+        assert None not in map(runs.__getitem__, blocks), f"only a published block can be shared: {blocks=}"
+        if cached := [block for block in blocks if not num_holders[block]]:
+            self._cached.remove(cached)
+            self._num_live += len(cached)
         for block in blocks:
-            assert block in self.prefixes, f"only a published block can be shared: {block=}"
-            if not self._num_holders[block]:
-                self._cached.remove((block,))
-                self._num_live += 1
-            self._num_holders[block] += 1
+            num_holders[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Hold `num_blocks` blocks of no content, or none at all if there are too few."""
@@ -331,7 +334,7 @@ class BlockBook:
         blocks = self._free.pop_lowest(num_blocks)
         if len(blocks) < num_blocks:
             evicted = self._cached.pop_oldest(num_blocks - len(blocks))
-            self.prefixes.forget(evicted)
+            self._forget(evicted)
             blocks += evicted
         num_holders = self._num_holders
         for block in blocks:
@@ -347,22 +350,51 @@ class BlockBook:
         """Let go of the blocks of some sequences, one by one."""
         # In bulk: a sequence that ends may have thousands of blocks, and somebody waits for its end.
         num_holders, unheld = self._num_holders, list[int]()
-        for block in chain.from_iterable(map(reversed, sequences)):
+        for blocks in sequences:
+            num_shared = self._release_shared(blocks) if blocks and num_holders[blocks[0]] > 1 else 0
+            unheld += reversed(blocks[num_shared:] if num_shared else blocks)
+        num_held_once = list(map(num_holders.__getitem__, unheld)).count(1)
+        if num_held_once == len(unheld) == len(set(unheld)):
+            for block in unheld:
+                num_holders[block] = 0
+        else:
+            unheld = self._release_each(unheld)
+        self._num_live -= len(unheld)
+        runs = self.prefixes.runs
+        free = [block for block in unheld if runs[block] is None]
+        self._cached.add([block for block in unheld if runs[block] is not None] if free else unheld)
+        self._free.add(free)
+
+    def _release_shared(self, blocks: Sequence[int]) -> int:
+        """Let go of the first blocks of a sequence that others hold, too; return how many these are.
+
+        Few others are shared: behind a prefix that was computed twice.
+        """
+        num_holders = self._num_holders
+        for at, block in enumerate(blocks):
+            if num_holders[block] <= 1:
+                return at
+            num_holders[block] -= 1
+        return len(blocks)
+
+    def _release_each(self, blocks: Iterable[int]) -> list[int]:
+        """Let go of blocks one by one; return those that nobody holds any more."""
+        num_holders, unheld = self._num_holders, list[int]()
+        for block in blocks:
             num_left = num_holders[block] - 1
             assert num_left >= 0, f"released more often than taken: {block=}"
             num_holders[block] = num_left
             if not num_left:
                 unheld.append(block)
-        self._num_live -= len(unheld)
-        digests = self.prefixes.digests
-        self._cached.add([block for block in unheld if digests[block] is not None])
-        self._free.add([block for block in unheld if digests[block] is None])
+        return unheld
 
-    def publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Let others find live blocks by their content. Of two with the same content the first stays."""
-        held = list(map(self._num_holders.__getitem__, blocks))
-        assert 0 not in held, f"only a live block can be published: {blocks=}"
-        self.prefixes.add(blocks, digests)
+    def publish(self, publications: Iterable[Publication]) -> None:
+        """Let others find live blocks by their content."""
+        num_holders, add = self._num_holders.__getitem__, self.prefixes.add
+        for publication in publications:
+            blocks = publication.blocks
+            assert 0 not in map(num_holders, blocks), f"only a live block can be published: {blocks=}"
+            add(publication)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
         """Let nobody find live blocks any more whose content may be wrong.
@@ -371,10 +403,17 @@ class BlockBook:
         withdraws it.
         """
         known = self.prefixes
-        self.prefixes.forget([one for one in blocks if self._num_holders[one] == 1 and one in known])
+        self._forget([one for one in blocks if self._num_holders[one] == 1 and one in known])
+
+    def _forget(self, blocks: list[int]) -> None:
+        """Let nobody find blocks any more that are no longer cached, nor those that were found by them."""
+        lost = self.cached_among(self.prefixes.forget(blocks))
+        if lost:
+            self._cached.remove(lost)
+            self._free.add(lost)
 
     def check(self, num_holders: dict[int, int] | None = None) -> None:
-        """Raise if a block is not exactly one of free, live and cached, or the digests disagree.
+        """Raise if a block is not exactly one of free, live and cached, or prefixes disagree.
 
         `num_holders`: how many sequences hold each block, if that is known; only published ones are shared.
         """
@@ -387,9 +426,9 @@ class BlockBook:
         assert len(self._cached) == len(cached), f"{len(self._cached)=} {cached=}"
         self.prefixes.check()
         lost = [block for block in self._cached if block not in self.prefixes]
-        assert not lost, f"cached blocks without digest: {lost}"
+        assert not lost, f"cached blocks that nobody finds: {lost}"
         stale = [block for block in self.prefixes if block in self._free or block not in self._blocks]
-        assert not stale, f"digests of blocks that are free or not in the book: {stale}"
+        assert not stale, f"prefixes in blocks that are free or not in the book: {stale}"
         self._free.check()
         if num_holders is not None:
             self._check_holders(num_holders)
@@ -398,7 +437,7 @@ class BlockBook:
         for block in sorted(num_holders.keys() | set(self._live())):
             held, count = num_holders.get(block, 0), self.num_holders(block)
             assert held == count, f"{block=} held {held} times, in the book {count}"
-            assert count <= 1 or block in self.prefixes, f"{block=} shared without digest"
+            assert count <= 1 or block in self.prefixes, f"{block=} shared that nobody finds"
 
     def _live(self) -> list[int]:
         return list(compress(count(), self._num_holders))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hearth.policy.batch.blocks import BlockBook
+from hearth.policy.batch.prefix import Publication
 
 
 class LateBooks:
@@ -20,8 +21,7 @@ class LateBooks:
         self._book = book
         #: Changes in order; those noted since the last that had to stand alone follow.
         self._closed: deque[Callable[[], None]] = deque()
-        self._published: list[int] = []
-        self._digests: list[bytes] = []  #: of each published block
+        self._published: list[Publication] = []
         self._released: list[Sequence[int]] = []
 
     @property
@@ -29,10 +29,9 @@ class LateBooks:
         """True if the book has all that was noted."""
         return not (self._closed or self._published or self._released)
 
-    def publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+    def publish(self, publication: Publication) -> None:
         """Note that blocks can be found by their content. None of them was released before."""
-        self._published += blocks
-        self._digests += digests
+        self._published.append(publication)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Note that a sequence lets go of its blocks, given head first."""
@@ -54,8 +53,8 @@ class LateBooks:
         """Have all that is noted done before what follows."""
         # To publish first changes nothing: what is released leads to where it led.
         if self._published:
-            self._closed.append(partial(self._book.publish, self._published, self._digests))
-            self._published, self._digests = [], []
+            self._closed.append(partial(self._book.publish, self._published))
+            self._published = []
         if self._released:
             self._closed.append(partial(self._book.release_all, self._released))
             self._released = []

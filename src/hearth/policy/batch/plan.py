@@ -8,8 +8,9 @@ What a plan may have many of is a named tuple, which is made in a fifth of the t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from hearth.errors import HearthError
@@ -80,6 +81,39 @@ class TableWrite(NamedTuple):
     blocks: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class TableWrites:
+    """All writes of a plan, in columns, for there may be hundreds. Mutable; written by who makes the plan."""
+
+    slots: list[int] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  #: of the blocks of each
+    blocks: list[int] = field(default_factory=list)  #: of all of them, one behind the other
+
+    @staticmethod
+    def of(*writes: TableWrite) -> TableWrites:
+        made = TableWrites()
+        for write in writes:
+            made.add(write.slot, write.begin, write.blocks)
+        return made
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[TableWrite]:
+        """Yield one by one, so not for a step in a hurry."""
+        at = 0
+        for slot, begin, count in zip(self.slots, self.begins, self.counts, strict=True):
+            yield TableWrite(slot, begin, tuple(self.blocks[at : at + count]))
+            at += count
+
+    def add(self, slot: int, begin: int, blocks: Sequence[int]) -> None:
+        self.slots.append(slot)
+        self.begins.append(begin)
+        self.counts.append(len(blocks))
+        self.blocks += blocks
+
+
 @dataclass(frozen=True, slots=True)
 class RowReading:
     """A wish for more than a sample of a row; that of a whole prompt is that of all its rows."""
@@ -135,9 +169,19 @@ class StepPlan:
 
     step_id: int
     admissions: tuple[Admission, ...]
-    table_writes: tuple[TableWrite, ...]
+    table_writes: TableWrites
     decode: DecodeRows
     prompts: tuple[Row, ...]  #: only the last may be one that does not sample
+    #: What whoever launches and measures a step asks for again and again.
+    num_prompt_tokens: int = field(init=False)
+    has_readings: bool = field(init=False)  #: more than samples is wanted of a row
+    has_adapters: bool = field(init=False)  #: a row has an adapter
+
+    def __post_init__(self) -> None:
+        set_field, adapters = partial(object.__setattr__, self), [row.adapter for row in self.prompts]
+        set_field("num_prompt_tokens", sum([row.num_tokens for row in self.prompts]))
+        set_field("has_readings", any(row.reading is not None for row in self.prompts))
+        set_field("has_adapters", bool(self.decode.adapters) or any(adapters))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -161,21 +205,18 @@ class StepPlan:
         return len(self.decode)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.prompts)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.decode) + self.num_prompt_tokens
 
     @property
     def num_samples(self) -> int:
-        return len(self.decode) + sum(row.samples for row in self.prompts)
+        prompts = self.prompts
+        return len(self.decode) + len(prompts) - (bool(prompts) and not prompts[-1].samples)
 
     @property
     def request_ids(self) -> Sequence[RequestId]:
         """The request of each row, in order."""
-        return [*self.decode.request_ids, *(row.request_id for row in self.prompts)]
+        return [*self.decode.request_ids, *[row.request_id for row in self.prompts]]
 
     @property
     def sampled_ids(self) -> Sequence[RequestId]:
@@ -184,20 +225,10 @@ class StepPlan:
         return [*self.decode.request_ids, *prompts] if prompts else self.decode.request_ids
 
     @property
-    def has_readings(self) -> bool:
-        """True if more than samples is wanted of a row."""
-        return any(row.reading is not None for row in self.prompts)
-
-    @property
-    def has_adapters(self) -> bool:
-        """True if a row has an adapter."""
-        return bool(self.decode.adapters) or any(row.adapter is not None for row in self.prompts)
-
-    @property
     def context_tokens(self) -> int:
         """Tokens that the rows look back on, their own included."""
         decode_tokens = sum(self.decode.positions) + len(self.decode)
-        return decode_tokens + sum(row.end for row in self.prompts)
+        return decode_tokens + sum([row.start for row in self.prompts]) + self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrites
 from hearth.policy.batch.sequence import LiveSequence
 from hearth.types import AdapterId
 
@@ -34,14 +33,6 @@ class DecodedSequences:
 NOBODY = DecodedSequences()
 
 
-class StartedPrompt(NamedTuple):
-    """A sequence that starts in a step, before it has its blocks."""
-
-    sequence: LiveSequence
-    hits: list[int]  #: blocks of the prefix that was found
-    num_blocks: int  #: that it gets besides
-
-
 @dataclass(slots=True)
 class PlanDraft:
     """A step plan in the making. Mutable; lives for one call of `Batcher.plan`, its only writer."""
@@ -55,7 +46,7 @@ class PlanDraft:
     margin_tokens: int = 0  #: of those that it may have, kept from prompts that are cut
     is_cut: bool = False  #: no prompt follows one that was: only the last may be in the midst of its own
     admissions: list[Admission] = field(default_factory=list)
-    table_writes: list[TableWrite] = field(default_factory=list)
+    table_writes: TableWrites = field(default_factory=TableWrites)
     decode: DecodeRows = field(default_factory=DecodeRows)
     prompts: list[Row] = field(default_factory=list)
     sequences: list[LiveSequence] = field(default_factory=list)  #: one for each row
@@ -120,14 +111,24 @@ class PlanDraft:
     def assign(self, sequence: LiveSequence, blocks: list[int]) -> None:
         """Give a sequence blocks that follow those which it has."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
-        self.table_writes.append(TableWrite(sequence.slot, len(sequence.blocks), tuple(blocks)))
+        self.table_writes.add(sequence.slot, len(sequence.blocks), blocks)
         sequence.blocks += blocks
         sequence.room_tokens += len(blocks) * self.block_tokens
 
-    def add_decode(self, sequences: list[LiveSequence], before: DecodedSequences) -> None:
+    def assign_first(self, sequence: LiveSequence, blocks: list[int]) -> None:
+        """Give blocks to a sequence that starts, behind those of the prefix that it has found."""
+        assert sequence.slot is not None, f"{sequence.arrival=}"
+        sequence.blocks += blocks
+        self.table_writes.add(sequence.slot, 0, sequence.blocks)
+        sequence.room_tokens = len(sequence.blocks) * self.block_tokens
+
+    def add_decode(
+        self, sequences: list[LiveSequence], before: DecodedSequences, *, has_guides: bool
+    ) -> None:
         """Have the next token of each computed, for which it has a block. `before`: of the last step.
 
-        In most steps the same sequences decode as in the one before, so ids and slots are the same too.
+        In most steps the same sequences decode as in the one before, so ids and slots are the same too, and
+        no guide holds any of them (`has_guides`).
         """
         positions = [one.num_planned for one in sequences]
         for sequence, position in zip(sequences, positions, strict=True):
@@ -138,7 +139,9 @@ class PlanDraft:
             request_ids = [one.request_id for one in sequences]
             slots = [one.slot for one in sequences if one.slot is not None]
             adapters = adapters_of(sequences)
-        masks = {at: one.guide.mask for at, one in enumerate(sequences) if one.guide is not None}
+        masks: dict[int, bytes] = {}
+        if has_guides:
+            masks = {at: one.guide.mask for at, one in enumerate(sequences) if one.guide is not None}
         self.decode = DecodeRows(request_ids, slots, positions, masks, adapters)
         self.sequences += sequences
 
@@ -153,7 +156,7 @@ class PlanDraft:
         self.allow_prompts(self.budget_tokens + len(self.sequences) - len(kept), self.max_prompt_tokens)
         rows, self.sequences = self.decode, [self.sequences[at] for at in kept]
         lost_slots = set(rows.slots).difference(rows.slots[at] for at in kept)
-        self.table_writes = [write for write in self.table_writes if write.slot not in lost_slots]
+        self.table_writes = TableWrites.of(*[one for one in self.table_writes if one.slot not in lost_slots])
         self.decode = DecodeRows(
             [rows.request_ids[at] for at in kept],
             [rows.slots[at] for at in kept],
@@ -169,7 +172,9 @@ class PlanDraft:
         end = start + num_tokens
         samples = end == sequence.num_prefill
         mask = sequence.guide.mask if samples and sequence.guide is not None else None
-        tokens, reading = sequence.tokens[start:end], sequence.reading(start, end)
+        tokens, reading = sequence.tokens[start:end], None
+        if sequence.is_read:
+            reading = sequence.reading(start, end)
         request_id, adapter = sequence.request_id, sequence.request.adapter
         row = Row(request_id, sequence.slot, start, num_tokens, tokens, samples, mask, reading, adapter)
         self.prompts.append(row)
@@ -178,15 +183,8 @@ class PlanDraft:
         self.is_cut = not samples
         sequence.num_planned = end
 
-    def step_plan(self, step_id: int, writes_before: Sequence[TableWrite]) -> StepPlan:
-        """Return the plan; `writes_before` come before the draft's own."""
-        return StepPlan(
-            step_id,
-            tuple(self.admissions),
-            (*writes_before, *self.table_writes),
-            self.decode,
-            tuple(self.prompts),
-        )
+    def step_plan(self, step_id: int) -> StepPlan:
+        return StepPlan(step_id, tuple(self.admissions), self.table_writes, self.decode, tuple(self.prompts))
 
 
 def adapters_of(sequences: Sequence[LiveSequence]) -> Sequence[AdapterId | None]:

@@ -1,158 +1,262 @@
 """Prefixes of token sequences by their content: which blocks hold them, and how much of a sequence is known.
 
 Holds no block, and does not know which are free.
+
+Most prompts begin with a block that nobody has ever seen, and are never asked for again. So what a sequence
+publishes is a *run* of blocks, of which only the first is found by its digest. Whoever finds that compares
+tokens from there on, and needs a digest again where its own tokens differ: by that another run may be found,
+which has branched off there.
+
+    run of blocks 0 to 4        [A B C D E]     by the digest of A
+    branches off behind B           [X Y]       by the digest of A B X
+
+Whoever holds a block of a run holds those before it, too. So the last blocks of a run are evicted first.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from hashlib import blake2b
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from hearth.types import AdapterId
+from hearth.policy.batch.digest_chain import DigestChain, chained_digests
 
-#: So many that nobody finds two prefixes with one digest: who did could have the KV of another text served.
-DIGEST_BYTES = 32
-
-#: Digests are found in so many dicts, each so small that one which is made anew keeps nobody waiting.
+#: Runs are found in so many dicts, each so small that one which is made anew keeps nobody waiting.
 _NUM_SHARDS = 256
 
-#: Whoever has not looked for longer looks at everything anew.
-KEPT_FORGOTTEN = 1024
 
+class PrefixRun:
+    """Blocks one behind the other. Mutable; written only by the `PrefixIndex` that has it.
 
-def block_digests(
-    tokens: Sequence[int], salt: bytes, block_tokens: int, adapter: AdapterId | None = None
-) -> list[bytes]:
-    """Return one digest for each full block, standing for all tokens up to that block's end."""
-    digests: list[bytes] = []
-    extend_digests(digests, tokens, salt, block_tokens, adapter)
-    return digests
-
-
-def extend_digests(
-    digests: list[bytes],
-    tokens: Sequence[int],
-    salt: bytes,
-    block_tokens: int,
-    adapter: AdapterId | None = None,
-    num_blocks: int | None = None,
-) -> None:
-    """Append the digests of the full blocks of `tokens` that `digests` does not cover yet.
-
-    `num_blocks`: only of so many of the first blocks. Prefixes of different salts or adapters have no digest
-    in common.
+    One that was taken out of the index has no blocks.
     """
-    num_full = len(tokens) // block_tokens
-    first = len(digests) * block_tokens
-    last = (num_full if num_blocks is None else min(num_blocks, num_full)) * block_tokens
-    if last <= first:
-        return
-    parent = digests[-1] if digests else _root(salt, adapter)
-    content = array("I", tokens[first:last])
-    stride = block_tokens * content.itemsize
-    content_bytes = content.tobytes()
-    for at in range(0, len(content_bytes), stride):
-        parent = blake2b(parent + content_bytes[at : at + stride], digest_size=DIGEST_BYTES).digest()
-        digests.append(parent)
+
+    __slots__ = ("_block_tokens", "_digests", "_parted", "blocks", "first", "tokens")
+
+    def __init__(self, first: int, digest: bytes, blocks: list[int], tokens: array[int]) -> None:
+        """Have blocks, of which the first is block `first` of its sequence and has this digest."""
+        self.first = first
+        self.blocks = blocks
+        self.tokens = tokens  #: of these blocks alone
+        self._block_tokens = len(tokens) // len(blocks)
+        self._digests = [digest]  #: of the first of the blocks, as far as anybody asked
+        self._parted = 0  #: the block up to which the last one to be compared was alike
+
+    @property
+    def end(self) -> int:
+        """The block of its sequence that follows the last one."""
+        return self.first + len(self.blocks)
+
+    @property
+    def digest(self) -> bytes:
+        """By which it is found."""
+        return self._digests[0]
+
+    def alike_until(self, chain: DigestChain, begin: int, end: int) -> int:
+        """Return up to which block, `end` at most, it goes on as a chain does, from block `begin` on.
+
+        All before are alike.
+        """
+        end, size, own, tokens = min(end, self.end), self._block_tokens, self.tokens, chain.tokens
+        offset = self.first * size
+
+        def is_alike(first: int, last: int) -> bool:
+            first, last = first * size, last * size
+            return own[first - offset : last - offset] == tokens[first:last]
+
+        # Most differ in the next block, or where others did, behind a text that all of them begin with.
+        parted, num_more = self._parted, 1
+        while begin < end:
+            num_more = min(num_more, end - begin)
+            if is_alike(begin, begin + num_more):
+                begin += num_more
+                num_more = 1 if begin == parted else parted - begin if begin < parted else end - begin
+            elif num_more == 1:
+                break
+            else:
+                end, num_more = begin + num_more - 1, num_more // 2
+        self._parted = begin
+        return begin
+
+    def lend_digests(self, chain: DigestChain, end: int) -> None:
+        """Have a chain that is alike up to block `end` know digests up to there, computed once for all."""
+        if chain.num_known >= end:
+            return
+        num_digests, num_blocks = len(self._digests), end - self.first
+        if num_digests < num_blocks:
+            tokens = self.tokens[num_digests * self._block_tokens : num_blocks * self._block_tokens]
+            self._digests += chained_digests(self._digests[-1], tokens, self._block_tokens)
+        chain.adopt(self.first, self._digests[:num_blocks])
+
+    def extend(self, blocks: Sequence[int], tokens: array[int]) -> None:
+        self.blocks += blocks
+        self.tokens += tokens
+
+    def pop_last(self, blocks: Sequence[int]) -> int:
+        """Take out the last of its blocks as long as they are the first of the given ones; return how many.
+
+        Given the last one first.
+        """
+        num_gone = min(len(self.blocks), len(blocks))
+        last = self.blocks[-num_gone:]
+        last.reverse()
+        if last != blocks[:num_gone]:
+            pairs = enumerate(zip(last, blocks, strict=False))
+            num_gone = next(at for at, (own, given) in pairs if own != given)
+        self._keep(len(self.blocks) - num_gone)
+        return num_gone
+
+    def cut(self, block: int) -> list[int]:
+        """Take out a block and all behind it; return the latter."""
+        at = self.blocks.index(block)
+        behind = self.blocks[at + 1 :]
+        self._keep(at)
+        return behind
+
+    def _keep(self, num_blocks: int) -> None:
+        """Keep so many of the first blocks, and no tokens of others."""
+        del self.blocks[num_blocks:]
+        del self.tokens[num_blocks * self._block_tokens :]
+        del self._digests[max(1, num_blocks) :]
+
+    def check(self) -> None:
+        """Raise if tokens or digests are not those of the blocks."""
+        num_blocks, size = len(self.blocks), self._block_tokens
+        assert self.blocks, "a run of no blocks is found by its digest"
+        assert len(self.tokens) == num_blocks * size, f"{len(self.tokens)=} {num_blocks=} {size=}"
+        assert len(self._digests) <= num_blocks, f"{len(self._digests)=} {num_blocks=}"
+        expected = chained_digests(self._digests[0], self.tokens[size : len(self._digests) * size], size)
+        assert self._digests[1:] == expected, f"{self._digests=} {expected=}"
 
 
-@lru_cache(maxsize=256)
-def _root(salt: bytes, adapter: AdapterId | None) -> bytes:
-    # Set apart by `person`, so that no salt can pass for the digest of another chain.
-    root = blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
-    if adapter is None:
-        return root
-    return blake2b(root + adapter.encode(), digest_size=DIGEST_BYTES, person=b"adapter").digest()
+class Publication(NamedTuple):
+    """Blocks that hold the tokens of a chain, for others to find."""
+
+    chain: DigestChain
+    begin: int  #: the block of the chain that the first one holds
+    before: int | None  #: the block in front of it, with the same holder; None: it is the very first
+    blocks: list[int]
 
 
 class PrefixIndex:
-    """Mutable; written only by the `BlockBook` that owns it. Which block a digest leads to, and back."""
+    """Which run a digest leads to or a block is in. Mutable; written only by the `BlockBook` that owns it."""
 
     def __init__(self) -> None:
-        self.digests: list[bytes | None] = []  #: by block; None: none leads to it
-        #: The blocks by their digests, by the first byte of these.
-        self._shards: list[dict[bytes, int]] = [{} for _ in range(_NUM_SHARDS)]
-        #: Blocks that a digest no longer leads to, the last ones of `num_forgotten`.
-        self._forgotten: deque[int] = deque(maxlen=KEPT_FORGOTTEN)
-        self.num_forgotten = 0
+        self.runs: list[PrefixRun | None] = []  #: by block; None: nothing leads to it
+        #: The runs by the digests of their first blocks, by the first byte of these.
+        self._shards: list[dict[bytes, PrefixRun]] = [{} for _ in range(_NUM_SHARDS)]
 
     def __contains__(self, block: int) -> bool:
-        return block < len(self.digests) and self.digests[block] is not None
+        return block < len(self.runs) and self.runs[block] is not None
 
     def __iter__(self) -> Iterator[int]:
-        return (block for block, digest in enumerate(self.digests) if digest is not None)
+        return (block for block, run in enumerate(self.runs) if run is not None)
 
     def reserve(self, num_blocks: int) -> None:
         """Have room for blocks of numbers below this."""
-        self.digests.extend([None] * (num_blocks - len(self.digests)))
+        self.runs.extend([None] * (num_blocks - len(self.runs)))
 
-    def match(self, digests: Sequence[bytes]) -> list[int]:
-        """Return the blocks that hold the longest known prefix."""
-        blocks: list[int] = []
-        for digest in digests:
-            block = self._shards[digest[0]].get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def find(self, digest: bytes) -> PrefixRun | None:
+        """Return the run whose first block has a digest."""
+        return self._shards[digest[0]].get(digest)
 
-    def leads(self, digest: bytes) -> bool:
-        """True if a block is found by a digest."""
-        return digest in self._shards[digest[0]]
+    def match(self, chain: DigestChain) -> list[int]:
+        """Return the blocks that hold the longest known prefix of full blocks."""
+        prefix = KnownPrefix()
+        prefix.follow(self, chain, len(chain.tokens) // chain.block_tokens)
+        return prefix.blocks
 
-    def forgotten_since(self, num_forgotten: int) -> list[int] | None:
-        """Return blocks that no digest leads to since so many were forgotten; None: too long ago to know."""
-        num_new = self.num_forgotten - num_forgotten
-        if num_new > len(self._forgotten):
-            return None
-        return list(islice(reversed(self._forgotten), num_new))
+    def add(self, publication: Publication) -> None:
+        """Let blocks be found by their content. Of two with the same content the first stays.
 
-    def add(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Let blocks be found by their content. Of two with the same content the first stays."""
-        digest_by_block, shards = self.digests, self._shards
-        for block, digest in zip(blocks, digests, strict=True):
-            assert digest_by_block[block] is None, f"published twice: {block=}"
-            if shards[digest[0]].setdefault(digest, block) == block:
-                digest_by_block[block] = digest
-
-    def forget(self, blocks: Sequence[int]) -> None:
-        """No longer lead to blocks whose content is lost."""
-        digests, shards = self.digests, self._shards
+        But for blocks that go on where a run ends, whose digests nobody computes: these may be in another
+        run, too, that has branched off there, and stay until they are evicted.
+        """
+        chain, begin, before, blocks = publication
+        runs, end = self.runs, begin + len(blocks)
+        run = None if before is None else runs[before]
+        if run is None or run.blocks[-1] != before:
+            if num_known := self._known_until(chain, begin, end, run) - begin:
+                begin, blocks = begin + num_known, blocks[num_known:]
+            if not blocks:
+                return
+            run = None
+        size = chain.block_tokens
+        tokens = chain.tokens[begin * size : end * size]
+        if run is None:
+            digest = chain.digest(begin)
+            run = self._shards[digest[0]][digest] = PrefixRun(begin, digest, blocks, tokens)
+        else:
+            assert run.end == begin, f"{run.end=} {begin=}"
+            run.extend(blocks, tokens)
+        assert not any(map(runs.__getitem__, blocks)), f"published twice: {blocks=}"
         for block in blocks:
-            digest = digests[block]
-            assert digest is not None, f"nothing leads to it: {block=}"
-            del shards[digest[0]][digest]
-            digests[block] = None
-        self._note_forgotten(blocks)
+            runs[block] = run
+
+    def _known_until(self, chain: DigestChain, begin: int, end: int, run: PrefixRun | None) -> int:
+        """Return up to which block, from `begin` to `end`, others hold what a chain has.
+
+        `run` is the one that the block in front of `begin` is in, if it is in any.
+        """
+        while begin < end:
+            if run is not None:
+                begin = run.alike_until(chain, begin, end)
+                if begin == end:
+                    break
+                run.lend_digests(chain, begin)
+            if (run := self.find(chain.digest(begin))) is None:
+                break
+        return begin
+
+    def forget(self, blocks: Sequence[int]) -> list[int]:
+        """No longer lead to blocks whose content is lost; return others, to which nothing leads now either.
+
+        These followed one of the blocks in its run.
+        """
+        runs, lost, at = self.runs, dict[int, None](), 0
+        while at < len(blocks):
+            run = runs[blocks[at]]
+            if run is None:
+                assert blocks[at] in lost, f"nothing leads to it: {blocks[at]}"
+                del lost[blocks[at]]
+                at += 1
+                continue
+            num_gone = run.pop_last(blocks[at : at + len(run.blocks)])
+            if not num_gone:
+                num_gone, behind = 1, run.cut(blocks[at])
+                for block in behind:
+                    runs[block] = lost[block] = None
+            for block in blocks[at : at + num_gone]:
+                runs[block] = None
+            at += num_gone
+            if not run.blocks:
+                del self._shards[run.digest[0]][run.digest]
+        return list(lost)
 
     def move(self, source: int, target: int) -> None:
-        """Lead to `target` where a digest has led to `source`, if one has."""
-        if (digest := self.digests[source]) is not None:
-            self.digests[source], self.digests[target] = None, digest
-            self._shards[digest[0]][digest] = target
-            self._note_forgotten((source,))
+        """Lead to `target` where something has led to `source`, if it has."""
+        if (run := self.runs[source]) is not None:
+            self.runs[source], self.runs[target] = None, run
+            run.blocks[run.blocks.index(source)] = target
 
     def clear(self) -> None:
         """Forget all blocks at once."""
-        self.digests = [None] * len(self.digests)
+        self.runs = [None] * len(self.runs)
         for shard in self._shards:
+            for run in shard.values():
+                run.blocks.clear()
             shard.clear()
-        self._forgotten.clear()
-        self.num_forgotten += KEPT_FORGOTTEN + 1
 
     def check(self) -> None:
-        """Raise if blocks and digests do not lead to each other."""
-        inverse = {block: digest for shard in self._shards for digest, block in shard.items()}
-        led_to = {block: self.digests[block] for block in self}
+        """Raise if blocks and runs do not lead to each other."""
+        found = {digest: run for shard in self._shards for digest, run in shard.items()}
+        for digest, run in found.items():
+            assert run.digest == digest, f"found by the digest of others: {run.blocks}"
+            run.check()
+        led_to = {block: id(run) for block, run in enumerate(self.runs) if run is not None}
+        inverse = {block: id(run) for run in found.values() for block in run.blocks}
         assert led_to == inverse, f"{led_to=} {inverse=}"
-
-    def _note_forgotten(self, blocks: Sequence[int]) -> None:
-        self._forgotten.extend(blocks)
-        self.num_forgotten += len(blocks)
+        assert len(inverse) == sum(len(run.blocks) for run in found.values()), "a block is in two runs"
 
 
 class KnownPrefix:
@@ -162,45 +266,52 @@ class KnownPrefix:
     many sequences wait.
     """
 
+    __slots__ = ("_parts",)
+
     def __init__(self) -> None:
-        #: Which block of the prefix each one is, in order.
-        self._indices: dict[int, int] = {}
-        self._num_seen = 0  #: of what the index has forgotten
+        #: Runs one behind the other, and up to which block of the sequence each holds what that has. A block
+        #: of a run never gets another content, so what has not gone still holds it.
+        self._parts: list[tuple[PrefixRun, int]] = []
 
     @property
     def blocks(self) -> list[int]:
         """The blocks of the prefix, as they were when last followed."""
-        return list(self._indices)
+        blocks: list[int] = []
+        for run, end in self._parts:
+            blocks += run.blocks[: end - run.first]
+        return blocks
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return self._parts[-1][1] if self._parts else 0
 
-    def follow(self, index: PrefixIndex, digest_of: Callable[[int], bytes], num_most: int) -> None:
-        """Take in what has changed since the last call; blocks have the same digests as then.
+    def follow(self, index: PrefixIndex, chain: DigestChain, num_most: int) -> None:
+        """Take in what has changed since the last call, of at most so many blocks of the same chain.
 
-        No digest is asked for behind the first that leads nowhere: whoever waits for a long prompt that
-        nobody knows need not wait for all of them.
+        Of a prompt that nobody knows only the first digest is computed: whoever waits for its first token
+        need not wait for all of them.
         """
-        forgotten = index.forgotten_since(self._num_seen)
-        self._num_seen = index.num_forgotten
-        if forgotten is None:
-            self._indices.clear()
-        for block in forgotten or ():
-            if (at := self._indices.get(block)) is not None:
-                while len(self._indices) > at:
-                    self._indices.popitem()
-        while (num_known := len(self._indices)) < num_most:
-            found = index.match((digest_of(num_known),))
-            if not found:
+        parts = self._parts
+        if parts:
+            self._drop_gone()
+        run, num_known = parts[-1] if parts else (None, 0)
+        while num_known < num_most:
+            if run is not None:
+                num_known = run.alike_until(chain, num_known, num_most)
+                parts[-1] = (run, num_known)
+                if num_known == num_most:
+                    break
+                run.lend_digests(chain, num_known)
+            if (run := index.find(chain.digest(num_known))) is None:
                 break
-            self._indices[found[0]] = num_known
+            num_known += 1
+            parts.append((run, num_known))
+
+    def _drop_gone(self) -> None:
+        for at, (run, end) in enumerate(self._parts):
+            if run.end < end:
+                self._parts[at:] = [(run, run.end)] if run.blocks else []
+                break
 
     def collect(self, blocks: set[int]) -> None:
-        """Add all blocks of the prefix to `blocks`, which has all before any that it has.
-
-        For a digest stands for all of the prefix.
-        """
-        for block in reversed(self._indices):
-            if block in blocks:
-                break
-            blocks.add(block)
+        """Add all blocks of the prefix to `blocks`."""
+        blocks.update(self.blocks)

@@ -15,8 +15,9 @@ from itertools import islice, takewhile
 from operator import attrgetter
 
 from hearth.policy.batch.blocks import BlockMove
-from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrite
-from hearth.policy.batch.prefix import KnownPrefix, extend_digests
+from hearth.policy.batch.digest_chain import DigestChain
+from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrites
+from hearth.policy.batch.prefix import KnownPrefix
 from hearth.types import Pooling, RequestId
 
 
@@ -29,8 +30,9 @@ class LiveSequence:
 
     request: EngineRequest
     arrival: int
-    tokens: array[int]  #: prompt and committed output, as words ("I")
+    chain: DigestChain  #: of `tokens`
     max_length: int  #: of prompt and output
+    tokens: array[int] = field(init=False)  #: prompt and committed output, as words ("I")
     #: The same as in `request`.
     request_id: RequestId = field(init=False)
     guide: Guide | None = field(init=False)
@@ -38,8 +40,6 @@ class LiveSequence:
     is_read: bool = field(init=False)  #: more than samples is wanted of its prompt
     #: By which sequences stand in line, the least first: since when it does, then its arrival.
     place: tuple[float, int] = field(init=False)
-    #: Digests of the full blocks of `tokens`, as far as needed so far.
-    digests: list[bytes] = field(default_factory=list)
     prefix: KnownPrefix = field(default_factory=KnownPrefix)  #: of what it waits with
     #: Preempted, it is not admitted again before so many steps are committed: none of them has a row of it
     #: left in flight, so that every such row of a sequence with a slot belongs to its present stay there.
@@ -53,12 +53,13 @@ class LiveSequence:
     num_prefill: int = 0  #: length of `tokens` on admission; what comes later is decoded
     num_planned: int = 0  #: tokens whose KV is computed by the steps planned so far
     max_planned: int = 0  #: what `num_planned` may become before the next commit
-    num_published: int = 0  #: leading blocks that were offered to the prefix cache
-    #: While `tokens` are fewer, one more that stops nothing completes neither a block nor the output, and no
-    #: guide waits for it.
+    num_published: int = 0  #: leading blocks that were offered to the prefix cache: those of its prompt
+    #: While `tokens` are fewer, one more that stops nothing does not complete the output, and no guide waits
+    #: for it.
     quiet_until: int = 0
 
     def __post_init__(self) -> None:
+        self.tokens = self.chain.tokens
         self.request_id, self.guide = self.request.request_id, self.request.guide
         self.stop_ids = frozenset(self.request.sampling.stop_ids)
         self.place = (self.request.line_s, self.arrival)
@@ -103,11 +104,6 @@ class LiveSequence:
         targets = () if num_logprobs is None else tuple(prompt[start + 1 : end + 1])
         return RowReading(pooling, num_logprobs, targets)
 
-    def extend_digests(self, block_tokens: int, num_blocks: int | None = None) -> None:
-        """Have the digests of all full blocks of the tokens, or of so many of the first."""
-        request = self.request
-        extend_digests(self.digests, self.tokens, request.salt, block_tokens, request.adapter, num_blocks)
-
     def allow_next(self) -> None:
         """Set how far steps may be planned, now that all of `tokens` is known.
 
@@ -116,16 +112,10 @@ class LiveSequence:
         """
         self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
 
-    def published(self, num_blocks: int, block_tokens: int) -> None:
-        """Note that so many leading blocks were offered to the prefix cache, or come from there."""
-        self.num_published = num_blocks
-        self.set_quiet(block_tokens)
-
-    def set_quiet(self, block_tokens: int) -> None:
+    def set_quiet(self) -> None:
         """Set `quiet_until` by what it is."""
-        full = (self.num_published + 1) * block_tokens
         is_loud = self.guide is not None or self.is_ended
-        self.quiet_until = 0 if is_loud else min(full, self.max_length - 1)
+        self.quiet_until = 0 if is_loud else self.max_length - 1
 
 
 class Sequences:
@@ -134,8 +124,8 @@ class Sequences:
     Each either runs, in a slot and with blocks, or waits without. Both stand in line by their places.
     """
 
-    def __init__(self, max_seqs: int) -> None:
-        self._max_seqs = max_seqs
+    def __init__(self, max_seqs: int, block_tokens: int) -> None:
+        self._max_seqs, self._block_tokens = max_seqs, block_tokens
         #: All of them; each is in one of the two below.
         self._live: dict[RequestId, LiveSequence] = {}
         self._running: dict[RequestId, LiveSequence] = {}  #: by their places
@@ -149,6 +139,8 @@ class Sequences:
         #: By running request: which of its blocks have moved since its row of the block table was written.
         self._moved_indices: dict[RequestId, set[int]] = {}
         self._num_arrivals = 0
+        #: Of those that run: the tokens of how many somebody sees as they come, and how many have a guide.
+        self.num_streamed = self.num_guided = 0
         self._num_stopped_by = Counter[int]()  #: by token: how many sequences it ends
 
     def __len__(self) -> int:
@@ -216,7 +208,10 @@ class Sequences:
 
     def next_to_start(self, num_committed: int) -> LiveSequence | None:
         """Return the first of `next_in_line`, if there is one."""
-        return self.first_waiting(num_committed) if self._free_slots else None
+        if not self._free_slots or not self._waiting:
+            return None
+        first = self._waiting[0]
+        return None if first.waits_for_steps > num_committed else first
 
     def next_in_line(self, num_committed: int) -> Iterator[LiveSequence]:
         """Yield who has a slot and could be admitted, once so many steps are committed, in line."""
@@ -229,7 +224,10 @@ class Sequences:
         """Have a new request wait at its place, behind all others of the same time."""
         tokens = array("I", request.prompt)
         tokens.extend(request.output)
-        sequence = LiveSequence(request, self._num_arrivals, tokens, max_length)
+        chain = DigestChain(tokens, self._block_tokens, request.salt, request.adapter)
+        if len(tokens) > self._block_tokens:
+            chain.digest(0)  # by which a known prefix is looked for: not in the step that it starts in
+        sequence = LiveSequence(request, self._num_arrivals, chain, max_length)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         for token in sequence.stop_ids:
@@ -238,18 +236,21 @@ class Sequences:
 
     def start(self, sequence: LiveSequence) -> int:
         """Have the first that waits run; return its slot."""
-        first = self._waiting.popleft()
+        first, running = self._waiting.popleft(), self._running
         assert first is sequence, f"{sequence.arrival=} starts before {first.arrival=}"
-        is_last = not self._running or self.last().place < sequence.place
-        self._running[sequence.request_id] = sequence
+        is_last = not running or next(reversed(running.values())).place < sequence.place
+        running[sequence.request_id] = sequence
         if not is_last:
-            self._running = dict(sorted(self._running.items(), key=lambda item: item[1].place))
+            self._running = dict(sorted(running.items(), key=lambda item: item[1].place))
         self._newest = sequence
         if not sequence.request.is_batch:
             self._newest_read = sequence
+        self.num_streamed += sequence.request.is_streamed
+        self.num_guided += sequence.guide is not None
         sequence.slot = slot = heapq.heappop(self._free_slots)
         sequence.num_prefill = len(sequence.tokens)
         sequence.allow_next()
+        sequence.set_quiet()
         return slot
 
     def preempt(self, sequence: LiveSequence, num_planned_steps: int) -> list[int]:
@@ -292,15 +293,14 @@ class Sequences:
                     sequence.blocks[index] = targets[block]
                     self._moved_indices.setdefault(request_id, set()).add(index)
 
-    def take_table_writes(self) -> list[TableWrite]:
-        """Return what the next plan has to write before all else, because blocks have moved."""
-        writes = []
+    def take_table_writes(self, writes: TableWrites) -> None:
+        """Add to `writes` what the next plan has to write because blocks have moved."""
         for request_id, indices in self._moved_indices.items():
             sequence = self._running[request_id]
             assert sequence.slot is not None, f"{sequence.arrival=}"
-            writes += [TableWrite(sequence.slot, at, (sequence.blocks[at],)) for at in sorted(indices)]
+            for at in sorted(indices):
+                writes.add(sequence.slot, at, (sequence.blocks[at],))
         self._moved_indices.clear()
-        return writes
 
     def check(self, flights: Sequence[Sequence[LiveSequence]], num_committed: int, block_tokens: int) -> None:
         """Raise if the books disagree with each other; `flights` are the sequences of each step in flight."""
@@ -317,6 +317,11 @@ class Sequences:
         assert not midway, f"in the midst of the prompt and not the last that started: {midway}"
         num_stopped_by = Counter(token for s in self._live.values() for token in s.stop_ids)
         assert self._num_stopped_by == num_stopped_by, f"{self._num_stopped_by=} {num_stopped_by=}"
+        num_streamed = sum(s.request.is_streamed for s in running)
+        num_guided = sum(s.guide is not None for s in running)
+        assert (self.num_streamed, self.num_guided) == (num_streamed, num_guided), (
+            f"{num_streamed=} {num_guided=}"
+        )
         moved = self._moved_indices.keys()
         assert moved <= self._running.keys(), f"{moved=} {self._running.keys()=}"
         in_flight = Counter(s.arrival for flight in flights for s in flight)
@@ -326,9 +331,8 @@ class Sequences:
             assert s.room_tokens == len(s.blocks) * block_tokens, f"{s.arrival=} {s.room_tokens=}"
             assert s.num_planned <= min(s.room_tokens, s.max_planned), f"{s.arrival=} {s.num_planned=}"
             assert s.quiet_until < s.max_length, f"{s.arrival=} {s.quiet_until=}"
-            assert s.quiet_until <= (s.num_published + 1) * block_tokens, f"{s.arrival=} {s.quiet_until=}"
             if len(s.tokens) > s.num_prefill:
-                num_full = (len(s.tokens) - 1) // block_tokens  # all but the last are computed
+                num_full = s.num_prefill // block_tokens
                 assert s.num_published == num_full, f"{s.arrival=} {s.num_published=} {num_full=}"
         early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
         assert not early, f"could be admitted with a row in flight: {early}"
@@ -345,6 +349,8 @@ class Sequences:
         assert sequence.slot is not None, f"{sequence.arrival=}"
         request_id = sequence.request_id
         del self._running[request_id]
+        self.num_streamed -= sequence.request.is_streamed
+        self.num_guided -= sequence.guide is not None
         self._moved_indices.pop(request_id, None)
         heapq.heappush(self._free_slots, sequence.slot)
         blocks, sequence.blocks = sequence.blocks, []

@@ -1,0 +1,66 @@
+"""Steps in which every running sequence gets a token and nothing else happens, counted instead of planned.
+
+For whoever only simulates steps: an engine runs each. Writes no books, but says how they would change.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hearth.policy.batch.sequence import LiveSequence
+from hearth.types import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """Steps that only decode, each with the same rows."""
+
+    num_steps: int
+    request_ids: tuple[RequestId, ...]  #: of the rows of each step
+    context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
+
+
+def decode_run(
+    running: Sequence[LiveSequence],
+    flights: Sequence[Sequence[LiveSequence]],
+    max_steps: int,
+    num_blocks: int,
+    block_tokens: int,
+) -> DecodeRun:
+    """Return the next steps, at most so many, in which nobody ends at his limit and so many blocks suffice.
+
+    `flights` are the sequences of each step in flight. None of the steps, where one of these does anything
+    else than to decode all that run.
+    """
+    num_flights = len(flights)
+    is_decoding = all(
+        s.num_planned - num_flights >= s.num_prefill and s.num_pending == num_flights and s.guide is None
+        for s in running
+    )
+    most = 0
+    if running and is_decoding and all(flight == running for flight in flights):
+        most = min(max_steps, *(s.max_length - len(s.tokens) - 1 for s in running))
+
+    def num_wanted(num_steps: int) -> int:
+        return blocks_wanted_by(running, num_steps, block_tokens)
+
+    if most and num_wanted(most) > num_blocks:
+        most = bisect_right(range(1, most), num_blocks, key=num_wanted)
+    return DecodeRun(most, tuple(s.request_id for s in running), sum(s.num_planned + 1 for s in running))
+
+
+def blocks_wanted_by(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> int:
+    """Return how many blocks so many steps of a `DecodeRun` hand out."""
+    return sum(-(-(one.num_planned + num_steps) // block_tokens) - len(one.blocks) for one in running)
+
+
+def skipped_blocks(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> list[LiveSequence]:
+    """Return to whom so many steps of a `DecodeRun` hand out blocks, in order, for each block once."""
+    due: list[tuple[int, LiveSequence]] = []  # by the number of the step
+    for sequence in running:
+        begin, end = sequence.num_planned, sequence.num_planned + num_steps
+        more = range(len(sequence.blocks), -(-end // block_tokens))
+        due += ((at * block_tokens + 1 - begin, sequence) for at in more)
+    return [sequence for _, sequence in sorted(due, key=lambda one: one[0])]  # stable: the oldest first

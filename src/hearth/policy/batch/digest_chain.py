@@ -1,0 +1,75 @@
+"""Digests of the blocks of a token sequence, each of which stands for all tokens up to its block's end.
+
+Finds nothing by them: that is `prefix.py`'s.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+from hearth.types import AdapterId
+
+#: So many that nobody finds two prefixes with one digest: who did could have the KV of another text served.
+DIGEST_BYTES = 32
+
+
+class DigestChain:
+    """Tokens, and the digests of their full blocks as far as they were needed. Mutable.
+
+    Tokens are only ever appended, by the `Batcher`; whoever needs a digest has it computed with all before
+    it. Chains of different salts or adapters have no digest in common.
+    """
+
+    __slots__ = ("_adapter", "_digests", "_salt", "block_tokens", "tokens")
+
+    def __init__(
+        self, tokens: Sequence[int], block_tokens: int, salt: bytes = b"", adapter: AdapterId | None = None
+    ) -> None:
+        self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
+        self.block_tokens = block_tokens
+        self._salt, self._adapter = salt, adapter
+        self._digests: list[bytes] = []
+
+    @property
+    def num_known(self) -> int:
+        """Digests that were computed, or taken from elsewhere, so far."""
+        return len(self._digests)
+
+    def digest(self, block: int) -> bytes:
+        """Return the digest of a full block, of which the first is 0."""
+        digests = self._digests
+        if block >= len(digests):
+            parent = digests[-1] if digests else _root(self._salt, self._adapter)
+            first, last = len(digests) * self.block_tokens, (block + 1) * self.block_tokens
+            assert last <= len(self.tokens), f"{block=} {self.block_tokens=} {len(self.tokens)=}"
+            digests += chained_digests(parent, self.tokens[first:last], self.block_tokens)
+        return digests[block]
+
+    def adopt(self, first: int, digests: Sequence[bytes]) -> None:
+        """Take digests of equal tokens from elsewhere, of blocks from `first` on: those before are known."""
+        assert first <= len(self._digests), f"{first=} {len(self._digests)=}"
+        self._digests += digests[len(self._digests) - first :]
+
+
+def chained_digests(parent: bytes, tokens: array[int], block_tokens: int) -> list[bytes]:
+    """Return the digests of blocks that follow one whose digest is `parent`."""
+    if len(tokens) == block_tokens:  # as most prompts need only one
+        return [blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()]
+    digests: list[bytes] = []
+    stride, content = block_tokens * tokens.itemsize, tokens.tobytes()
+    for at in range(0, len(content), stride):
+        parent = blake2b(parent + content[at : at + stride], digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+    return digests
+
+
+@lru_cache(maxsize=256)
+def _root(salt: bytes, adapter: AdapterId | None) -> bytes:
+    # Set apart by `person`, so that no salt can pass for the digest of another chain.
+    root = blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
+    if adapter is None:
+        return root
+    return blake2b(root + adapter.encode(), digest_size=DIGEST_BYTES, person=b"adapter").digest()
