@@ -221,6 +221,27 @@ def test_whoever_goes_on_where_a_run_ends_makes_it_longer() -> None:
     book.check()
 
 
+def test_who_waits_does_not_find_what_another_has_put_where_a_run_was_cut() -> None:
+    book, prefix = BlockBook.fixed(8, block_tokens=1), KnownPrefix()
+    waiting, first, second = (DigestChain(one, 1) for one in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], TOKENS[1]))
+    held = book.allocate(5) or []
+    book.publish([Publication(first, 0, None, held[:])])
+    book.release(held)
+    hits = book.prefixes.match(second)
+    book.take(hits)
+    prefix.follow(book.prefixes, waiting, 5)
+    assert prefix.blocks == held
+    new = book.allocate(2) or []
+    book.allocate(2)  # for which the last two of the run have to go
+    book.publish([Publication(second, 3, hits[-1], new[:])])
+
+    prefix.follow(book.prefixes, waiting, 5)
+
+    assert prefix.blocks == held[:3] == hits
+    assert book.prefixes.match(second) == hits + new
+    book.check()
+
+
 def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
     book = BlockBook(block_tokens=1, floor_blocks=1)
     for number in range(1000):

@@ -31,7 +31,7 @@ class PrefixRun:
     One that was taken out of the index has no blocks.
     """
 
-    __slots__ = ("_block_tokens", "_digests", "_parted", "blocks", "first", "tokens")
+    __slots__ = ("_block_tokens", "_digests", "_parted", "blocks", "first", "num_extended", "tokens")
 
     def __init__(self, first: int, digest: bytes, blocks: list[int], tokens: array[int]) -> None:
         """Have blocks, of which the first is block `first` of its sequence and has this digest."""
@@ -41,6 +41,7 @@ class PrefixRun:
         self._block_tokens = len(tokens) // len(blocks)
         self._digests = [digest]  #: of the first of the blocks, as far as anybody asked
         self._parted = 0  #: the block up to which the last one to be compared was alike
+        self.num_extended = 0  #: how often; as long as that is the same, it only ever lost blocks
 
     @property
     def end(self) -> int:
@@ -91,6 +92,7 @@ class PrefixRun:
     def extend(self, blocks: Sequence[int], tokens: array[int]) -> None:
         self.blocks += blocks
         self.tokens += tokens
+        self.num_extended += 1
 
     def pop_last(self, blocks: Sequence[int]) -> int:
         """Take out the last of its blocks as long as they are the first of the given ones; return how many.
@@ -112,6 +114,10 @@ class PrefixRun:
         behind = self.blocks[at + 1 :]
         self._keep(at)
         return behind
+
+    def clear(self) -> None:
+        """Take out all of its blocks."""
+        self._keep(0)
 
     def _keep(self, num_blocks: int) -> None:
         """Keep so many of the first blocks, and no tokens of others."""
@@ -244,7 +250,7 @@ class PrefixIndex:
         self.runs = [None] * len(self.runs)
         for shard in self._shards:
             for run in shard.values():
-                run.blocks.clear()
+                run.clear()
             shard.clear()
 
     def check(self) -> None:
@@ -269,15 +275,15 @@ class KnownPrefix:
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        #: Runs one behind the other, and up to which block of the sequence each holds what that has. A block
-        #: of a run never gets another content, so what has not gone still holds it.
-        self._parts: list[tuple[PrefixRun, int]] = []
+        #: Runs one behind the other, up to which block of the sequence each holds what that has, and how often
+        #: the run was extended by then.
+        self._parts: list[tuple[PrefixRun, int, int]] = []
 
     @property
     def blocks(self) -> list[int]:
         """The blocks of the prefix, as they were when last followed."""
         blocks: list[int] = []
-        for run, end in self._parts:
+        for run, end, _ in self._parts:
             blocks += run.blocks[: end - run.first]
         return blocks
 
@@ -292,24 +298,28 @@ class KnownPrefix:
         """
         parts = self._parts
         if parts:
-            self._drop_gone()
-        run, num_known = parts[-1] if parts else (None, 0)
+            self._drop_gone(chain)
+        run, num_known = parts[-1][:2] if parts else (None, 0)
         while num_known < num_most:
             if run is not None:
                 num_known = run.alike_until(chain, num_known, num_most)
-                parts[-1] = (run, num_known)
+                parts[-1] = (run, num_known, run.num_extended)
                 if num_known == num_most:
                     break
                 run.lend_digests(chain, num_known)
             if (run := index.find(chain.digest(num_known))) is None:
                 break
             num_known += 1
-            parts.append((run, num_known))
+            parts.append((run, num_known, run.num_extended))
 
-    def _drop_gone(self) -> None:
-        for at, (run, end) in enumerate(self._parts):
-            if run.end < end:
-                self._parts[at:] = [(run, run.end)] if run.blocks else []
+    def _drop_gone(self, chain: DigestChain) -> None:
+        for at, (run, end, num_extended) in enumerate(self._parts):
+            until = min(end, run.end)
+            if run.num_extended != num_extended:  # perhaps by other blocks, where it had lost some
+                until = run.alike_until(chain, run.first, until)
+                self._parts[at] = (run, until, run.num_extended)
+            if until < end:
+                self._parts[at:] = [(run, until, run.num_extended)] if until > run.first else []
                 break
 
     def collect(self, blocks: set[int]) -> None:
