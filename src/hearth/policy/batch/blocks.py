@@ -310,7 +310,7 @@ class BlockBook:
                 self._free.remove((target,))
             self._free.add((source,))
             self._num_holders[target], self._num_holders[source] = self._num_holders[source], 0
-            self.prefixes.move(source, target)
+        self.prefixes.move({move.source: move.target for move in moves})
 
     # Blocks that are held.
 

@@ -16,13 +16,17 @@ Whoever holds a block of a run holds those before it, too. So the last blocks of
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hearth.policy.batch.digest_chain import DigestChain, chained_digests
 
 #: Runs are found in so many dicts, each so small that one which is made anew keeps nobody waiting.
 _NUM_SHARDS = 256
+
+#: Blocks that are taken from the end of a run in one go, so that those of many by turns are not compared with
+#: all of each.
+_MAX_POPPED = 64
 
 
 class PrefixRun:
@@ -110,7 +114,9 @@ class PrefixRun:
 
     def cut(self, block: int) -> list[int]:
         """Take out a block and all behind it; return the latter."""
-        at = self.blocks.index(block)
+        at = len(self.blocks) - 1
+        while self.blocks[at] != block:  # from the end: each that is looked at goes
+            at -= 1
         behind = self.blocks[at + 1 :]
         self._keep(at)
         return behind
@@ -227,7 +233,7 @@ class PrefixIndex:
                 del lost[blocks[at]]
                 at += 1
                 continue
-            num_gone = run.pop_last(blocks[at : at + len(run.blocks)])
+            num_gone = run.pop_last(blocks[at : at + _MAX_POPPED])
             if not num_gone:
                 num_gone, behind = 1, run.cut(blocks[at])
                 for block in behind:
@@ -239,11 +245,15 @@ class PrefixIndex:
                 del self._shards[run.digest[0]][run.digest]
         return list(lost)
 
-    def move(self, source: int, target: int) -> None:
-        """Lead to `target` where something has led to `source`, if it has."""
-        if (run := self.runs[source]) is not None:
-            self.runs[source], self.runs[target] = None, run
-            run.blocks[run.blocks.index(source)] = target
+    def move(self, targets: Mapping[int, int]) -> None:
+        """Lead to the target of a block where something has led to the block, if it has. No target is a source."""
+        runs, moved = self.runs, set[PrefixRun]()
+        for source, target in targets.items():
+            if (run := runs[source]) is not None:
+                runs[source], runs[target] = None, run
+                moved.add(run)
+        for run in moved:
+            run.blocks = [targets.get(block, block) for block in run.blocks]
 
     def clear(self) -> None:
         """Forget all blocks at once."""
@@ -314,9 +324,11 @@ class KnownPrefix:
 
     def _drop_gone(self, chain: DigestChain) -> None:
         for at, (run, end, num_extended) in enumerate(self._parts):
-            until = min(end, run.end)
+            until = run.end
+            if until >= end and run.num_extended == num_extended:
+                continue
             if run.num_extended != num_extended:  # perhaps by other blocks, where it had lost some
-                until = run.alike_until(chain, run.first, until)
+                until = run.alike_until(chain, run.first, end)
                 self._parts[at] = (run, until, run.num_extended)
             if until < end:
                 self._parts[at:] = [(run, until, run.num_extended)] if until > run.first else []
