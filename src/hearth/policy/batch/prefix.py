@@ -35,7 +35,10 @@ class PrefixRun:
     One that was taken out of the index has no blocks.
     """
 
-    __slots__ = ("_block_tokens", "_digests", "_parted", "blocks", "first", "num_extended", "tokens")
+    __slots__ = (
+        *("_block_tokens", "_digests", "_parted"),
+        *("blocks", "branched", "first", "num_extended", "tokens"),
+    )
 
     def __init__(self, first: int, digest: bytes, blocks: list[int], tokens: array[int]) -> None:
         """Have blocks, of which the first is block `first` of its sequence and has this digest."""
@@ -45,6 +48,7 @@ class PrefixRun:
         self._block_tokens = len(tokens) // len(blocks)
         self._digests = [digest]  #: of the first of the blocks, as far as anybody asked
         self._parted = 0  #: the block up to which the last one to be compared was alike
+        self.branched = 0  #: the last block of the sequence in whose place another run ever began
         self.num_extended = 0  #: how often; as long as that is the same, it only ever lost blocks
 
     @property
@@ -181,18 +185,22 @@ class PrefixIndex:
     def add(self, publication: Publication) -> None:
         """Let blocks be found by their content. Of two with the same content the first stays.
 
-        But for blocks that go on where a run ends, whose digests nobody computes: these may be in another
-        run, too, that has branched off there, and stay until they are evicted.
+        But for blocks whose digests nobody computes, as they go on where a run ends or nothing was known of
+        their text: these may be in another run, too, whose beginning was lost, and stay until evicted.
         """
         chain, begin, before, blocks = publication
         runs, end = self.runs, begin + len(blocks)
         run = None if before is None else runs[before]
-        if run is None or run.blocks[-1] != before:
-            if num_known := self._known_until(chain, begin, end, run) - begin:
-                begin, blocks = begin + num_known, blocks[num_known:]
-            if not blocks:
+        if run is None or run.blocks[-1] != before or begin <= run.branched:
+            if run is None and begin:  # others were first with what is before, or it was withdrawn
+                known, run = self._known_until(chain, 0, begin, None)
+                run = run if known == begin else None
+            known, parent = self._known_until(chain, begin, end, run)
+            if known == end:
                 return
-            run = None
+            if parent is not None:
+                parent.branched = max(parent.branched, known)
+            blocks, begin, run = blocks[known - begin :], known, None
         size = chain.block_tokens
         tokens = chain.tokens[begin * size : end * size]
         if run is None:
@@ -205,10 +213,12 @@ class PrefixIndex:
         for block in blocks:
             runs[block] = run
 
-    def _known_until(self, chain: DigestChain, begin: int, end: int, run: PrefixRun | None) -> int:
-        """Return up to which block, from `begin` to `end`, others hold what a chain has.
+    def _known_until(
+        self, chain: DigestChain, begin: int, end: int, run: PrefixRun | None
+    ) -> tuple[int, PrefixRun | None]:
+        """Return up to which block, from `begin` to `end`, others hold what a chain has, and the last's run.
 
-        `run` is the one that the block in front of `begin` is in, if it is in any.
+        `run` is the one that holds what is in front of `begin`, if one does.
         """
         while begin < end:
             if run is not None:
@@ -216,9 +226,10 @@ class PrefixIndex:
                 if begin == end:
                     break
                 run.lend_digests(chain, begin)
-            if (run := self.find(chain.digest(begin))) is None:
+            if (found := self.find(chain.digest(begin))) is None:
                 break
-        return begin
+            run = found
+        return begin, run
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
         """No longer lead to blocks whose content is lost; return others, to which nothing leads now either.
@@ -246,7 +257,7 @@ class PrefixIndex:
         return list(lost)
 
     def move(self, targets: Mapping[int, int]) -> None:
-        """Lead to the target of a block where something has led to the block, if it has. No target is a source."""
+        """Lead to the target of each block that something has led to; no target is one of them."""
         runs, moved = self.runs, set[PrefixRun]()
         for source, target in targets.items():
             if (run := runs[source]) is not None:
@@ -285,8 +296,8 @@ class KnownPrefix:
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        #: Runs one behind the other, up to which block of the sequence each holds what that has, and how often
-        #: the run was extended by then.
+        #: Runs one behind the other, up to which block of the sequence each holds what that has, and how
+        #: often the run was extended by then.
         self._parts: list[tuple[PrefixRun, int, int]] = []
 
     @property
