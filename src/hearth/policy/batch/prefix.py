@@ -346,5 +346,12 @@ class KnownPrefix:
                 break
 
     def collect(self, blocks: set[int]) -> None:
-        """Add all blocks of the prefix to `blocks`."""
-        blocks.update(self.blocks)
+        """Add all blocks of the prefix to `blocks`, which has all before any that it has.
+
+        For whoever has a prefix in common with others has the same blocks.
+        """
+        for run, end, _ in reversed(self._parts):
+            for at in range(end - run.first - 1, -1, -1):
+                if (block := run.blocks[at]) in blocks:
+                    return
+                blocks.add(block)
