@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -611,6 +612,34 @@ def test_output_becomes_a_prefix_too() -> None:
     engine.drain()
     engine.add(request("b", [1, 2, *engine.outputs[RequestId("a")]]))
     assert launched(engine).admissions[0].num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_texts_that_branch_off_each_other_are_not_mixed_up_where_blocks_are_short(seed: int) -> None:
+    chance = random.Random(seed)
+    engine = loop(
+        max_batch_tokens=chance.choice([8, 16, 32]),
+        max_seqs=chance.choice([2, 4, 8]),
+        max_context=48,
+        num_blocks=chance.choice([13, 16, 20]),  # of which one request may take all
+        block_tokens=2,
+    )
+    stems = (
+        [1, 2, 3, 4, 5, 6],
+        [1, 2, 3, 4, 9, 9, 8, 8],
+        [1, 2, 3, 4, 9, 9, 7, 7],
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+    )
+    for number in range(120):
+        what = chance.random()
+        if what < 0.4:
+            prompt = chance.choice(stems) + chance.choices(range(3), k=chance.randrange(1, 6))
+            engine.add(request(str(number), prompt, max_tokens=chance.randrange(1, 14)))
+        elif what < 0.45 and engine.live:
+            engine.cancel(chance.choice(list(engine.live)))
+        else:
+            engine.step()
+    engine.drain()
 
 
 def test_output_is_no_prefix_before_its_end() -> None:

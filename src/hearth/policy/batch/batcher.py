@@ -442,7 +442,7 @@ class Batcher:
         first = self._sequences.first_waiting(self._num_committed)
         if first is None or not (behind := self._sequences.behind(first)):
             return []
-        hits = self._known_prefix(first).blocks
+        hits = set(self._known_prefix(first).blocks)
         num_wanted = self._num_blocks(len(first.tokens)) - len(hits)
         num_lacking = num_wanted - (self.blocks.num_available - len(self.blocks.cached_among(hits)))
         if num_lacking > sum(len(one.blocks) for one in behind):

@@ -5,15 +5,14 @@ Touches no memory: a block is a number here, its content is the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, count, islice
 
+from hearth.policy.batch.block_sets import CachedBlocks, FreeBlocks
 from hearth.policy.batch.prefix import PrefixIndex, Publication
 
 SINK_BLOCK = 0  #: of a KV that is fixed: takes the writes of padded rows and is never handed out
-
-_END, _ABSENT = -1, -2  #: no blocks: where a chain of blocks ends, and a link of who is in none
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,150 +21,6 @@ class BlockMove:
 
     source: int
     target: int
-
-
-class FreeBlocks:
-    """A set of blocks that hands out the lowest. Mutable; written only by the `BlockBook` that owns it.
-
-    A byte for each block, free or not. A set or a dict as large as a KV would be made anew from time to time,
-    and the step in which that happens waits for milliseconds; so nothing here is one.
-    """
-
-    def __init__(self) -> None:
-        self._is_free = bytearray()
-        self._num_free = 0
-        self._lowest = 0  #: none below it is free
-
-    def __len__(self) -> int:
-        return self._num_free
-
-    def __contains__(self, block: int) -> bool:
-        return block < len(self._is_free) and bool(self._is_free[block])
-
-    def __iter__(self) -> Iterator[int]:
-        return compress(count(self._lowest), self._is_free[self._lowest :])
-
-    def reserve(self, num_blocks: int) -> None:
-        """Have room for blocks of numbers below this."""
-        self._is_free.extend(bytes(max(0, num_blocks - len(self._is_free))))
-
-    def add(self, blocks: Sequence[int]) -> None:
-        """Take in blocks that are not free."""
-        is_free = self._is_free
-        if isinstance(blocks, range):  # which may be a whole KV
-            is_free[blocks.start : blocks.stop] = b"\1" * len(blocks)
-        else:
-            for block in blocks:
-                is_free[block] = 1
-        self._num_free += len(blocks)
-        self._lowest = min(self._lowest, min(blocks, default=self._lowest))
-
-    def remove(self, blocks: Iterable[int]) -> None:
-        """Take out those of the blocks that are free."""
-        for block in blocks:
-            if block in self:
-                self._is_free[block] = 0
-                self._num_free -= 1
-
-    def clear(self) -> None:
-        """Take out all."""
-        self._is_free = bytearray(len(self._is_free))
-        self._num_free = self._lowest = 0
-
-    def pop_lowest(self, num_blocks: int) -> list[int]:
-        """Take out so many of the lowest blocks, or all, the lowest first."""
-        is_free, at, blocks = self._is_free, self._lowest, list[int]()
-        num_left = min(num_blocks, self._num_free)
-        self._num_free -= num_left
-        while num_left:
-            first = is_free.find(1, at)
-            behind = is_free.find(0, first, first + num_left)
-            at = behind if behind >= 0 else min(first + num_left, len(is_free))
-            is_free[first:at] = bytes(at - first)
-            blocks += range(first, at)
-            num_left -= at - first
-        self._lowest = at
-        return blocks
-
-    def lowest_outside(self, extent: range, num_blocks: int) -> list[int]:
-        """Return so many of the lowest blocks, or all, that are not in an extent."""
-        return list(islice((block for block in self if block not in extent), num_blocks))
-
-    def check(self) -> None:
-        """Raise if a free block would never be handed out, or more are counted than there are."""
-        free = list(compress(count(), self._is_free))
-        assert free == list(self), f"free and never handed out: {set(free).difference(self)}"
-        assert len(free) == self._num_free, f"{free=} {self._num_free=}"
-
-
-class CachedBlocks:
-    """Blocks in the order of their last use. Mutable; written only by the `BlockBook` that owns it.
-
-    A chain through two lists, by block, that is closed behind their last entries: those of no block.
-    """
-
-    def __init__(self) -> None:
-        self._newer, self._older = [_END], [_END]
-        self._num_cached = 0
-
-    def __len__(self) -> int:
-        return self._num_cached
-
-    def __contains__(self, block: int) -> bool:
-        return block < len(self._newer) - 1 and self._newer[block] != _ABSENT
-
-    def __iter__(self) -> Iterator[int]:
-        block = self._newer[_END]
-        while block != _END:
-            yield block
-            block = self._newer[block]
-
-    def reserve(self, num_blocks: int) -> None:
-        """Have room for blocks of numbers below this."""
-        for links in (self._newer, self._older):
-            end = links.pop()
-            links.extend([_ABSENT] * (num_blocks - len(links)))
-            links.append(end)
-
-    def add(self, blocks: Iterable[int]) -> None:
-        """Take in blocks that are not there, each used after the one before it."""
-        newer, older, num_cached = self._newer, self._older, self._num_cached
-        last = older[_END]
-        for block in blocks:
-            newer[last] = block
-            older[block] = last
-            last = block
-            num_cached += 1
-        newer[last], older[_END] = _END, last
-        self._num_cached = num_cached
-
-    def remove(self, blocks: Iterable[int]) -> None:
-        """Take out blocks that are there."""
-        newer, older = self._newer, self._older
-        for block in blocks:
-            before, behind = older[block], newer[block]
-            newer[before], older[behind] = behind, before
-            newer[block] = _ABSENT
-            self._num_cached -= 1
-
-    def pop_oldest(self, num_blocks: int) -> list[int]:
-        """Take out so many of those that were used least recently, or all."""
-        newer, blocks = self._newer, list[int]()
-        block = newer[_END]
-        for _ in range(min(num_blocks, self._num_cached)):
-            blocks.append(block)
-            behind = newer[block]
-            newer[block] = _ABSENT
-            block = behind
-        newer[_END], self._older[block] = block, _END
-        self._num_cached -= len(blocks)
-        return blocks
-
-    def clear(self) -> None:
-        """Take out all."""
-        for links in (self._newer, self._older):
-            links[:] = [_ABSENT] * (len(links) - 1) + [_END]
-        self._num_cached = 0
 
 
 class BlockBook:
@@ -307,7 +162,7 @@ class BlockBook:
                 self._free.remove((target,))
             self._free.add((source,))
             self._num_holders[target], self._num_holders[source] = self._num_holders[source], 0
-            self.prefixes.move(source, target)
+        self.prefixes.move({move.source: move.target for move in moves})
 
     # Blocks that are held.
 

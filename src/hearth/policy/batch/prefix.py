@@ -16,13 +16,17 @@ Whoever holds a block of a run holds those before it, too. So the last blocks of
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hearth.policy.batch.digest_chain import DigestChain, chained_digests
 
 #: Runs are found in so many dicts, each so small that one which is made anew keeps nobody waiting.
 _NUM_SHARDS = 256
+
+#: Blocks that are taken from the end of a run in one go, so that those of many by turns are not compared with
+#: all of each.
+_MAX_POPPED = 64
 
 
 class PrefixRun:
@@ -31,7 +35,10 @@ class PrefixRun:
     One that was taken out of the index has no blocks.
     """
 
-    __slots__ = ("_block_tokens", "_digests", "_parted", "blocks", "first", "tokens")
+    __slots__ = (
+        *("_block_tokens", "_digests", "_parted"),
+        *("blocks", "branched", "first", "num_extended", "tokens"),
+    )
 
     def __init__(self, first: int, digest: bytes, blocks: list[int], tokens: array[int]) -> None:
         """Have blocks, of which the first is block `first` of its sequence and has this digest."""
@@ -41,6 +48,8 @@ class PrefixRun:
         self._block_tokens = len(tokens) // len(blocks)
         self._digests = [digest]  #: of the first of the blocks, as far as anybody asked
         self._parted = 0  #: the block up to which the last one to be compared was alike
+        self.branched = 0  #: the last block of the sequence in whose place another run ever began
+        self.num_extended = 0  #: how often; as long as that is the same, it only ever lost blocks
 
     @property
     def end(self) -> int:
@@ -91,6 +100,7 @@ class PrefixRun:
     def extend(self, blocks: Sequence[int], tokens: array[int]) -> None:
         self.blocks += blocks
         self.tokens += tokens
+        self.num_extended += 1
 
     def pop_last(self, blocks: Sequence[int]) -> int:
         """Take out the last of its blocks as long as they are the first of the given ones; return how many.
@@ -108,10 +118,16 @@ class PrefixRun:
 
     def cut(self, block: int) -> list[int]:
         """Take out a block and all behind it; return the latter."""
-        at = self.blocks.index(block)
+        at = len(self.blocks) - 1
+        while self.blocks[at] != block:  # from the end: each that is looked at goes
+            at -= 1
         behind = self.blocks[at + 1 :]
         self._keep(at)
         return behind
+
+    def clear(self) -> None:
+        """Take out all of its blocks."""
+        self._keep(0)
 
     def _keep(self, num_blocks: int) -> None:
         """Keep so many of the first blocks, and no tokens of others."""
@@ -169,18 +185,22 @@ class PrefixIndex:
     def add(self, publication: Publication) -> None:
         """Let blocks be found by their content. Of two with the same content the first stays.
 
-        But for blocks that go on where a run ends, whose digests nobody computes: these may be in another
-        run, too, that has branched off there, and stay until they are evicted.
+        But for blocks whose digests nobody computes, as they go on where a run ends or nothing was known of
+        their text: these may be in another run, too, whose beginning was lost, and stay until evicted.
         """
         chain, begin, before, blocks = publication
         runs, end = self.runs, begin + len(blocks)
         run = None if before is None else runs[before]
-        if run is None or run.blocks[-1] != before:
-            if num_known := self._known_until(chain, begin, end, run) - begin:
-                begin, blocks = begin + num_known, blocks[num_known:]
-            if not blocks:
+        if run is None or run.blocks[-1] != before or begin <= run.branched:
+            if run is None and begin:  # others were first with what is before, or it was withdrawn
+                known, run = self._known_until(chain, 0, begin, None)
+                run = run if known == begin else None
+            known, parent = self._known_until(chain, begin, end, run)
+            if known == end:
                 return
-            run = None
+            if parent is not None:
+                parent.branched = max(parent.branched, known)
+            blocks, begin, run = blocks[known - begin :], known, None
         size = chain.block_tokens
         tokens = chain.tokens[begin * size : end * size]
         if run is None:
@@ -193,10 +213,12 @@ class PrefixIndex:
         for block in blocks:
             runs[block] = run
 
-    def _known_until(self, chain: DigestChain, begin: int, end: int, run: PrefixRun | None) -> int:
-        """Return up to which block, from `begin` to `end`, others hold what a chain has.
+    def _known_until(
+        self, chain: DigestChain, begin: int, end: int, run: PrefixRun | None
+    ) -> tuple[int, PrefixRun | None]:
+        """Return up to which block, from `begin` to `end`, others hold what a chain has, and the last's run.
 
-        `run` is the one that the block in front of `begin` is in, if it is in any.
+        `run` is the one that holds what is in front of `begin`, if one does.
         """
         while begin < end:
             if run is not None:
@@ -204,9 +226,10 @@ class PrefixIndex:
                 if begin == end:
                     break
                 run.lend_digests(chain, begin)
-            if (run := self.find(chain.digest(begin))) is None:
+            if (found := self.find(chain.digest(begin))) is None:
                 break
-        return begin
+            run = found
+        return begin, run
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
         """No longer lead to blocks whose content is lost; return others, to which nothing leads now either.
@@ -221,7 +244,7 @@ class PrefixIndex:
                 del lost[blocks[at]]
                 at += 1
                 continue
-            num_gone = run.pop_last(blocks[at : at + len(run.blocks)])
+            num_gone = run.pop_last(blocks[at : at + _MAX_POPPED])
             if not num_gone:
                 num_gone, behind = 1, run.cut(blocks[at])
                 for block in behind:
@@ -233,18 +256,22 @@ class PrefixIndex:
                 del self._shards[run.digest[0]][run.digest]
         return list(lost)
 
-    def move(self, source: int, target: int) -> None:
-        """Lead to `target` where something has led to `source`, if it has."""
-        if (run := self.runs[source]) is not None:
-            self.runs[source], self.runs[target] = None, run
-            run.blocks[run.blocks.index(source)] = target
+    def move(self, targets: Mapping[int, int]) -> None:
+        """Lead to the target of each block that something has led to; no target is one of them."""
+        runs, moved = self.runs, set[PrefixRun]()
+        for source, target in targets.items():
+            if (run := runs[source]) is not None:
+                runs[source], runs[target] = None, run
+                moved.add(run)
+        for run in moved:
+            run.blocks = [targets.get(block, block) for block in run.blocks]
 
     def clear(self) -> None:
         """Forget all blocks at once."""
         self.runs = [None] * len(self.runs)
         for shard in self._shards:
             for run in shard.values():
-                run.blocks.clear()
+                run.clear()
             shard.clear()
 
     def check(self) -> None:
@@ -269,15 +296,15 @@ class KnownPrefix:
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        #: Runs one behind the other, and up to which block of the sequence each holds what that has. A block
-        #: of a run never gets another content, so what has not gone still holds it.
-        self._parts: list[tuple[PrefixRun, int]] = []
+        #: Runs one behind the other, up to which block of the sequence each holds what that has, and how
+        #: often the run was extended by then.
+        self._parts: list[tuple[PrefixRun, int, int]] = []
 
     @property
     def blocks(self) -> list[int]:
         """The blocks of the prefix, as they were when last followed."""
         blocks: list[int] = []
-        for run, end in self._parts:
+        for run, end, _ in self._parts:
             blocks += run.blocks[: end - run.first]
         return blocks
 
@@ -292,26 +319,39 @@ class KnownPrefix:
         """
         parts = self._parts
         if parts:
-            self._drop_gone()
-        run, num_known = parts[-1] if parts else (None, 0)
+            self._drop_gone(chain)
+        run, num_known = parts[-1][:2] if parts else (None, 0)
         while num_known < num_most:
             if run is not None:
                 num_known = run.alike_until(chain, num_known, num_most)
-                parts[-1] = (run, num_known)
+                parts[-1] = (run, num_known, run.num_extended)
                 if num_known == num_most:
                     break
                 run.lend_digests(chain, num_known)
             if (run := index.find(chain.digest(num_known))) is None:
                 break
             num_known += 1
-            parts.append((run, num_known))
+            parts.append((run, num_known, run.num_extended))
 
-    def _drop_gone(self) -> None:
-        for at, (run, end) in enumerate(self._parts):
-            if run.end < end:
-                self._parts[at:] = [(run, run.end)] if run.blocks else []
+    def _drop_gone(self, chain: DigestChain) -> None:
+        for at, (run, end, num_extended) in enumerate(self._parts):
+            until = run.end
+            if until >= end and run.num_extended == num_extended:
+                continue
+            if run.num_extended != num_extended:  # perhaps by other blocks, where it had lost some
+                until = run.alike_until(chain, run.first, end)
+                self._parts[at] = (run, until, run.num_extended)
+            if until < end:
+                self._parts[at:] = [(run, until, run.num_extended)] if until > run.first else []
                 break
 
     def collect(self, blocks: set[int]) -> None:
-        """Add all blocks of the prefix to `blocks`."""
-        blocks.update(self.blocks)
+        """Add all blocks of the prefix to `blocks`, which has all before any that it has.
+
+        For whoever has a prefix in common with others has the same blocks.
+        """
+        for run, end, _ in reversed(self._parts):
+            for at in range(end - run.first - 1, -1, -1):
+                if (block := run.blocks[at]) in blocks:
+                    return
+                blocks.add(block)
