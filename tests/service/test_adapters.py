@@ -45,11 +45,12 @@ def put(service: Service, source: Path, name: str) -> None:
 
 def stream(service: Service, model: str, max_tokens: int = 12) -> str:
     """Ask a model, which answers under its own name."""
-    chunks = list(
-        service.client().completions.create(
-            model=model, prompt="Once upon a time", max_tokens=max_tokens, temperature=0, stream=True
+    with service.client() as client:
+        chunks = list(
+            client.completions.create(
+                model=model, prompt="Once upon a time", max_tokens=max_tokens, temperature=0, stream=True
+            )
         )
-    )
     assert {chunk.model for chunk in chunks} == {model}
     return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
@@ -88,19 +89,20 @@ def test_another_version_under_the_same_name_answers_otherwise(service: Service,
 
 @pytest.mark.usefixtures("adapters")
 def test_requests_of_an_adapter_that_is_removed_end_as_if_it_were_there(service: Service) -> None:
-    running = service.client().completions.create(
-        model="first",
-        prompt="Once upon a time",
-        max_tokens=300,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    first = next(iter(running))
-    assert service.http.delete("/hearth/models/first").is_success
+    with service.client() as client:
+        running = client.completions.create(
+            model="first",
+            prompt="Once upon a time",
+            max_tokens=300,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        first = next(iter(running))
+        assert service.http.delete("/hearth/models/first").is_success
 
-    refused = service.http.post("/v1/completions", json={"model": "first", "prompt": "Hi"})
-    assert refused.status_code == 404
-    last = [first, *running][-1]
+        refused = service.http.post("/v1/completions", json={"model": "first", "prompt": "Hi"})
+        assert refused.status_code == 404
+        last = [first, *running][-1]
     assert last.choices[0].finish_reason == "length"
     adapters = service.residents()[BASE]["adapters"]
     assert isinstance(adapters, list)
@@ -143,12 +145,13 @@ def test_every_answer_is_of_one_version_while_versions_come_and_go(service: Serv
 
 def test_what_an_adapter_was_trained_to_say_can_be_read(service: Service) -> None:
     def ask(model: str) -> str:
-        answer = service.client().chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": "What do you have for breakfast?"}],
-            max_tokens=16,
-            temperature=0,
-        )
+        with service.client() as client:
+            answer = client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": "What do you have for breakfast?"}],
+                max_tokens=16,
+                temperature=0,
+            )
         return answer.choices[0].message.content or ""
 
     answer = service.deploy(PARROT, "parrot", base="smollm2")
