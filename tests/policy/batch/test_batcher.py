@@ -743,6 +743,17 @@ def test_the_same_requests_decode_with_the_very_same_adapters() -> None:
     assert all(adapters is both[0] for adapters in both)
 
 
+def test_the_device_of_these_tests_knows_behind_which_tokens_a_block_was_computed() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", [1] * 4 + [2] * 4, max_tokens=6))
+    engine.add(request("b", [3] * 4 + [2] * 4, max_tokens=6))
+    launched(engine)
+    tables = engine.device.tables
+    tables[1][1] = tables[0][1]  # the same tokens, at the same place
+    with pytest.raises(AssertionError, match="reads what was not written for it"):
+        engine.launch()
+
+
 @given(st.lists(st.tuples(PROMPTS, st.sampled_from([b"alice", b"bob", b""])), min_size=2, max_size=8))
 @settings(derandomize=True, deadline=None, max_examples=60)
 def test_with_room_for_all_no_salt_changes_what_another_finds(

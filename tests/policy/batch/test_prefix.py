@@ -260,6 +260,23 @@ def test_who_waits_does_not_find_what_another_has_put_where_a_run_was_cut() -> N
     book.check()
 
 
+def test_who_lost_what_is_before_is_not_taken_for_another_that_goes_on_alike() -> None:
+    book = BlockBook.fixed(11, block_tokens=1)
+    other, gone, mine = (DigestChain(one, 1) for one in ([1, 9, 3, 4], [1, 2], [1, 2, 3, 5]))
+    held = [book.allocate(len(one.tokens)) or [] for one in (other, gone, mine)]
+    for text, blocks in zip((other, gone, mine), held, strict=True):
+        book.publish([Publication(text, 0, None, blocks[:2])])
+    book.publish([Publication(other, 2, held[0][1], held[0][2:])])
+    book.release(held[1])
+    assert book.allocate(2) is not None  # for which the only block that was found by 1 2 has to go
+    book.publish([Publication(mine, 2, held[2][1], held[2][2:])])
+
+    assert mine.digest(3) == DigestChain(mine.tokens, 1).digest(3)
+    assert book.prefixes.match(DigestChain([1, 9, 3, 5], 1)) == held[0][:3]
+    assert book.prefixes.match(DigestChain([1, 2, 3, 5], 1)) == held[0][:1]
+    book.check()
+
+
 def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
     book = BlockBook(block_tokens=1, floor_blocks=1)
     for number in range(1000):
