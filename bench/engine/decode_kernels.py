@@ -9,6 +9,7 @@ not fit the cache. Bounds count each byte of weights and KV once, at 4.2 TB/s.
 from __future__ import annotations
 
 import json
+import sys
 import time
 import traceback
 from argparse import ArgumentParser
@@ -262,14 +263,19 @@ def main() -> None:
 
 
 def run(parts: Iterable[Callable[[], None]]) -> None:
+    """Run parts one after the other, and exit with 1 behind the last if one has failed."""
+    has_failed = False
     for part in parts:
         begin = time.monotonic()
         try:
             part()
         except Exception:  # the other parts are worth having
             say(part=part.__name__, error=traceback.format_exc()[-1500:])
+            has_failed = True
         say(part=part.__name__, seconds=time.monotonic() - begin)
         torch.cuda.empty_cache()
+    if has_failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from dataclasses import replace
 
 import torch
 
+from bench.engine.host_trace import step_parts
 from bench.engine.scale import GPU
 from bench.random_engine import new_engine, new_tokenizer
 from bench.random_model import TINY
@@ -134,22 +135,7 @@ def median_us(engine: Engine) -> dict[str, float]:
 
 def parts_us(engine: Engine) -> dict[str, float]:
     """Time the parts of steps."""
-    runner, parts, wait = engine.runner, PartTimes(), PendingStep.wait
-    wrapped: list[tuple[object, str]] = [
-        (engine.batcher, "waiting_prompt_tokens"),
-        (engine.batcher, "plan"),
-        (engine, "_launch"),
-        (runner, "is_warm"),
-        (runner, "launch"),
-        (runner._uploads, "next_step"),
-        (runner._inputs, "fill"),
-        (runner, "_run"),
-        (runner._sampler, "sample"),
-        (engine.allowance, "measured"),
-        (engine.batcher, "take_tokens"),
-        (engine.batcher, "settle"),
-        (engine, "_outputs"),
-    ]
+    parts, wait, wrapped = PartTimes(), PendingStep.wait, step_parts(engine)
     for owner, method in wrapped:
         parts.wrap(owner, method)
     parts.wrap(PendingStep, "wait")

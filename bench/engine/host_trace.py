@@ -51,6 +51,28 @@ class TracedStep:
         )
 
 
+def step_parts(engine: Engine) -> list[tuple[object, str]]:
+    """Return the calls that a step is made of on the host, by their owners. Some are parts of others."""
+    runner, batcher = engine.runner, engine.batcher
+    return [
+        (engine, "_measure"),
+        (batcher, "waiting_prompt_tokens"),
+        (batcher, "plan"),
+        (batcher, "take_tokens"),
+        (batcher, "settle"),
+        (engine, "_launch"),
+        (runner, "is_warm"),
+        (runner, "launch"),
+        (runner, "settle"),
+        (runner._uploads, "next_step"),
+        (runner._inputs, "fill"),
+        (runner, "_run"),
+        (runner._sampler, "admit"),
+        (runner._sampler, "sample"),
+        (engine, "_outputs"),
+    ]
+
+
 class HostTrace:
     """Times the parts of each step of an engine. Mutable; written by the thread that steps."""
 
@@ -60,25 +82,7 @@ class HostTrace:
         self._open: TracedStep | None = None
         self._wait = PendingStep.wait
         engine.step = self.step  # type: ignore[method-assign] # the point of tracing
-        runner, batcher = engine.runner, engine.batcher
-        for owner, method in (
-            (engine, "_measure"),
-            (batcher, "waiting_prompt_tokens"),
-            (batcher, "plan"),
-            (batcher, "take_tokens"),
-            (batcher, "settle"),
-            (engine, "_launch"),
-            (runner, "is_warm"),
-            (runner, "launch"),
-            (runner, "settle"),
-            (runner._uploads, "next_step"),
-            (runner._inputs, "fill"),
-            (runner, "_run"),
-            (runner._sampler, "admit"),
-            (runner._sampler, "sample"),
-            (engine, "_outputs"),
-            (PendingStep, "wait"),
-        ):
+        for owner, method in (*step_parts(engine), (PendingStep, "wait")):
             self._wrap(owner, method)
         gc.callbacks.append(self._collected)
 

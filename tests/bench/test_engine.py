@@ -179,10 +179,11 @@ def test_the_hosts_part_of_steps_is_timed_without_a_gpu() -> None:
     engine = host_steps.opened(host_steps.TINY_SHAPE, CPU, num_rows=2)
     host_steps.begun(engine, 2, host_steps.GREEDY)
 
-    found = host_steps.median_us(engine)
+    found, parts = host_steps.median_us(engine), host_steps.parts_us(engine)
 
     host_steps.end(engine, 2)
     assert 0 < found["host"] <= found["step"]
+    assert 0 < parts["plan"] < parts["all, timed"]
     engine.close()
 
 
