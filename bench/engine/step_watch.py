@@ -23,7 +23,10 @@ class WatchedStep:
 
     plan: StepPlan  #: looked at later, so that looking costs no step anything
     launch_s: float  #: of the host, to queue the step
+    #: The one before had ended when this was queued, so that the device waited. None: none was in flight.
+    is_late: bool | None
     host_s: float = 0.0  #: all that the host did during that call of `Engine.step`, but for waiting
+    computed_s: float = 0.0  #: of that, what its thread computed: no waits for the interpreter or the driver
 
 
 class StepWatch:
@@ -34,7 +37,8 @@ class StepWatch:
         self._step, self._launch = engine.step, engine.runner.launch
         self._steps: list[WatchedStep] = []
         self._launched: WatchedStep | None = None
-        self._waited_s = 0.0
+        self._in_flight: PendingStep | None = None
+        self._waited_s = self._computed_wait_s = 0.0
         self._num_preempted = 0
         if COMPILATIONS is not None:
             COMPILATIONS.watch()
@@ -43,11 +47,14 @@ class StepWatch:
         engine.runner.launch = self.launch  # type: ignore[assignment,method-assign]
 
     def step(self) -> StepOutcome:
-        self._launched, self._waited_s = None, 0.0
-        began_s = time.perf_counter()
+        self._launched, self._waited_s, self._computed_wait_s = None, 0.0, 0.0
+        began_s, computed_s = time.perf_counter(), time.thread_time()
         outcome = self._step()
-        if self._launched is not None:
+        if self._launched is None:
+            self._in_flight = None
+        else:
             self._launched.host_s = time.perf_counter() - began_s - self._waited_s
+            self._launched.computed_s = time.thread_time() - computed_s - self._computed_wait_s
             self._steps.append(self._launched)
         self._num_preempted += len(outcome.preempted)
         return outcome
@@ -55,11 +62,15 @@ class StepWatch:
     def launch(self, plan: StepPlan) -> _TimedWait:
         began_s = time.perf_counter()
         pending = self._launch(plan)
-        self._launched = WatchedStep(plan, time.perf_counter() - began_s)
+        launch_s = time.perf_counter() - began_s
+        before, self._in_flight = self._in_flight, pending
+        is_late = None if before is None or before.is_computed else before.is_done
+        self._launched = WatchedStep(plan, launch_s, is_late)
         return _TimedWait(self, pending)
 
-    def waited(self, seconds: float) -> None:
+    def waited(self, seconds: float, computed_s: float) -> None:
         self._waited_s += seconds
+        self._computed_wait_s += computed_s
 
     def take(self) -> dict[str, object]:
         """Return what the steps since the last call were like. Between steps."""
@@ -86,11 +97,11 @@ class _TimedWait:
         return self._pending.is_computed
 
     def wait(self) -> StepResult:
-        began_s = time.perf_counter()
+        began_s, computed_s = time.perf_counter(), time.thread_time()
         try:
             return self._pending.wait()
         finally:
-            self._watch.waited(time.perf_counter() - began_s)
+            self._watch.waited(time.perf_counter() - began_s, time.thread_time() - computed_s)
 
 
 def kernels_compiled_while_serving() -> int | None:
@@ -111,13 +122,16 @@ def _described(steps: Sequence[WatchedStep], runner: Runner) -> Mapping[str, obj
     num_tokens, num_rows = sum(plan.num_tokens for plan in plans), [_num_rows(plan) for plan in plans]
     padded = [num for plan in plans if (num := num_padded_tokens(runner, plan)) is not None]
     has_prompts = [plan.num_decode_rows < rows for plan, rows in zip(plans, num_rows, strict=True)]
+    late = [step.is_late for step in steps if step.is_late is not None]
     return {
         "steps": len(steps),
         "tokens_per_step": num_tokens / len(steps),
         "rows_per_step": sum(num_rows) / len(steps),
         "share_with_prompts": sum(has_prompts) / len(steps),
         "padded_share": sum(padded) / (num_tokens + sum(padded)) if padded else None,
+        "late_share": sum(late) / len(late) if late else None,
         "host_ms": _spread([1e3 * step.host_s for step in steps]),
+        "computed_ms": _spread([1e3 * step.computed_s for step in steps]),
         "launch_ms": _spread([1e3 * step.launch_s for step in steps]),
     }
 
