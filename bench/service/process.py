@@ -70,7 +70,7 @@ def serving(
     flags: Sequence[str],
     *,
     num_workers: int = 1,
-    command: Sequence[str] = ("hearth.cli",),
+    command: Sequence[str] = ("hearth",),
     port: int = 0,
     errors: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
@@ -112,7 +112,7 @@ def deploy(data_dir: Path, source: str | Path, name: str, *flags: str) -> None:
     """Run `hearth deploy`, through a service where one runs on the directory."""
     command = ["deploy", str(source), "--name", name, "--data-dir", str(data_dir), *flags]
     done = subprocess.run(
-        [sys.executable, "-m", "hearth.cli", *command], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "hearth", *command], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"`hearth {' '.join(command)}` ended with {done.returncode}: {done.stderr}")

@@ -371,7 +371,7 @@ def test_logs_goes_on_in_what_was_rotated(hearth: Hearth, data_dir: Path) -> Non
 def test_logs_follows_what_is_added(data_dir: Path) -> None:
     path = DataDir.open(data_dir).log_path
     path.write_text("one\ntwo\n", encoding="utf-8")
-    command = [sys.executable, "-m", "hearth.cli", "logs", "-f", "-n", "1"]
+    command = [sys.executable, "-m", "hearth", "logs", "-f", "-n", "1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as following:
         assert following.stdout is not None

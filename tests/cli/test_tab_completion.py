@@ -23,7 +23,7 @@ def completed(line: str, data_dir: Path) -> list[str]:
         "COMP_CWORD": str(len(words) - 1),
     }
     asked = subprocess.run(
-        [sys.executable, "-m", "hearth.cli"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "hearth"], env=environment, capture_output=True, text=True, check=True
     )
     assert asked.stderr == ""
     return asked.stdout.split()
@@ -78,6 +78,6 @@ def test_every_shell_has_its_script(shell: str, data_dir: Path) -> None:
         "_HEARTH_COMPLETE": f"source_{shell}",
     }
     script = subprocess.run(
-        [sys.executable, "-m", "hearth.cli"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "hearth"], env=environment, capture_output=True, text=True, check=True
     )
     assert "_HEARTH_COMPLETE" in script.stdout

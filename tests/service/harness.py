@@ -271,7 +271,7 @@ def serving(data_dir: Path, *flags: str) -> Iterator[Service]:
 
 
 def hearth(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "hearth.cli", *argv]
+    return [sys.executable, "-m", "hearth", *argv]
 
 
 def run_hearth(*argv: str) -> subprocess.CompletedProcess[str]:
