@@ -41,7 +41,8 @@ from bench.turns.setting import H200
 from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine
-from hearth.engine.runner import Runner, StepResult
+from hearth.engine.pending_step import StepResult
+from hearth.engine.runner import Runner
 from hearth.messages import HostModel, ModelTurn, Sampling, StartRequest, StepDone
 from hearth.models.dtypes import DTYPES
 from hearth.policy.batch.plan import StepPlan

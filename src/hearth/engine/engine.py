@@ -13,8 +13,9 @@ import torch
 from hearth.engine.guide import Guides
 from hearth.engine.logit_bias import is_biased
 from hearth.engine.penalties import is_penalised
+from hearth.engine.pending_step import PendingStep, StepResult
 from hearth.engine.reading_pieces import ReadingPieces
-from hearth.engine.runner import PendingStep, Runner, StepResult
+from hearth.engine.runner import Runner
 from hearth.engine.step_marks import NoMarks, StepMarks
 from hearth.engine.step_samples import StepSamples
 from hearth.engine.step_timer import StepTimer
