@@ -215,7 +215,7 @@ class Runs:
         self._send(RunFailed(run, label, reason))
 
     def _ended(self, model: ModelId, run: int) -> None:
-        """Have nobody wait for a request any more that its engine has no more."""
+        """Have nobody else count on a request that is over."""
         self._first_tokens.served(run)
         self._turns.ended(model, run)
         self._adapters.ended(run)

@@ -1,6 +1,6 @@
 """Steps in which every running sequence gets a token and nothing else happens, counted instead of planned.
 
-For whoever only simulates steps: an engine runs each. Decides nothing that steps would not.
+For whoever only simulates steps: an engine runs each. Says nothing of how long they take.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def blocks_wanted_by(running: Sequence[LiveSequence], num_steps: int, block_toke
 
 
 def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int, token: int) -> None:
-    """Have so many steps of a `DecodeRun` be over, planned and committed, that all sampled `token`."""
+    """Have so many steps of a `DecodeRun` be planned and committed, in each of which all sampled `token`."""
     handed_out = _skipped_blocks(running, num_steps, book.block_tokens)
     for sequence in running:
         assert token not in sequence.stop_ids, f"{token=} would have ended {sequence}"
@@ -74,7 +74,7 @@ def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int,
 
 
 def last_step(running: list[LiveSequence], step_id: int) -> PlannedStep:
-    """Return the step that was planned last, all of whose tables were written before."""
+    """Return the last of the steps that were skipped as if it had been planned."""
     slots = [one.slot for one in running if one.slot is not None]
     positions = [one.num_planned - 1 for one in running]
     decode = DecodeRows([one.request_id for one in running], slots, positions, adapters=adapters_of(running))

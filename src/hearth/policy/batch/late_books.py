@@ -41,7 +41,7 @@ class LateBooks:
         sequence.num_published = num_full
 
     def publish_output(self, sequence: LiveSequence) -> None:
-        """Note the same of all that a sequence which stops running has computed behind its prompt.
+        """Note that of a sequence which stops running also the output can be found, as far as it is computed.
 
         Nobody asks for an answer that is not finished, but who was preempted for its own.
         """

@@ -245,7 +245,7 @@ class RequestFailed:
 
 @dataclass(slots=True)
 class CommittedStep:
-    """Tokens that live requests got by one step, in columns of equal length. Written by `Batcher.commit`."""
+    """Tokens that live requests got by one step, in columns of equal length. Written by its `StepCommit`."""
 
     request_ids: Sequence[RequestId] = ()
     tokens: Sequence[int] = ()

@@ -23,7 +23,7 @@ from hearth.types import Pooling, RequestId
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One request that has not ended. Mutable; written only by the `Batcher` and its `Sequences`.
+    """One request that has not ended. Mutable; written only by the `Batcher` and its parts.
 
     Steps of a thousand sequences read these fields, so what they need often is a field and not computed.
     """
