@@ -22,7 +22,7 @@ from random import Random
 
 from bench.report import arguments, emit
 from hearth.policy.batch import prompt_allowance
-from hearth.policy.batch.batcher import BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import Profile, ShapeProfile
 from hearth.sim.report import Percentiles

@@ -50,7 +50,8 @@ from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graph_trial import GraphTrial
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.engine.runner import PendingStep, Runner
+from hearth.engine.pending_step import PendingStep
+from hearth.engine.runner import Runner
 from hearth.engine.step_shape import StepShape
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import KernelCache

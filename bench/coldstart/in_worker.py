@@ -64,7 +64,8 @@ from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graph_trial import GraphTrial
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.engine.runner import PendingStep, Runner
+from hearth.engine.pending_step import PendingStep
+from hearth.engine.runner import Runner
 from hearth.garbage import collect_when_idle
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import KernelCache
@@ -99,6 +100,7 @@ from hearth.worker.model_load import ModelLoad
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.report import Reports
+from hearth.worker.runs import Runs
 from hearth.worker.runtime import HostingResources, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
 from hearth.worker.start_times import StartTimes
@@ -360,19 +362,19 @@ def trace_worker(ring: Ring) -> None:
 
 def _trace_by_kind(ring: Ring) -> None:
     """Have messages noted by what they are, and tokens by whose they are."""
-    handle, tell_step = WorkerLoop._handle, WorkerLoop._tell_step
+    handle, tell_step = WorkerLoop._handle, Runs.tell_step
 
     def handle_noted(loop: WorkerLoop, message: Message) -> None:
         kind = message.news if isinstance(message, ModelNews) else message
         with ring.span(f"handle {type(kind).__name__}"):
             handle(loop, message)
 
-    def tell_noted(loop: WorkerLoop, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
+    def tell_noted(runs: Runs, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
         with ring.span(f"{TELL} {model}" if outcome.outputs else "tell nothing"):
-            tell_step(loop, model, outcome, step_s)
+            tell_step(runs, model, outcome, step_s)
 
     WorkerLoop._handle = handle_noted  # type: ignore[method-assign]
-    WorkerLoop._tell_step = tell_noted  # type: ignore[method-assign]
+    Runs.tell_step = tell_noted  # type: ignore[method-assign]
 
 
 def measure(rig: Rig, without: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ import torch
 from bench.engine.rig import Rig, opened
 from bench.engine.scale import GPU
 from hearth import SamplingParams
-from hearth.engine.runner import PendingStep
+from hearth.engine.pending_step import PendingStep
 
 NUM_WARM = 3
 NUM_NEW, NUM_MANY_RUNS = 8, 3  #: tokens of each of many, and how often these are asked after once

@@ -36,7 +36,7 @@ from hearth import LLM, SamplingParams
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
-from hearth.engine.runner import PendingStep
+from hearth.engine.pending_step import PendingStep
 from hearth.engine.step_shape import GraphKey
 from hearth.types import RequestId
 

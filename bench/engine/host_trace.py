@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hearth.engine.engine import Engine, StepOutcome
-from hearth.engine.runner import PendingStep
+from hearth.engine.pending_step import PendingStep
 from hearth.policy.batch.plan import StepPlan
 
 

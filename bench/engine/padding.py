@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from bench.sharegpt import Lengths, conversations
 from hearth.engine.step_shape import PaddedSizes, StepShape
-from hearth.policy.batch.batcher import Batcher, BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest
 from hearth.sizes import StepLimits

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from bench.report import percentiles
 from hearth.engine.engine import Engine, StepOutcome
-from hearth.engine.runner import PendingStep, Runner, StepResult
+from hearth.engine.pending_step import PendingStep, StepResult
+from hearth.engine.runner import Runner
 from hearth.policy.batch.plan import StepPlan
 
 try:

@@ -41,7 +41,8 @@ from bench.turns.setting import H200
 from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine
-from hearth.engine.runner import Runner, StepResult
+from hearth.engine.pending_step import StepResult
+from hearth.engine.runner import Runner
 from hearth.messages import HostModel, ModelTurn, Sampling, StartRequest, StepDone
 from hearth.models.dtypes import DTYPES
 from hearth.policy.batch.plan import StepPlan
@@ -53,6 +54,7 @@ from hearth.store.manifest import read_manifest
 from hearth.types import ModelId
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.runs import Runs
 from hearth.worker.turns import Turns
 from hearth.worker.worker_loop import WorkerLoop
 
@@ -69,7 +71,7 @@ _KV = {"1B": (1, 8), "3B": (2, 8), "7B": (4, 16)}
 _WARM_S = 2.0
 SIZES = {"host_bytes": 160 * MIB, "chunk_bytes": PAGE_BYTES}
 #: Of the worker, that look at the time.
-TIMED_MODULES = ("turns", "worker_loop", "hosted_models", "reclaimer", "report")
+TIMED_MODULES = ("turns", "worker_loop", "runs", "hosted_models", "reclaimer", "report")
 #: Parts of the loop whose time is told apart, none within another, by the name that they have here.
 PARTS: Mapping[str, tuple[type, str]] = {
     "engine": (Engine, "step"),
@@ -80,7 +82,7 @@ PARTS: Mapping[str, tuple[type, str]] = {
     "ready": (HostedModels, "ready"),
     "before_step": (Reclaimer, "before_step"),
     "after_step": (Reclaimer, "after_step"),
-    "tell_step": (WorkerLoop, "_tell_step"),
+    "tell_step": (Runs, "tell_step"),
     "tell_residency": (WorkerLoop, "_tell_residency"),
     "orders": (WorkerLoop, "_handle"),
 }

@@ -15,7 +15,7 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
-from hearth.engine.runner import PendingStep, StepResult
+from hearth.engine.pending_step import PendingStep, StepResult
 from hearth.engine.sampler import Sampler, SampleRows, Samples
 from hearth.engine.upload import Uploads
 from hearth.errors import HearthError

@@ -11,7 +11,7 @@ import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine, Usage
-from hearth.engine.runner import PendingStep
+from hearth.engine.pending_step import PendingStep
 from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.plan import StepPlan

@@ -13,7 +13,7 @@ import torch
 
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import CapturedGraph, StepGraph, StepGraphs, Work
-from hearth.engine.runner import PendingStep
+from hearth.engine.pending_step import PendingStep
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
 from hearth.errors import DeviceError
 from hearth.models.decoder import Decoder

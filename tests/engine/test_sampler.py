@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.engine.runner import StepResult
+from hearth.engine.pending_step import StepResult
 from hearth.engine.sampler import Sampler, Samples
 from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams, TokenLogprobs

@@ -38,7 +38,8 @@ from hearth.kernels.variants import TargetDriver, Variant, recording
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection, projection_shape
 from hearth.models.arch import Arch
 from hearth.models.families import arch_from_config
-from hearth.policy.batch.batcher import Batcher, BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, StepPlan
 from hearth.sizes import StepLimits

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hearth.policy.batch.batcher import BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import NO_LEAST, LeastSeconds
 from hearth.sim.stepped_engine import SteppedEngine, StepSeconds

@@ -19,7 +19,7 @@ import torch
 from bench.host_pages import HostPages
 from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, block_bytes, tables_bytes, workspace_bytes
-from hearth.engine.runner import PendingStep
+from hearth.engine.pending_step import PendingStep
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hearth.beacon import Beacon, new_beacon_file
-from hearth.engine.runner import PendingStep
+from hearth.engine.pending_step import PendingStep
 from hearth.errors import DeviceError
 from hearth.memory.arena import ArenaPool
 from hearth.models.decoder import Decoder

@@ -38,8 +38,8 @@ from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.load_ahead import LoadAhead
 from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.runs import _checked
 from hearth.worker.runtime import HostingResources
-from hearth.worker.worker_loop import _checked
 from tests.engine.harness import assert_greedy, prompts_for
 from tests.models.zoo import save, tiny
 from tests.store.stored import PATIENCE_S, gated_tiers, tiers_at
@@ -244,7 +244,7 @@ def test_nobody_waits_for_the_grammar_of_a_request_to_be_compiled(
             is_compiled.wait(PATIENCE_S)
         return _checked(intake, replace_struct(order, guide=None))
 
-    monkeypatch.setattr("hearth.worker.worker_loop._checked", slowly_checked)
+    monkeypatch.setattr("hearth.worker.runs._checked", slowly_checked)
     with taking_turns("arena", tmp_path, [first, second], rules=PATIENT) as gateway:
         guided = gateway.start(first, [1, 2, 3], greedy(8, ignore_eos=True), GuideOrder("regex", "x*"))
         while ModelId(first) not in gateway.in_turn:

@@ -42,9 +42,9 @@ from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import FinishReason, Hold, ModelId, Pace, Pooling, SamplingParams
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
+from hearth.worker.runs import _checked
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import ModelBroken
-from hearth.worker.worker_loop import _checked
 from tests.models.zoo import build, save, tiny
 from tests.store.stored import converted, flip
 from tests.text.conftest import byte_level

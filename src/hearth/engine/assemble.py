@@ -34,7 +34,8 @@ from hearth.models.buffers import name_of
 from hearth.models.decoder import Decoder
 from hearth.models.weights import Weights
 from hearth.models.workspace import Workspace
-from hearth.policy.batch.batcher import Batcher, BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.batch.step_limits import step_limits

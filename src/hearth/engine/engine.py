@@ -13,14 +13,16 @@ import torch
 from hearth.engine.guide import Guides
 from hearth.engine.logit_bias import is_biased
 from hearth.engine.penalties import is_penalised
+from hearth.engine.pending_step import PendingStep, StepResult
 from hearth.engine.reading_pieces import ReadingPieces
-from hearth.engine.runner import PendingStep, Runner, StepResult
+from hearth.engine.runner import Runner
 from hearth.engine.step_marks import NoMarks, StepMarks
 from hearth.engine.step_samples import StepSamples
 from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling
 from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.models.adapter import AdapterLayout
+from hearth.policy.batch.batch_limits import RequestLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
@@ -124,8 +126,10 @@ class Intake:
     No tensor is held: a request that takes its time here keeps no memory of an engine that is dropped.
     """
 
-    def __init__(self, batcher: Batcher, guides: Guides, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self._batcher, self._guides = batcher, guides
+    def __init__(
+        self, limits: RequestLimits, guides: Guides, vocab_size: int, eos_ids: frozenset[int]
+    ) -> None:
+        self._limits, self._guides = limits, guides
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
 
     def request(
@@ -164,7 +168,7 @@ class Intake:
             adapter=adapter,
             is_streamed=is_streamed,
         )
-        self._batcher.check_fits(request)
+        self._limits.check(request)
         return request if guide is None else replace(request, guide=self._guide(guide, params, output))
 
     def _guide(self, spec: GuideSpec, params: SamplingParams, output: Sequence[int]) -> Guide:
@@ -195,7 +199,7 @@ class Engine:
         self.batcher = batcher
         self.runner = runner
         self.elastic = Elastic(batcher.blocks.block_tokens)
-        self.intake = Intake(batcher, guides, vocab_size, eos_ids)
+        self.intake = Intake(batcher.request_limits, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
         self._unmeasured: _LaunchedStep | None = None  #: taken in, with its time still to be asked for

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from hearth.engine.adapter_table import AdapterTable
@@ -15,7 +13,8 @@ from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_trial import MAX_TRIED_ROWS, GraphTrial
 from hearth.engine.graphs import CapturedGraph, Capturer, StepGraphs
 from hearth.engine.inputs import InputBuffers
-from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
+from hearth.engine.pending_step import PendingStep, host_like
+from hearth.engine.prompt_reader import PromptReader, StepReads
 from hearth.engine.sampler import Sampler, Samples
 from hearth.engine.step_shape import PaddedSizes, StepPart, StepShape
 from hearth.engine.upload import Uploads
@@ -25,104 +24,13 @@ from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
-from hearth.types import AdapterId, RequestId, SamplingTable, TokenLogprob, TokenLogprobs
+from hearth.types import AdapterId, RequestId, SamplingTable
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
 #: All kernels of libraries are in two layers: the last one of a step with prompts ends with its attention.
 _REHEARSED_LAYERS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The tokens that a step has sampled: one entry per sampling row of the plan, in order."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None] | None  #: as many as each row asked for; None: nobody asked
-    broken_rows: list[int]  #: indices of rows of the plan, also of those that do not sample: see `commit`
-    reads: Mapping[int, RowRead] = field(default_factory=dict)  #: likewise, of rows that want a reading
-
-
-class PendingStep:
-    """A step that the device may still be computing."""
-
-    def __init__(
-        self, samples: Samples, num_samples: int, host: torch.Tensor, reads: StepReads | None = None
-    ) -> None:
-        """Queue the copies to the host, of what was chosen to `host`; nobody else writes there until `wait`.
-
-        The first `num_samples` rows have sampled, others were only computed.
-        """
-        self._chosen, self._num_samples = host.copy_(samples.chosen, non_blocking=True), num_samples
-        parts = (samples.logprobs, samples.top_ids, samples.top_logprobs)
-        self._logprobs, self._top_ids, self._top_logprobs = (
-            None if part is None else _to_host(part) for part in parts
-        )
-        self._num_logprobs = samples.num_logprobs
-        self._reads = None if reads is None else _reads_to_host(reads)
-        #: Behind all of the step; None: on a CPU, where it is done.
-        self.end: torch.cuda.Event | None = None
-        if samples.chosen.is_cuda:
-            self.end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # untyped
-            self.end.record()
-
-    @property
-    def is_computed(self) -> bool:
-        """True if the device computed the step while it was launched, as a CPU does."""
-        return self.end is None
-
-    @property
-    def is_done(self) -> bool:
-        """True if nobody has to wait for it."""
-        return self.end is None or bool(self.end.query())  # type: ignore[no-untyped-call] # untyped
-
-    def wait(self) -> StepResult:
-        if self.end is not None:
-            self.end.synchronize()
-        tokens, best_bits = self._chosen.numpy().T
-        is_broken = ~np.isfinite(best_bits.view(np.float32))
-        reads = {} if self._reads is None else dict(self._reads.rows())
-        is_broken[[index for index, read in reads.items() if not read.is_finite]] = True
-        broken_rows = np.flatnonzero(is_broken).tolist()
-        return StepResult(tokens[: self._num_samples].tolist(), self._asked_logprobs(), broken_rows, reads)
-
-    def _asked_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Return to each row what it asked for, whatever was computed because others asked for more."""
-        if self._logprobs is None:
-            return None
-        tops = (self._top_ids, self._top_logprobs)
-        top_ids, top_logprobs = ([[]] * len(self._logprobs) if top is None else top.tolist() for top in tops)
-        rows = zip(self._num_logprobs, self._logprobs.tolist(), top_ids, top_logprobs, strict=True)
-        return [
-            None if num is None else TokenLogprobs(own, tuple(map(TokenLogprob, ids[:num], best[:num])))
-            for num, own, ids, best in rows
-        ]
-
-
-def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory of the host for copies of a tensor, or the tensor if it has none, as in a dry run."""
-    if tensor.is_meta:
-        return tensor
-    return torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def _reads_to_host(reads: StepReads) -> StepReads:
-    return replace(
-        reads,
-        pooled=_to_host(reads.pooled),
-        logprobs=_to_host(reads.logprobs),
-        ranks=_to_host(reads.ranks),
-        top_ids=_to_host(reads.top_ids),
-        top_logprobs=_to_host(reads.top_logprobs),
-    )
 
 
 def _queues(method: _Method) -> _Method:
@@ -175,7 +83,7 @@ class Runner:
         self._reader = PromptReader(decoder, uploads)
         self._adapters = AdapterTable(decoder.arch.dimensions, kv.dtype, uploads)
         #: Where what steps have chosen arrives. Two, for a step is launched before the last is waited for.
-        self._hosts = [_host_like(sampler.chosen) for _ in range(2)]
+        self._hosts = [host_like(sampler.chosen) for _ in range(2)]
 
     @property
     def sink(self) -> int:
@@ -205,6 +113,227 @@ class Runner:
     def _has_graphs(self, shape: StepShape) -> bool:
         """True if a step of this shape has nothing to be captured, because it was or nothing is."""
         return self.graphs is None or all(key in self.graphs for key in shape.keys)
+
+    # Steps.
+
+    @torch.inference_mode()
+    @_queues
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Queue a step on the device and return without waiting for it."""
+        self.settle()
+        self._uploads.next_step()
+        self._sampler.admit(plan.admissions)
+        shape = self.sizes.shape_of(plan)
+        # Else it stays for this step, and with it no graph is captured: the first step behind a load is run
+        # sooner than captured, and somebody waits for its token, however early the last bytes came.
+        if self._has_graphs(shape):
+            self._drop_open_gate()
+        rows = self._inputs.fill(plan, shape)
+        if shape.has_adapters:
+            self._inputs.adapters.fill(plan, shape, self._adapters)
+        trial = self._begin_trial(shape, plan)
+        self._run(shape, plan)
+        reads = self._read(shape, plan) if plan.has_readings else None
+        if trial is not None:
+            trial.step_done()
+        logits = self.decoder.logits[: plan.num_rows]
+        samples = self._sampler.sample(logits, rows, self.decoder.wide_logits)
+        self._hosts.reverse()
+        pending = PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
+        if trial is not None:
+            trial.replay()
+            self._trial = trial
+        else:
+            self._end = pending.end
+        self._drop_open_gate()
+        return pending
+
+    def _begin_trial(self, shape: StepShape, plan: StepPlan) -> GraphTrial | None:
+        """Begin a trial if a graph of this step was never tried."""
+        # Where prompts are read the tail is another.
+        if self.graphs is None or self._gate is not None or plan.has_readings:
+            return None
+        graphs = self.graphs.begin_trial(shape.keys)
+        if graphs is None:
+            return None
+        trial = GraphTrial(graphs, partial(self._run_again, shape, plan), self._sampler, self.kv)
+        rows, logits = self._inputs.view(plan, shape).rows, self.decoder.logits[: plan.num_rows]
+        trial.begin(rows, plan.num_tokens, logits)
+        return trial
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Wait for graphs that are tried behind the last step, so that nothing stays of what they did."""
+        if self._trial is None:
+            return
+        self._end = None
+        assert self.graphs is not None, "a trial without graphs"
+        trial, self._trial = self._trial, None
+        if (reason := trial.end()) is None:
+            self.graphs.accept()
+        else:
+            self.synchronize()  # with the step that ran again: nobody else waits for it
+            self.graphs.reject(reason)
+
+    def _drop_open_gate(self) -> None:
+        """Wait at a gate no longer once all weights are there."""
+        if self._gate is not None and self._gate.is_open():
+            self._gate = None
+
+    def _run(self, shape: StepShape, plan: StepPlan | None) -> None:
+        """Queue the step whose inputs are in place, which leaves its logits with the decoder.
+
+        But where prompts are read, these are left to `_read`.
+        """
+        for key in shape.keys:
+            if key.part is StepPart.TAIL and plan is not None and plan.has_readings:
+                continue  # see `_read`
+            work = partial(self._run_part, key.part, shape, plan)
+            # A graph reads all of its weights, so it has to wait for the last of them.
+            if self.graphs is None or self._gate is not None:
+                work()
+            else:
+                self.graphs.run(key, work)
+
+    def _read(self, shape: StepShape, plan: StepPlan) -> StepReads:
+        """Queue all behind the body of a step whose prompts are read, and leave what the tail would leave."""
+        step = self._inputs.view(plan, shape)
+        hidden = self.decoder.finish(step, self._gate)
+        reads = self._reader.read(plan, hidden, self.sizes.samples)
+        assert step.logit_rows is not None, f"prompts are read in a step without any: {plan.step_id=}"
+        logits = self.decoder.head(hidden.index_select(0, step.logit_rows))
+        self._sampler.take_best(logits, self._inputs.sample_slots(shape))
+        return reads
+
+    def _run_again(self, shape: StepShape, plan: StepPlan) -> None:
+        """Run a step once more, behind graphs that did something else."""
+        self._tables.counters.zero_()  # as every step finds them, and leaves them
+        self._run_eagerly(shape, plan)
+
+    def _run_eagerly(self, shape: StepShape, plan: StepPlan) -> None:
+        for key in shape.keys:
+            self._run_part(key.part, shape, plan)
+
+    def _run_part(self, part: StepPart, shape: StepShape, plan: StepPlan | None) -> None:
+        self._queue(part, shape, plan, self.decoder, self.kv, self._gate)
+
+    def _queue(
+        self,
+        part: StepPart,
+        shape: StepShape,
+        plan: StepPlan | None,
+        decoder: Decoder,
+        kv: torch.Tensor,
+        gate: WeightGate | None,
+    ) -> None:
+        step = self._inputs.view(plan, shape)
+        if part is not StepPart.TAIL:
+            self._inputs.gather_tokens(shape)
+            if gate is not None:
+                gate.embed()
+            decoder.body(decoder.embed(step), step, kv, gate)
+        if part is not StepPart.MIXED:
+            self._sampler.take_best(decoder.tail(step, gate), self._inputs.sample_slots(shape))
+
+    def synchronize(self) -> None:
+        """Wait for all steps that were launched."""
+        if self.kv.is_cuda:
+            torch.cuda.current_stream(self.kv.device).synchronize()
+
+    def close(self) -> None:
+        """Wait for all that was launched here. No other call may follow."""
+        if self.graphs is not None:
+            self.graphs.stop_restoring()
+        if self._end is None:
+            self.synchronize()
+        else:  # not for steps of other models, which would have nothing queued behind them then
+            self._end.synchronize()
+        self._trial = None  # which keeps the runner, and so all of its memory
+        if self.graphs is not None:  # not before: the device might be lost by what is on trial
+            self.graphs.drop_restored()
+
+    # What steps use: weights, kernels, tables, adapters and KV.
+
+    def follow(self, gate: WeightGate | None) -> None:
+        """Run steps layer by layer behind weights that are still arriving, until the gate is open.
+
+        None: no weights are arriving any more.
+        """
+        self._gate = gate
+
+    def rebind(self, weights: Weights) -> None:
+        """Follow weights that were moved; graphs are captured anew when next needed."""
+        self.settle()
+        self.decoder.rebind(weights)
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def use_products(self, products: ChosenProducts) -> None:
+        """Compute with other kernels from now on; graphs are captured anew when next needed."""
+        self.settle()
+        self.decoder.products = products
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def drop_restored(self) -> None:
+        """Capture here what was restored from a snapshot, when it is next needed: so that one can be made."""
+        self.settle()
+        if self.graphs is not None:
+            self.graphs.drop_restored()
+
+    @torch.inference_mode()
+    @_queues
+    def fill_tables(self) -> None:
+        """Fill all tables, before the first step and whenever their memory was somebody else's meanwhile."""
+        self._tables.fill()
+        self._inputs.adapters.forget()
+
+    def has_table(self, table: SamplingTable) -> bool:
+        return self._sampler.has_table(table)
+
+    @torch.inference_mode()
+    @_queues
+    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
+        """Have a sampling table lie in `memory`, behind all launched steps; None: where torch finds some."""
+        self._sampler.place_table(table, memory)
+
+    def drop_table(self, table: SamplingTable) -> None:
+        """Let go of a sampling table, because no plan from now on has a row that needs it."""
+        self._sampler.drop_table(table)
+
+    def free_row(self, table: SamplingTable, request_id: RequestId) -> None:
+        """Let others have the row of a request in a sampling table, because no plan has a row of it."""
+        self._sampler.free_row(table, request_id)
+
+    @torch.inference_mode()
+    @_queues
+    def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
+        """Have steps from now on find an adapter in its place (`AdapterTable.bind`)."""
+        self._adapters.bind(adapter, layout, layers)
+        self._inputs.adapters.forget()
+        if self.graphs is not None:
+            self.graphs.want_adapters()
+
+    def remove_adapter(self, adapter: AdapterId) -> None:
+        """Forget an adapter, because no plan from now on has a row of it."""
+        self._adapters.unbind(adapter)
+        self._inputs.adapters.forget()
+
+    @torch.inference_mode()
+    @_queues
+    def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
+        """Queue copies of whole blocks behind all launched steps. No source is a target."""
+        if not moves:
+            return
+        self.settle()
+        # To be sent as one, and kept on the host until the device has read it, as a step's numbers are.
+        sources, targets = self._uploads.ints([m.source for m in moves], [m.target for m in moves])
+        num_at_once = max(1, _COPY_BYTES // self.kv[0].nbytes)
+        for first in range(0, len(moves), num_at_once):
+            piece = slice(first, first + num_at_once)
+            self.kv.index_copy_(0, targets[piece], self.kv.index_select(0, sources[piece]))
+
+    # Ahead of requests: steps of padding, and what is around them.
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -239,6 +368,51 @@ class Runner:
     def park_adapters(self, shape: StepShape) -> None:
         """Have no row of steps of this shape have an adapter, until one is launched that has."""
         self._inputs.adapters.park(shape)
+
+    @torch.inference_mode()
+    @_queues
+    def draw_padding(self, shape: StepShape) -> None:
+        """Queue the draws of a step that is all padding, in which no token is drawn.
+
+        Before them the best tokens, once more, as behind rules that change logits.
+        """
+        logits, rows = self.decoder.wide_logits[: shape.num_logits], self._inputs.park(shape)
+        self._sampler.take_best(logits, rows.device_slots)
+        self._sampler.draw(logits, rows)
+
+    @_queues
+    def padded_layers(self, shape: StepShape, num_layers: int) -> Callable[[ProductKernels], None]:
+        """Send the inputs of a step that is all padding; return what queues its first layers.
+
+        That may be called, or captured, any number of times until the next step is launched or parked.
+        """
+        self.settle()
+        self.synchronize()  # for what is sent is written where that of the step before the last lies
+        self._inputs.park(shape)
+
+        @torch.inference_mode()
+        def queue(products: ProductKernels) -> None:
+            decoder = self.decoder.first_layers(num_layers, products)
+            kv = self.kv[:, : len(decoder.layers)]
+            for key in shape.keys:
+                self._queue(key.part, shape, None, decoder, kv, None)
+
+        return queue
+
+    @torch.inference_mode()
+    @_queues
+    def rehearse_inputs(self, plan: StepPlan) -> None:
+        """Do all that a step of a plan does around its parts: fill tables, send inputs, fetch a token.
+
+        No part of the step is run, and nothing but tables is touched.
+        """
+        self._tables.fill()
+        self._sampler.admit(plan.admissions)
+        rows = self._inputs.fill(plan, self.sizes.shape_of(plan))
+        samples = Samples(self._sampler.chosen[: plan.num_rows], None, None, None, ())
+        PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows]).wait()
+
+    # Captures beside all steps, by any thread: nothing is run.
 
     @torch.inference_mode()
     def capture_ahead(self, shape: StepShape) -> None:
@@ -313,261 +487,3 @@ class Runner:
             self.decoder.wide_logits[:size].copy_(self.decoder.logits[:size])
 
         capturer.capture(work)
-
-    @torch.inference_mode()
-    @_queues
-    def rehearse_inputs(self, plan: StepPlan) -> None:
-        """Do all that a step of a plan does around its parts: fill tables, send inputs, fetch a token.
-
-        No part of the step is run, and nothing but tables is touched.
-        """
-        self._tables.fill()
-        self._sampler.admit(plan.admissions)
-        rows = self._inputs.fill(plan, self.sizes.shape_of(plan))
-        samples = Samples(self._sampler.chosen[: plan.num_rows], None, None, None, ())
-        PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows]).wait()
-
-    @_queues
-    def padded_layers(self, shape: StepShape, num_layers: int) -> Callable[[ProductKernels], None]:
-        """Send the inputs of a step that is all padding; return what queues its first layers.
-
-        That may be called, or captured, any number of times until the next step is launched or parked.
-        """
-        self.settle()
-        self.synchronize()  # for what is sent is written where that of the step before the last lies
-        self._inputs.park(shape)
-
-        @torch.inference_mode()
-        def queue(products: ProductKernels) -> None:
-            decoder = self.decoder.first_layers(num_layers, products)
-            kv = self.kv[:, : len(decoder.layers)]
-            for key in shape.keys:
-                self._queue(key.part, shape, None, decoder, kv, None)
-
-        return queue
-
-    def use_products(self, products: ChosenProducts) -> None:
-        """Compute with other kernels from now on; graphs are captured anew when next needed."""
-        self.settle()
-        self.decoder.products = products
-        if self.graphs is not None:
-            self.graphs.forget()
-
-    @torch.inference_mode()
-    @_queues
-    def draw_padding(self, shape: StepShape) -> None:
-        """Queue the draws of a step that is all padding, in which no token is drawn.
-
-        Before them the best tokens, once more, as behind rules that change logits.
-        """
-        logits, rows = self.decoder.wide_logits[: shape.num_logits], self._inputs.park(shape)
-        self._sampler.take_best(logits, rows.device_slots)
-        self._sampler.draw(logits, rows)
-
-    def follow(self, gate: WeightGate | None) -> None:
-        """Run steps layer by layer behind weights that are still arriving, until the gate is open.
-
-        None: no weights are arriving any more.
-        """
-        self._gate = gate
-
-    def has_table(self, table: SamplingTable) -> bool:
-        return self._sampler.has_table(table)
-
-    @torch.inference_mode()
-    @_queues
-    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
-        """Have a sampling table lie in `memory`, behind all launched steps; None: where torch finds some."""
-        self._sampler.place_table(table, memory)
-
-    def drop_table(self, table: SamplingTable) -> None:
-        """Let go of a sampling table, because no plan from now on has a row that needs it."""
-        self._sampler.drop_table(table)
-
-    def free_row(self, table: SamplingTable, request_id: RequestId) -> None:
-        """Let others have the row of a request in a sampling table, because no plan has a row of it."""
-        self._sampler.free_row(table, request_id)
-
-    @torch.inference_mode()
-    @_queues
-    def fill_tables(self) -> None:
-        """Fill all tables, before the first step and whenever their memory was somebody else's meanwhile."""
-        self._tables.fill()
-        self._inputs.adapters.forget()
-
-    def synchronize(self) -> None:
-        """Wait for all steps that were launched."""
-        if self.kv.is_cuda:
-            torch.cuda.current_stream(self.kv.device).synchronize()
-
-    def close(self) -> None:
-        """Wait for all that was launched here. No other call may follow."""
-        if self.graphs is not None:
-            self.graphs.stop_restoring()
-        if self._end is None:
-            self.synchronize()
-        else:  # not for steps of other models, which would have nothing queued behind them then
-            self._end.synchronize()
-        self._trial = None  # which keeps the runner, and so all of its memory
-        if self.graphs is not None:  # not before: the device might be lost by what is on trial
-            self.graphs.drop_restored()
-
-    @torch.inference_mode()
-    def settle(self) -> None:
-        """Wait for graphs that are tried behind the last step, so that nothing stays of what they did."""
-        if self._trial is None:
-            return
-        self._end = None
-        assert self.graphs is not None, "a trial without graphs"
-        trial, self._trial = self._trial, None
-        if (reason := trial.end()) is None:
-            self.graphs.accept()
-        else:
-            self.synchronize()  # with the step that ran again: nobody else waits for it
-            self.graphs.reject(reason)
-
-    def drop_restored(self) -> None:
-        """Capture here what was restored from a snapshot, when it is next needed: so that one can be made."""
-        self.settle()
-        if self.graphs is not None:
-            self.graphs.drop_restored()
-
-    def rebind(self, weights: Weights) -> None:
-        """Follow weights that were moved; graphs are captured anew when next needed."""
-        self.settle()
-        self.decoder.rebind(weights)
-        if self.graphs is not None:
-            self.graphs.forget()
-
-    @torch.inference_mode()
-    @_queues
-    def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
-        """Have steps from now on find an adapter in its place (`AdapterTable.bind`)."""
-        self._adapters.bind(adapter, layout, layers)
-        self._inputs.adapters.forget()
-        if self.graphs is not None:
-            self.graphs.want_adapters()
-
-    def remove_adapter(self, adapter: AdapterId) -> None:
-        """Forget an adapter, because no plan from now on has a row of it."""
-        self._adapters.unbind(adapter)
-        self._inputs.adapters.forget()
-
-    @torch.inference_mode()
-    @_queues
-    def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
-        """Queue copies of whole blocks behind all launched steps. No source is a target."""
-        if not moves:
-            return
-        self.settle()
-        # To be sent as one, and kept on the host until the device has read it, as a step's numbers are.
-        sources, targets = self._uploads.ints([m.source for m in moves], [m.target for m in moves])
-        num_at_once = max(1, _COPY_BYTES // self.kv[0].nbytes)
-        for first in range(0, len(moves), num_at_once):
-            piece = slice(first, first + num_at_once)
-            self.kv.index_copy_(0, targets[piece], self.kv.index_select(0, sources[piece]))
-
-    @torch.inference_mode()
-    @_queues
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Queue a step on the device and return without waiting for it."""
-        self.settle()
-        self._uploads.next_step()
-        self._sampler.admit(plan.admissions)
-        shape = self.sizes.shape_of(plan)
-        # Else it stays for this step, and with it no graph is captured: the first step behind a load is run
-        # sooner than captured, and somebody waits for its token, however early the last bytes came.
-        if self._has_graphs(shape):
-            self._drop_open_gate()
-        rows = self._inputs.fill(plan, shape)
-        if shape.has_adapters:
-            self._inputs.adapters.fill(plan, shape, self._adapters)
-        trial = self._begin_trial(shape, plan)
-        self._run(shape, plan)
-        reads = self._read(shape, plan) if plan.has_readings else None
-        if trial is not None:
-            trial.step_done()
-        logits = self.decoder.logits[: plan.num_rows]
-        samples = self._sampler.sample(logits, rows, self.decoder.wide_logits)
-        self._hosts.reverse()
-        pending = PendingStep(samples, len(rows), self._hosts[0][: plan.num_rows], reads)
-        if trial is not None:
-            trial.replay()
-            self._trial = trial
-        else:
-            self._end = pending.end
-        self._drop_open_gate()
-        return pending
-
-    def _begin_trial(self, shape: StepShape, plan: StepPlan) -> GraphTrial | None:
-        """Begin a trial if a graph of this step was never tried."""
-        # Where prompts are read the tail is another.
-        if self.graphs is None or self._gate is not None or plan.has_readings:
-            return None
-        graphs = self.graphs.begin_trial(shape.keys)
-        if graphs is None:
-            return None
-        trial = GraphTrial(graphs, partial(self._run_again, shape, plan), self._sampler, self.kv)
-        rows, logits = self._inputs.view(plan, shape).rows, self.decoder.logits[: plan.num_rows]
-        trial.begin(rows, plan.num_tokens, logits)
-        return trial
-
-    def _drop_open_gate(self) -> None:
-        """Wait at a gate no longer once all weights are there."""
-        if self._gate is not None and self._gate.is_open():
-            self._gate = None
-
-    def _read(self, shape: StepShape, plan: StepPlan) -> StepReads:
-        """Queue all behind the body of a step whose prompts are read, and leave what the tail would leave."""
-        step = self._inputs.view(plan, shape)
-        hidden = self.decoder.finish(step, self._gate)
-        reads = self._reader.read(plan, hidden, self.sizes.samples)
-        assert step.logit_rows is not None, f"prompts are read in a step without any: {plan.step_id=}"
-        logits = self.decoder.head(hidden.index_select(0, step.logit_rows))
-        self._sampler.take_best(logits, self._inputs.sample_slots(shape))
-        return reads
-
-    def _run(self, shape: StepShape, plan: StepPlan | None) -> None:
-        """Queue the step whose inputs are in place, which leaves its logits with the decoder.
-
-        But where prompts are read, these are left to `_read`.
-        """
-        for key in shape.keys:
-            if key.part is StepPart.TAIL and plan is not None and plan.has_readings:
-                continue  # see `_read`
-            work = partial(self._run_part, key.part, shape, plan)
-            # A graph reads all of its weights, so it has to wait for the last of them.
-            if self.graphs is None or self._gate is not None:
-                work()
-            else:
-                self.graphs.run(key, work)
-
-    def _run_again(self, shape: StepShape, plan: StepPlan) -> None:
-        """Run a step once more, behind graphs that did something else."""
-        self._tables.counters.zero_()  # as every step finds them, and leaves them
-        self._run_eagerly(shape, plan)
-
-    def _run_eagerly(self, shape: StepShape, plan: StepPlan) -> None:
-        for key in shape.keys:
-            self._run_part(key.part, shape, plan)
-
-    def _run_part(self, part: StepPart, shape: StepShape, plan: StepPlan | None) -> None:
-        self._queue(part, shape, plan, self.decoder, self.kv, self._gate)
-
-    def _queue(
-        self,
-        part: StepPart,
-        shape: StepShape,
-        plan: StepPlan | None,
-        decoder: Decoder,
-        kv: torch.Tensor,
-        gate: WeightGate | None,
-    ) -> None:
-        step = self._inputs.view(plan, shape)
-        if part is not StepPart.TAIL:
-            self._inputs.gather_tokens(shape)
-            if gate is not None:
-                gate.embed()
-            decoder.body(decoder.embed(step), step, kv, gate)
-        if part is not StepPart.MIXED:
-            self._sampler.take_best(decoder.tail(step, gate), self._inputs.sample_slots(shape))

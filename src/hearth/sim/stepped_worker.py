@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from hearth.policy.batch.batcher import BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.policy.fleet.events import (
     CancelRun,

@@ -9,18 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
 from hearth import garbage
-from hearth.engine.engine import Intake, StepOutcome
 from hearth.engine.product_tables import Tuning
-from hearth.errors import EngineFailed, HearthError, ServiceError
+from hearth.errors import ServiceError
 from hearth.messages import (
     AdapterLoaded,
-    Admitted,
     CancelRequest,
     DropModel,
     Fact,
@@ -41,19 +38,17 @@ from hearth.messages import (
     SnapshotLooked,
     SnapshotMade,
     StartRequest,
-    StepDone,
     Welcome,
 )
-from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
-from hearth.types import AdapterId, GuideSpec, ModelId, RequestId, SnapshotOutcome, TurnEnd
+from hearth.types import AdapterId, ModelId, SnapshotOutcome, TurnEnd
 from hearth.worker.adapter_load import AdapterNews
 from hearth.worker.adapters import FailedRuns
 from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
-from hearth.worker.hosting_state import Incomplete, ServedModel
+from hearth.worker.hosting_state import ServedModel
 from hearth.worker.model_load import (
     EngineReady,
     FirstStepsUncaptured,
@@ -64,6 +59,7 @@ from hearth.worker.model_load import (
     SnapshotDiscarded,
 )
 from hearth.worker.report import Reports
+from hearth.worker.runs import CheckedRequest, Runs
 from hearth.worker.runtime import HostingResources
 from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
 from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
@@ -92,25 +88,8 @@ class NewsOfAdapter:
     news: AdapterNews
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A guided request, whose grammar was compiled apart."""
-
-    hosting: int
-    order: StartRequest
-    outcome: EngineRequest | HearthError
-
-
 Message = Order | ModelNews | NewsOfAdapter | CheckedRequest | SnapshotWritten
 Inbox = SimpleQueue[Message]
-
-
-@dataclass(slots=True)
-class _Run:
-    """A request on this worker. Mutable; written by the step thread."""
-
-    model: ModelId
-    since_s: float  #: when it came, or was preempted
 
 
 class WorkerLoop:
@@ -135,29 +114,9 @@ class WorkerLoop:
             lacks_kept_graphs=resources.snapshots is not None and resources.snapshots.lacks_graphs,
         )
         self._maker = self._snapshot_maker(resources)
-        self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
-        self._first_tokens = resources.first_tokens  #: that some of them wait for
+        self._runs = Runs(self._models, resources.first_tokens, self._load_in_turn, inbox.put, send)
         #: Those that may step now, between the look for them and the step: what is dropped must not be here.
         self._ready: dict[ModelId, ServedModel] = {}
-        self._untold_s: dict[ModelId, float] = {}  #: of steps since the last one that the gateway heard of
-        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
-
-    def _snapshot_maker(self, resources: HostingResources) -> SnapshotMaker | None:
-        if resources.snapshots is None:
-            return None
-
-        def tune(served: ServedModel) -> Tuning | None:
-            if (kernels := resources.kernels) is None:
-                return None
-            return kernels.tune(served.spec.manifest, served.spec.model.limits, served.engine.runner)
-
-        return SnapshotMaker(
-            *(resources.snapshots, resources.device, self._hosted),
-            rates=self._models.reclaimer.reload_costs.measured_rates,
-            threads=resources.loader.threads,
-            post=self._inbox.put,
-            tune=tune,
-        )
 
     def run(self) -> None:
         """Work until it is told to shut down. Raises DeviceLost, and OSError when nobody listens any more."""
@@ -176,12 +135,6 @@ class WorkerLoop:
             self._load_deferred()
             self._serve_adapters()
         return True
-
-    def _load_deferred(self) -> None:
-        """Load the models that found no place and may find one now."""
-        for hosted in self._models.deferred():
-            if self._hosted.get(hosted.model) is hosted:  # else one before it made it fail
-                self._load(hosted)
 
     def _next_message(self) -> Message | None:
         """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
@@ -236,7 +189,7 @@ class WorkerLoop:
         except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
             broken, failure = blame(model, error)
         else:
-            self._tell_step(model, outcome, time.perf_counter() - began_s)
+            self._runs.tell_step(model, outcome, time.perf_counter() - began_s)
             try:
                 self._models.settle(model, ready[model], outcome)
             except Exception as error:  # as above
@@ -258,90 +211,6 @@ class WorkerLoop:
             self._give_up_adapter(model)
         self._serve_adapters()
 
-    # Snapshots.
-
-    def _make_snapshot(self, order: MakeSnapshot) -> None:
-        if self._maker is None:
-            failure = "its worker keeps none, its log says why"
-            self._send(SnapshotMade(order.model, order.hosting, failure=failure))
-        else:
-            self._maker.order(order)
-
-    def _advance_snapshot(self) -> bool:
-        """Do a little for a snapshot that was ordered, if nobody has requests; False: there is none to do."""
-        if self._maker is None or self._runs:
-            return False
-        try:
-            facts = self._maker.advance()
-        except ModelBroke as broke:
-            self._fail(broke.model, failure_of(broke.error))
-            return True
-        for fact in facts or ():
-            self._send(fact)
-        return facts is not None
-
-    def _snapshot_discarded(self, model: ModelId, reason: str) -> None:
-        """Tell of a snapshot that was wrong, also one that was restored in an earlier stay of the model."""
-        if (hosted := self._hosted.get(model)) is not None:
-            self._send(SnapshotLooked(model, hosted.order.hosting, SnapshotOutcome.DISCARDED, reason))
-
-    def _snapshot_written(self, news: SnapshotWritten) -> None:
-        if self._maker is not None:
-            self._maker.written(news)
-            self._models.limit_torch()
-        self._send(news.made)
-
-    # Turns.
-
-    def _take_turns(self) -> None:
-        """Have turns end and begin, as the policy decides now.
-
-        Those that begin are loaded before the last steps of those that end are waited for: bytes cross
-        meanwhile, but for those that go where such a step still reads or writes.
-        """
-        while changes := self._turns.decide():
-            ends = {change.model: change.why for change in changes if isinstance(change, EndTurn)}
-            begins = [change.model for change in changes if isinstance(change, BeginTurn)]
-            for hosted in self._hosted_of(ends):
-                self._models.turn_over(hosted)
-            loaded = {hosted.model: self._start_load(hosted) for hosted in self._hosted_of(begins)}
-            for hosted in self._hosted_of(ends):
-                self._end_turn(hosted, ends[hosted.model])
-            for hosted in self._hosted_of(begins):
-                self._tell_turn(hosted, None)
-                self._tell_loaded(loaded[hosted.model])
-                self._begin_waiting(hosted)
-            self._adapters.look_again()
-
-    def _hosted_of(self, models: Iterable[ModelId]) -> Iterator[HostedModel]:
-        """Yield those of the models that have not failed meanwhile."""
-        return (hosted for model in models if (hosted := self._hosted.get(model)) is not None)
-
-    def _end_turn(self, hosted: HostedModel, why: TurnEnd) -> None:
-        began_s = time.perf_counter()
-        try:
-            outcome = self._models.rest(hosted)
-        except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
-            self._fail(*blame(hosted.model, error))
-            return
-        self._tell_step(hosted.model, outcome, time.perf_counter() - began_s)
-        self._tell_turn(hosted, why)
-
-    def _load(self, hosted: HostedModel) -> None:
-        """Load what a model lacks, if it is known yet, and have the requests that waited for it begin."""
-        self._tell_loaded(self._start_load(hosted))
-        self._begin_waiting(hosted)
-
-    def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Load what a model lacks, if it is known yet and does not come already; if nothing is, say so."""
-        if hosted.is_loaded or hosted.is_loading:
-            return None
-        return self._attempt(hosted.model, lambda: self._models.load(hosted))
-
-    def _tell_turn(self, hosted: HostedModel, ended: TurnEnd | None) -> None:
-        num_requests = sum(run.model == hosted.model for run in self._runs.values())
-        self._send(ModelTurn(hosted.model, hosted.order.hosting, ended, num_requests))
-
     # Orders.
 
     def _handle(self, message: Message) -> None:
@@ -360,29 +229,111 @@ class WorkerLoop:
                 self._adapters.forget(adapter)
             case MakeSnapshot():
                 self._make_snapshot(message)
-            case SnapshotWritten():
-                self._snapshot_written(message)
             case StartRequest():
                 self._start(message)
             case CancelRequest(run):
-                self._cancel(run)
+                self._runs.cancel(run)
             case Ping(number):
                 self._send(self._reports.pong(number))
-            case ModelNews(_, model, SnapshotDiscarded(reason)):
-                self._snapshot_discarded(model, reason)
-            case ModelNews(hosting, model, news):
-                if self._is_current(model, hosting):
-                    self._take_news(self._hosted[model], news)
+            case CheckedRequest():
+                self._runs.take_checked(message)
+            case ModelNews():
+                self._take_news(message)
             case NewsOfAdapter(adapter, news):
                 self._take_adapter_news(adapter, news)
-            case CheckedRequest(hosting, order, outcome):
-                if self._is_current(order.model, hosting) and order.run in self._runs:
-                    self._tell_arrival(order)
-                    self._add(order, outcome)
+            case SnapshotWritten():
+                self._snapshot_written(message)
             case Welcome() | Shutdown():
                 raise ServiceError(f"a worker at work is not told {type(message).__name__}")
             case _:
                 assert_never(message)
+
+    def _retire(self, model: ModelId) -> None:
+        """Retire a model; one that has just failed is gone already."""
+        if model in self._hosted:
+            self._forget_requests(model)
+            self._try(model, lambda: self._models.retire(model))
+
+    def _drop(self, model: ModelId) -> None:
+        """Have all of a model go, also of a retired one; one that is unknown has nothing."""
+        self._forget_requests(model)
+        self._models.drop(model)
+
+    def _forget_requests(self, model: ModelId) -> None:
+        self._runs.cancel_all(model)
+        self._sharing.forget(model)
+
+    def _start(self, order: StartRequest) -> None:
+        hosted = self._hosted.get(order.model)
+        if hosted is None:
+            reason = f"`{order.model}` is not on this worker; it was dropped or has failed"
+            self._send(RunFailed(order.run, ServiceError.label, reason))
+            return
+        if self._maker is not None:
+            self._maker.saw_request()
+        self._runs.start(order, hosted)
+
+    # News of models, and their loads.
+
+    def _take_news(self, message: ModelNews) -> None:
+        model, news, hosted = message.model, message.news, self._hosted.get(message.model)
+        if hosted is None:
+            return
+        if isinstance(news, SnapshotDiscarded):  # it may have been restored in an earlier stay
+            outcome = SnapshotOutcome.DISCARDED
+            self._send(SnapshotLooked(model, hosted.order.hosting, outcome, news.reason))
+            return
+        if hosted.order.hosting != message.hosting:
+            return
+        match news:
+            case ModelFound():
+                self._try(model, lambda: self._models.found(hosted, news))
+                for order in hosted.waiting:
+                    self._runs.want_turn(order)
+            case EngineReady():
+                if news.look is not None:
+                    outcome, reason, lacks = news.look.outcome, news.look.reason, news.look.lacks_adapters
+                    self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason, lacks))
+                self._try(model, lambda: self._models.engine_ready(hosted, news))
+                self._runs.begin_waiting(hosted)
+            case HostClimbed():
+                hosted.climbed(news)
+            case FrontLoaded():
+                self._try(model, lambda: self._models.front_loaded(hosted, news))
+                self._runs.begin_waiting(hosted)
+            case Progressed(num_bytes, num_layers):
+                self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
+            case AlmostLoaded():
+                hosted.almost_loaded()
+            case WeightsLoaded():
+                self._try(model, lambda: self._models.weights_loaded(hosted, news))
+            case ModelBroken(failure):
+                self._fail(model, failure)
+            case FirstStepsUncaptured():
+                self._reports.num_uncaptured_starts += 1
+            case _:
+                assert_never(news)
+
+    def _load_deferred(self) -> None:
+        """Load the models that found no place and may find one now."""
+        for hosted in self._models.deferred():
+            if self._hosted.get(hosted.model) is hosted:  # else one before it made it fail
+                self._load(hosted)
+
+    def _load(self, hosted: HostedModel) -> None:
+        """Load what a model lacks, if it is known yet, and have the requests that waited for it begin."""
+        self._tell_loaded(self._start_load(hosted))
+        self._runs.begin_waiting(hosted)
+
+    def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
+        """Load what a model lacks, if it is known yet and does not come already; if nothing is, say so."""
+        if hosted.is_loaded or hosted.is_loading:
+            return None
+        return self._attempt(hosted.model, lambda: self._models.load(hosted))
+
+    def _load_in_turn(self, hosted: HostedModel) -> None:
+        """Load what a model lacks, unless it has to wait for its turn."""
+        self._try(hosted.model, lambda: self._models.load_in_turn(hosted))
 
     def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
         """Do something for a model, and tell if all of it is there then."""
@@ -404,104 +355,51 @@ class WorkerLoop:
         if loaded is not None:
             self._send(loaded)
             self._tell_residency(is_due=True)
-            self._set_unchecked_aside(self._hosted[loaded.model])
+            self._runs.set_unchecked_aside(self._hosted[loaded.model])
 
-    def _is_current(self, model: ModelId, hosting: int) -> bool:
-        hosted = self._hosted.get(model)
-        return hosted is not None and hosted.order.hosting == hosting
+    def _tell_residency(self, *, is_due: bool) -> None:
+        if (fact := self._reports.residency(is_due=is_due)) is not None:
+            self._send(fact)
 
-    def _retire(self, model: ModelId) -> None:
-        """Retire a model; one that has just failed is gone already."""
-        if model in self._hosted:
-            self._forget_runs(model)
-            self._try(model, lambda: self._models.retire(model))
+    # Turns.
 
-    def _drop(self, model: ModelId) -> None:
-        """Have all of a model go, also of a retired one; one that is unknown has nothing."""
-        self._forget_runs(model)
-        self._models.drop(model)
+    def _take_turns(self) -> None:
+        """Have turns end and begin, as the policy decides now.
 
-    def _forget_runs(self, model: ModelId) -> None:
-        for run in [run for run, entry in self._runs.items() if entry.model == model]:
-            self._cancel(run)
-        self._sharing.forget(model)
-
-    def _start(self, order: StartRequest) -> None:
-        hosted = self._hosted.get(order.model)
-        if hosted is None:
-            reason = f"`{order.model}` is not on this worker; it was dropped or has failed"
-            self._send(RunFailed(order.run, ServiceError.label, reason))
-            return
-        now_s = time.perf_counter()
-        self._runs[order.run] = _Run(order.model, now_s)
-        self._first_tokens.awaited(order.run)
-        self._models.request_came(hosted)
-        if self._maker is not None:
-            self._maker.saw_request()
-        self._tell_arrival(order)
-        if order.adapter is not None:
-            self._adapters.asked(order, order.adapter, now_s - order.age_s)
-        if not hosted.queue_until_ready(order):
-            self._begin(order, hosted)
-
-    def _tell_arrival(self, order: StartRequest) -> None:
-        """Have a request that has not begun want a turn of its model."""
-        self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)
-
-    def _begin_waiting(self, hosted: HostedModel) -> None:
-        """Have the requests begin that waited for an engine, if it is there."""
-        if hosted.takes_requests:
-            for order in hosted.take_waiting():
-                self._begin(order, hosted)
-
-    def _begin(self, order: StartRequest, hosted: HostedModel) -> None:
-        """Check a request of a model that has its engine, if not all of its bytes."""
-        served = hosted.served
-        if served is None:  # it has failed meanwhile
-            return
-        intake = served.engine.intake
-        if order.guide is None:
-            self._add(order, _checked(intake, order))
-        else:
-            # Not the engine: its memory must be free as soon as it is dropped.
-            hosting, inbox = hosted.order.hosting, self._inbox
-            served.unchecked.add(order.run)
-            self._set_unchecked_aside(hosted)
-            self._compilers.submit(lambda: inbox.put(CheckedRequest(hosting, order, _checked(intake, order))))
-
-    def _set_unchecked_aside(self, hosted: HostedModel) -> None:
-        """Have requests whose grammar is being compiled want no turn until it is; a load goes on meanwhile.
-
-        The others that wait would wait for a compiler, which may take long.
+        Those that begin are loaded before the last steps of those that end are waited for: bytes cross
+        meanwhile, but for those that go where such a step still reads or writes.
         """
-        if hosted.is_loaded and (served := hosted.served) is not None:
-            for run in served.unchecked:
-                self._turns.ended(hosted.model, run)
-
-    def _add(self, order: StartRequest, outcome: EngineRequest | HearthError) -> None:
-        hosted = self._hosted[order.model]
-        if isinstance(outcome, HearthError):
-            self._cancel(order.run)
-            self._send(RunFailed(order.run, outcome.label, str(outcome)))
-            return
-        now_s = time.perf_counter()
-        arrived_s = self._runs[order.run].since_s - order.age_s
-        request = outcome.in_line(order.pace, arrived_s, now_s)
-        if request.adapter is None:
-            hosted.add(order.run, request)
-        else:  # it stands in line from now on, also while it waits for its adapter
-            hosted.hold_back(order.run, request)
+        while changes := self._turns.decide():
+            ends = {change.model: change.why for change in changes if isinstance(change, EndTurn)}
+            begins = [change.model for change in changes if isinstance(change, BeginTurn)]
+            for hosted in self._hosted_of(ends):
+                self._models.turn_over(hosted)
+            loaded = {hosted.model: self._start_load(hosted) for hosted in self._hosted_of(begins)}
+            for hosted in self._hosted_of(ends):
+                self._end_turn(hosted, ends[hosted.model])
+            for hosted in self._hosted_of(begins):
+                self._tell_turn(hosted, None)
+                self._tell_loaded(loaded[hosted.model])
+                self._runs.begin_waiting(hosted)
             self._adapters.look_again()
-        if isinstance(hosted.state, Incomplete):  # others took from it while it was idle
-            self._try(order.model, lambda: self._models.load_in_turn(hosted))
 
-    def _cancel(self, run: int) -> None:
-        """End a request now; one that has ended meanwhile has its last word on the way."""
-        if (entry := self._runs.pop(run, None)) is not None:
-            self._first_tokens.served(run)
-            self._models.cancel(self._hosted[entry.model], run)
-            self._turns.ended(entry.model, run)
-            self._adapters.ended(run)
+    def _hosted_of(self, models: Iterable[ModelId]) -> Iterator[HostedModel]:
+        """Yield those of the models that have not failed meanwhile."""
+        return (hosted for model in models if (hosted := self._hosted.get(model)) is not None)
+
+    def _end_turn(self, hosted: HostedModel, why: TurnEnd) -> None:
+        began_s = time.perf_counter()
+        try:
+            outcome = self._models.rest(hosted)
+        except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
+            self._fail(*blame(hosted.model, error))
+            return
+        self._runs.tell_step(hosted.model, outcome, time.perf_counter() - began_s)
+        self._tell_turn(hosted, why)
+
+    def _tell_turn(self, hosted: HostedModel, ended: TurnEnd | None) -> None:
+        num_requests = len(self._runs.of(hosted.model))
+        self._send(ModelTurn(hosted.model, hosted.order.hosting, ended, num_requests))
 
     # Adapters.
 
@@ -509,26 +407,15 @@ class WorkerLoop:
         """Have adapters come that requests wait for, and those requests start whose adapter is there."""
         while self._adapters.is_due:
             try:
-                self._start_adapted()  # first: an adapter that nobody uses yet would give way to the next
+                self._runs.start_adapted()  # first: an adapter that nobody uses would give way to the next
                 for failed in self._adapters.advance():
                     self._fail_runs(failed)
-                self._start_adapted()
+                self._runs.start_adapted()
             except ModelBroke as error:  # one that was to give way, or to be told of an adapter
                 self._fail(*blame(error.model, error))
                 self._adapters.look_again()
                 continue
             return
-
-    def _start_adapted(self) -> None:
-        """Have the requests start that waited for nothing but their adapter, which is there."""
-        for run in self._adapters.residency.startable():
-            hosted = self._hosted[self._runs[run].model]
-            if (served := hosted.served) is None or (request := served.held.get(run)) is None:
-                continue  # it waits for more than its adapter
-            assert request.adapter is not None, f"{run=} is held and has no adapter"
-            self._adapters.start(run, request.adapter, hosted.model, served.engine)
-            del served.held[run]
-            hosted.add(run, request)
 
     def _give_up_adapter(self, short: ModelId) -> None:
         """Have the youngest adapter in use give way, with its requests, to a model that is stuck."""
@@ -557,43 +444,54 @@ class WorkerLoop:
         if failed.failure.is_fatal:
             raise DeviceLost(f"the device is lost, under an adapter: {failed.failure.reason}")
         for run in failed.runs:
-            self._cancel(run)
-            self._send(RunFailed(run, failed.failure.label, failed.failure.reason))
+            self._runs.fail(run, failed.failure.label, failed.failure.reason)
 
-    # News of models.
+    # Snapshots.
 
-    def _take_news(self, hosted: HostedModel, news: HostingNews) -> None:
-        model = hosted.model
-        match news:
-            case ModelFound():
-                self._try(model, lambda: self._models.found(hosted, news))
-                for order in hosted.waiting:
-                    self._tell_arrival(order)
-            case EngineReady():
-                if news.look is not None:
-                    outcome, reason, lacks = news.look.outcome, news.look.reason, news.look.lacks_adapters
-                    self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason, lacks))
-                self._try(model, lambda: self._models.engine_ready(hosted, news))
-                self._begin_waiting(hosted)
-            case HostClimbed():
-                hosted.climbed(news)
-            case FrontLoaded():
-                self._try(model, lambda: self._models.front_loaded(hosted, news))
-                self._begin_waiting(hosted)
-            case Progressed(num_bytes, num_layers):
-                self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
-            case AlmostLoaded():
-                hosted.almost_loaded()
-            case WeightsLoaded():
-                self._try(model, lambda: self._models.weights_loaded(hosted, news))
-            case ModelBroken(failure):
-                self._fail(model, failure)
-            case SnapshotDiscarded(reason):
-                self._snapshot_discarded(model, reason)
-            case FirstStepsUncaptured():
-                self._reports.num_uncaptured_starts += 1
-            case _:
-                assert_never(news)
+    def _snapshot_maker(self, resources: HostingResources) -> SnapshotMaker | None:
+        if resources.snapshots is None:
+            return None
+
+        def tune(served: ServedModel) -> Tuning | None:
+            if (kernels := resources.kernels) is None:
+                return None
+            return kernels.tune(served.spec.manifest, served.spec.model.limits, served.engine.runner)
+
+        return SnapshotMaker(
+            *(resources.snapshots, resources.device, self._hosted),
+            rates=self._models.reclaimer.reload_costs.measured_rates,
+            threads=resources.loader.threads,
+            post=self._inbox.put,
+            tune=tune,
+        )
+
+    def _make_snapshot(self, order: MakeSnapshot) -> None:
+        if self._maker is None:
+            failure = "its worker keeps none, its log says why"
+            self._send(SnapshotMade(order.model, order.hosting, failure=failure))
+        else:
+            self._maker.order(order)
+
+    def _advance_snapshot(self) -> bool:
+        """Do a little for a snapshot that was ordered, if nobody has requests; False: there is none to do."""
+        if self._maker is None or self._runs:
+            return False
+        try:
+            facts = self._maker.advance()
+        except ModelBroke as broke:
+            self._fail(broke.model, failure_of(broke.error))
+            return True
+        for fact in facts or ():
+            self._send(fact)
+        return facts is not None
+
+    def _snapshot_written(self, news: SnapshotWritten) -> None:
+        if self._maker is not None:
+            self._maker.written(news)
+            self._models.limit_torch()
+        self._send(news.made)
+
+    # Failures.
 
     def _fail(self, model: ModelId, failure: Failure) -> None:
         """Have a model leave, and the others go on. Raises DeviceLost where they cannot."""
@@ -607,79 +505,3 @@ class WorkerLoop:
         self._drop(model)
         if hosted is not None:  # else it is retired, and nobody has to be told
             self._send(HostingFailed(model, hosted.order.hosting, failure.label, failure.reason))
-
-    # Facts.
-
-    def _tell_step(self, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
-        now_s = time.perf_counter()
-        began_s = now_s - step_s
-        outputs = outcome.outputs
-        preempted = [run for one in outcome.preempted if (run := int(one)) in self._runs]
-        for run in preempted:  # it may be admitted again by this step
-            self._runs[run].since_s = began_s
-        admitted = [
-            Admitted(run := int(one.request_id), one.num_cached_tokens, began_s - self._runs[run].since_s)
-            for one in outcome.admitted
-        ]
-        finished = {int(request_id): reason for request_id, reason in outputs.finished.items()}
-        busy_s = self._untold_s.pop(model, 0.0) + step_s
-        if not (outputs or admitted or preempted):
-            self._untold_s[model] = busy_s
-        else:
-            self._send(
-                StepDone(
-                    model=model,
-                    runs=list(map(int, outputs.request_ids)),
-                    tokens=list(outputs.tokens),
-                    finished=finished,
-                    logprobs=None if outputs.logprobs is None else list(outputs.logprobs),
-                    readings={int(request_id): one for request_id, one in outputs.readings.items()},
-                    admitted=admitted,
-                    preempted=preempted,
-                    step_s=step_s,
-                    busy_s=busy_s,
-                )
-            )
-        self._turns.sent(model, outputs.request_ids)
-        for run in map(int, (*outputs.request_ids, *outputs.finished)):
-            self._first_tokens.served(run)
-        for run in finished:
-            del self._runs[run]
-            self._turns.ended(model, run)
-            self._adapters.ended(run)
-        for failure in outcome.failures:  # behind the tokens that it has still got
-            self._fail_run(model, int(failure.request_id), failure.error)
-
-    def _fail_run(self, model: ModelId, run: int, error: HearthError) -> None:
-        del self._runs[run]
-        self._first_tokens.served(run)
-        self._turns.ended(model, run)
-        self._adapters.ended(run)
-        log.warning("run_failed run=%d model=%s label=%s reason=%s", run, model, error.label, error)
-        self._send(RunFailed(run, error.label, str(error)))
-
-    def _tell_residency(self, *, is_due: bool) -> None:
-        if (fact := self._reports.residency(is_due=is_due)) is not None:
-            self._send(fact)
-
-
-def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError:
-    guide = None if order.guide is None else GuideSpec(order.guide.kind, order.guide.text)
-    try:
-        return intake.request(
-            RequestId(str(order.run)),
-            order.prompt,
-            order.sampling.params(),
-            salt=order.salt,
-            output=order.output,
-            guide=guide,
-            pooling=order.pooling,
-            adapter=None if order.adapter is None else order.adapter.adapter,
-        )
-    except HearthError as error:
-        return error
-    # Nobody waits for the thread that this may be on, but somebody for the answer. A panic of llguidance is
-    # no Exception.
-    except BaseException as error:
-        log.exception("request_broke run=%d model=%s", order.run, order.model)
-        return EngineFailed(f"the request broke: {error!r}")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from hearth.errors import GuideStuck, HearthError, LogitsNotFinite
-from hearth.policy.batch.batcher import Batcher, BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, Row, StepPlan
 from hearth.policy.batch.sequence import LiveSequence

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, LogitsNotFinite, PromptTooLong
-from hearth.policy.batch.batcher import BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, Row
 from hearth.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams

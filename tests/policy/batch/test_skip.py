@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.policy.batch.batcher import Batcher, BatchLimits
+from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import EngineRequest, StepPlan

@@ -37,6 +37,8 @@ Requests may have adapters, which are with the model before they are added (whoe
 others). Here they are like all others: an adapter has no share and no queue, so the line decides between two
 adapters as it does between two requests of one. Only no two of them share a prefix.
 
+Whom to preempt is said by `preemption.py`, what a token does to its sequence by `step_commit.py`.
+
 Who only simulates steps may `skip` those in which nothing happens but that every sequence gets a token.
 
 KV may grow and shrink between steps. `wanted_blocks` says what the next plan could use; `clear` takes blocks
@@ -47,52 +49,20 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
 
-from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
+from hearth.policy.batch.batch_limits import BatchLimits, RequestLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
-from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, skipped_blocks
+from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, last_step, skip_steps
 from hearth.policy.batch.elastic import KvUse
 from hearth.policy.batch.late_books import LateBooks
-from hearth.policy.batch.plan import (
-    Admission,
-    CommittedStep,
-    DecodeRows,
-    EngineRequest,
-    RequestFailed,
-    StepPlan,
-    TableWrites,
-)
-from hearth.policy.batch.plan_draft import (
-    NOBODY,
-    DecodedSequences,
-    PlanDraft,
-    PlannedStep,
-    adapters_of,
-)
-from hearth.policy.batch.prefix import KnownPrefix, Publication
+from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, StepPlan, TableWrites
+from hearth.policy.batch.plan_draft import NOBODY, DecodedSequences, PlanDraft, PlannedStep
+from hearth.policy.batch.preemption import preempted_for_extent, preempted_for_first
 from hearth.policy.batch.sequence import LiveSequence, Sequences
-from hearth.types import FinishReason, RequestId
+from hearth.policy.batch.step_commit import StepCommit
+from hearth.types import RequestId
 
 MAX_IN_FLIGHT = 2  #: plans that may wait for their commit
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """Limits of what one engine computes at once."""
-
-    max_batch_tokens: int  #: computed by one step
-    max_seqs: int  #: running at once, each in a slot
-    max_context: int  #: prompt and output tokens of one sequence
-    #: Tokens that a step with prompts is padded to, so that prompts are best cut there; none: no padding.
-    step_sizes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if min(self.max_batch_tokens, self.max_seqs, self.max_context) < 1:
-            raise ConfigError(
-                f"every limit of a batch must be at least 1, given: {self}; raise the one below"
-            )
 
 
 class Batcher:
@@ -100,6 +70,7 @@ class Batcher:
 
     def __init__(self, limits: BatchLimits, blocks: BlockBook) -> None:
         self.limits = limits
+        self.request_limits = RequestLimits(limits.max_context, blocks.capacity_tokens)
         self.blocks = blocks
         self._sequences = Sequences(limits.max_seqs, blocks.block_tokens)
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
@@ -107,11 +78,6 @@ class Batcher:
         self._num_steps = 0
         self._last_decode = NOBODY  #: of the step that was planned last
         self._late_books = LateBooks(blocks)  #: whatever reads the `blocks` here settles them first
-
-    @property
-    def _max_length(self) -> int:
-        """Tokens of prompt and output of one request, so that alone it fits into what is promised."""
-        return min(self.limits.max_context, self.blocks.capacity_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -127,71 +93,34 @@ class Batcher:
         return self._sequences.num_waiting
 
     @property
-    def has_newcomer(self) -> bool:
-        """True if a request with a reader that runs, or could, waits for its first token."""
-        return self._has_newcomer_to_start or self._sequences.awaits_first_token
+    def _num_committed(self) -> int:
+        return self._num_steps - len(self._flights)
 
-    @property
-    def newcomers_are_planned(self) -> bool:
-        """True if newcomers wait, and all that they wait for is in steps that were planned."""
-        sequences = self._sequences
-        is_planned = sequences.awaits_first_token and sequences.midway() is None
-        return is_planned and not self._has_newcomer_to_start
-
-    @property
-    def _has_newcomer_to_start(self) -> bool:
-        first = self._sequences.first_waiting(self._num_committed)
-        if first is None or first.request.is_batch:
-            return False
-        return bool(self._next_in_line() or self._in_the_way())
-
-    def check_fits(self, request: EngineRequest) -> None:
-        """Raise if the request can never be served. Reads limits only, so any thread may ask.
-
-        Raises:
-            BadPrompt: it is empty, or what it has sampled before was its end.
-            PromptTooLong: it leaves no room for a single token.
-        """
-        num_prompt, num_output = len(request.prompt), len(request.output)
-        if num_prompt == 0:
-            raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
-        max_tokens = request.sampling.max_tokens
-        num_sampled = 0 if max_tokens == 0 else 1  # what is sampled for nobody is never computed
-        if num_prompt + num_output + num_sampled > self._max_length:
-            what = f"prompt has {num_prompt} tokens" + (f" and output {num_output}" if num_output else "")
-            raise PromptTooLong(
-                f"{what}, limit: {self._max_length - num_sampled} (the context holds "
-                f"{self.limits.max_context}, the KV memory {self.blocks.capacity_tokens}"
-                f"{', one is to be sampled' if num_sampled else ''}); shorten the prompt or raise the lower "
-                "one"
-            )
-        is_full = max_tokens is not None and num_output >= max(1, max_tokens)
-        if is_full or (num_output and _stops(request, request.output[-1], num_output - 1)):
-            raise BadPrompt(
-                f"the output of {num_output} tokens is complete ({max_tokens=}, last token: "
-                f"{request.output[-1]}), so nothing is left to sample; resume only what has not ended"
-            )
+    # Requests.
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request that fits. Its `max_tokens` is cut so that alone it can always finish."""
+        """Queue a request that fits."""
         assert request.request_id not in self._sequences, f"request added twice: {request.request_id}"
-        self.check_fits(request)
-        max_length, sampling = self._max_length, request.sampling
-        if sampling.max_tokens == 0:
-            max_length = len(request.prompt) + 1
-        elif sampling.max_tokens is not None:
-            max_length = min(max_length, len(request.prompt) + sampling.max_tokens)
-        self._sequences.add(request, max_length)
+        self.request_limits.check(request)
+        self._sequences.add(request, self.request_limits.length_of(request))
 
     def cancel(self, request_id: RequestId) -> bool:
         """End a request now, whatever it is doing; what it still samples is dropped. False if unknown."""
         if request_id not in self._sequences:
             return False
         self.settle()  # which may publish blocks of it
-        self._publish_output(self._sequences[request_id])
-        self._end(self._sequences[request_id])
+        sequence = self._sequences[request_id]
+        self._late_books.publish_output(sequence)
+        self._late_books.release(self._sequences.end(sequence))
+        self._last_decode = NOBODY  # or it would keep the text of who has ended
         self.settle()
         return True
+
+    def take_preempted(self) -> tuple[RequestId, ...]:
+        """Return who lost its slot since the last call and will be admitted again; none of them has ended."""
+        return self._sequences.take_preempted()
+
+    # Steps: who computes what.
 
     def plan(
         self, max_prompt_tokens: int | None = None, max_lone_tokens: int | None = None
@@ -222,6 +151,190 @@ class Batcher:
         self._flights.append(PlannedStep(plan, draft.sequences))
         return plan
 
+    def _in_the_way(self) -> list[LiveSequence]:
+        """Return who has to give up slot and blocks for the first that waits, of those behind it."""
+        first = self._sequences.first_waiting(self._num_committed)
+        if first is None or not (behind := self._sequences.behind(first)):
+            return []
+        has_free_slot = self._sequences.has_free_slot
+        return preempted_for_first(self.blocks, first, behind, has_free_slot=has_free_slot)
+
+    def _add_decode_rows(self, draft: PlanDraft) -> bool:
+        """Add decode rows, in line; return whether one that is streamed decodes, in this step or the next."""
+        # Column by column: there may be a thousand rows, of which few need more than their number.
+        decoding = self._sequences.decoding()
+        ready = [one for one in decoding if one.num_planned < one.max_planned]
+        del ready[self.limits.max_batch_tokens :]
+        self._make_room_for_all([one for one in ready if one.num_planned == one.room_tokens], draft)
+        if draft.has_preempted:
+            ready = [one for one in ready if one.slot is not None]
+        draft.add_decode(ready, self._last_decode, has_guides=self._sequences.num_guided > 0)
+        self._last_decode = DecodedSequences(ready, draft.decode)
+        if not self._sequences.num_streamed:
+            return False
+        # A guided one that sits out this step waits for its end as those do that have a row.
+        return any(one.request.is_streamed for one in ready) or any(
+            one.guide is not None and one.slot is not None and one.request.is_streamed for one in decoding
+        )
+
+    def _make_room_for_all(self, sequences: Sequence[LiveSequence], draft: PlanDraft) -> None:
+        """Give each sequence a block for its next token, preempting the last in line where few are left."""
+        blocks = self.blocks.allocate(len(sequences))
+        if blocks is not None:
+            for sequence, block in zip(sequences, blocks, strict=True):
+                draft.assign(sequence, [block])
+            return
+        for sequence in sequences:
+            if sequence.slot is not None:  # else preempted a moment ago
+                self._make_room(sequence, 1, draft)
+
+    def _continue_prompt(self, draft: PlanDraft) -> None:
+        """Go on with the prompt that is in the midst, if there is one."""
+        if not draft.has_room or (midway := self._sequences.midway()) is None:
+            return
+        while True:
+            num_rows = len(draft.decode)
+            num_tokens = draft.chunk_tokens(midway.num_planned, midway.num_prefill)
+            has_room = self._make_room(midway, num_tokens, draft)
+            if draft.has_preempted:
+                draft.drop_preempted()  # who stands behind it may have had a row
+            if not has_room:
+                return
+            if len(draft.decode) == num_rows:
+                break  # else the step has other padding now, and room for more or for less
+        draft.add_prompt(midway, num_tokens)
+
+    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: PlanDraft) -> bool:
+        """Give a sequence blocks for its next tokens, preempting the last in line; False if that was it."""
+        num_blocks = self.blocks.num_blocks_of(sequence.num_planned + num_tokens) - len(sequence.blocks)
+        if num_blocks <= 0:
+            return True
+        while (blocks := self.blocks.allocate(num_blocks)) is None:
+            last = self._sequences.last()
+            self._preempt(last)
+            draft.has_preempted = True
+            if last is sequence:
+                return False
+        draft.assign(sequence, blocks)
+        return True
+
+    def _preempt(self, sequence: LiveSequence) -> None:
+        """Have a sequence wait, at its place, with nothing but its tokens."""
+        self._last_decode = NOBODY  # or the next rows could name a slot that it has no more
+        self._late_books.publish_output(sequence)
+        self.settle()
+        self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
+
+    def _admit_waiting(self, draft: PlanDraft) -> None:
+        """Start who waits, in line, as long as there is room."""
+        started, next_to_start = list[LiveSequence](), self._sequences.next_to_start
+        ends, num_committed = [0], self._num_committed  # of the blocks that each gets, of all at once
+        while draft.has_room and (first := next_to_start(num_committed)) is not None:
+            if not self._admit(first, draft, ends[-1]):
+                break
+            started.append(first)
+            ends.append(ends[-1] + self.blocks.num_blocks_of(first.num_planned) - len(first.blocks))
+        if not started:
+            return
+        blocks = self.blocks.allocate(ends[-1])
+        assert blocks is not None, f"{ends[-1]=} {self.blocks.num_available=}"
+        for sequence, begin, end in zip(started, ends, ends[1:], strict=False):
+            draft.assign_first(sequence, blocks[begin:end])
+
+    def _admit(self, sequence: LiveSequence, draft: PlanDraft, num_promised: int) -> bool:
+        """Start the first waiting one, with the blocks of the prefix that is found; False: it must wait.
+
+        `num_promised`: blocks that others get, who start with it.
+        """
+        # In few calls: dozens may start in one step.
+        request, num_tokens, block_tokens = sequence.request, len(sequence.tokens), self.blocks.block_tokens
+        hits = sequence.known_prefix(self.blocks.prefixes).blocks
+        num_hits = len(hits)
+        num_cached = num_hits * block_tokens
+        num_first = draft.chunk_tokens(num_cached, num_tokens)
+        # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
+        # preempt itself at a later chunk and compute the first ones again and again.
+        num_most = num_promised + -(-num_tokens // block_tokens) - num_hits
+        if not num_first or not self.blocks.can_allocate(num_most, beside=hits):
+            return False
+        if hits:
+            self.blocks.take(hits)
+        slot = self._sequences.start(sequence)
+        sequence.blocks, sequence.num_planned, sequence.num_published = hits, num_cached, num_hits
+        tokens, num_prompt = sequence.tokens[:], len(request.prompt)
+        draft.admissions.append(
+            Admission(sequence.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
+        )
+        draft.add_prompt(sequence, num_first)
+        return True
+
+    # Steps: what came of them.
+
+    def commit(
+        self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
+    ) -> CommittedStep:
+        """Take in what the oldest step in flight sampled: one token for each row that samples, in order.
+
+        `broken_rows` are the indices of rows behind which the logits were not finite. Their tokens mean
+        nothing, their KV may be wrong, and their requests fail.
+        """
+        committed = self.take_tokens(plan, tokens, broken_rows)
+        self.settle()
+        return committed
+
+    def take_tokens(
+        self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
+    ) -> CommittedStep:
+        """Commit all but the books of blocks: a long prompt has many, and its reader waits for a token.
+
+        Until `settle` is called, here or by whatever needs these books, blocks of who has ended are held.
+        """
+        self.settle()
+        flight = self._flights.popleft()
+        assert flight.plan is plan, f"{plan.step_id=} committed before {flight.plan.step_id=}"
+        committed = StepCommit(flight, self._sequences, self._late_books).take(tokens, broken_rows)
+        if committed.finished or committed.failures:
+            self._last_decode = NOBODY  # or it would keep the text of who has ended
+        return committed
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the books of blocks are those of all that was committed."""
+        return self._late_books.is_settled
+
+    def settle(self) -> None:
+        """Publish and release blocks, which `take_tokens` has left to be done."""
+        self._late_books.settle()
+
+    # Who waits.
+
+    @property
+    def has_newcomer(self) -> bool:
+        """True if a request with a reader that runs, or could, waits for its first token."""
+        return self._has_newcomer_to_start or self._sequences.awaits_first_token
+
+    @property
+    def newcomers_are_planned(self) -> bool:
+        """True if newcomers wait, and all that they wait for is in steps that were planned."""
+        sequences = self._sequences
+        is_planned = sequences.awaits_first_token and sequences.midway() is None
+        return is_planned and not self._has_newcomer_to_start
+
+    @property
+    def _has_newcomer_to_start(self) -> bool:
+        first = self._sequences.first_waiting(self._num_committed)
+        if first is None or first.request.is_batch:
+            return False
+        return bool(self._sequences.next_to_start(self._num_committed) or self._in_the_way())
+
+    def waiting_prompt_tokens(self) -> int:
+        """Return the length of all prompts that are computed now or could be: a measure of who waits."""
+        midway = self._sequences.midway()
+        num_tokens = 0 if midway is None else midway.num_prefill
+        return num_tokens + sum(len(one.tokens) for one in self._sequences.next_in_line(self._num_committed))
+
+    # KV that comes and goes.
+
     def kv_use(self) -> KvUse:
         """Return how KV is used between two steps, for `Elastic` to decide by."""
         self.settle()
@@ -247,28 +360,29 @@ class Batcher:
                 num_wanted += num_planned == sequence.room_tokens
         if (midway := self._sequences.midway()) is not None:
             tokens_left -= midway.num_prefill - midway.num_planned
-            num_wanted += self._num_blocks(midway.num_prefill) - len(midway.blocks)
+            num_wanted += self.blocks.num_blocks_of(midway.num_prefill) - len(midway.blocks)
         for sequence in self._coming():
             if tokens_left <= 0:
                 break
-            num_hits = len(self._known_prefix(sequence))
+            num_hits = len(sequence.known_prefix(self.blocks.prefixes))
             num_tokens = len(sequence.tokens)
             tokens_left -= num_tokens - num_hits * self.blocks.block_tokens
-            num_wanted += self._num_blocks(num_tokens) - num_hits
+            num_wanted += self.blocks.num_blocks_of(num_tokens) - num_hits
         return num_wanted
 
-    def waiting_prompt_tokens(self) -> int:
-        """Return the length of all prompts that are computed now or could be: a measure of who waits."""
-        midway = self._sequences.midway()
-        num_tokens = 0 if midway is None else midway.num_prefill
-        return num_tokens + sum(len(one.tokens) for one in self._sequences.next_in_line(self._num_committed))
+    def _coming(self) -> Iterator[LiveSequence]:
+        """Yield who could be admitted now if there were blocks, also one for whom a slot is given up."""
+        yield from self._sequences.next_in_line(self._num_committed)
+        first = self._sequences.first_waiting(self._num_committed)
+        if first is not None and not self._sequences.has_free_slot and self._sequences.behind(first):
+            yield first
 
     def cached_to_spare(self) -> int:
         """Return how many cached blocks the next plan could hand out: not what those who wait would read."""
         self.settle()
         hits: set[int] = set()
         for sequence in self._sequences.next_in_line(self._num_committed):
-            self._known_prefix(sequence).collect(hits)
+            sequence.known_prefix(self.blocks.prefixes).collect(hits)
         return self.blocks.num_cached - len(self.blocks.cached_among(hits))
 
     def add_blocks(self, extent: range) -> None:
@@ -292,7 +406,9 @@ class Batcher:
         if keeps_floor and self.blocks.num_blocks - len(extent) < self.blocks.floor_blocks:
             may_preempt = False
         running = self._sequences.running()
-        preempted = _preempted_for(self.blocks, running, extent, may_move=may_move, may_preempt=may_preempt)
+        preempted = preempted_for_extent(
+            self.blocks, running, extent, may_move=may_move, may_preempt=may_preempt
+        )
         if preempted is None:
             return None
         for sequence in preempted:
@@ -305,58 +421,7 @@ class Batcher:
         self.blocks.remove(extent)
         return moves
 
-    def commit(
-        self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
-    ) -> CommittedStep:
-        """Take in what the oldest step in flight sampled: one token for each row that samples, in order.
-
-        `broken_rows` are the indices of rows behind which the logits were not finite. Their tokens mean
-        nothing, their KV may be wrong, and their requests fail.
-        """
-        committed = self.take_tokens(plan, tokens, broken_rows)
-        self.settle()
-        return committed
-
-    @property
-    def is_settled(self) -> bool:
-        """True if the books of blocks are those of all that was committed."""
-        return self._late_books.is_settled
-
-    def settle(self) -> None:
-        """Publish and release blocks, which `take_tokens` has left to be done."""
-        self._late_books.settle()
-
-    def take_tokens(
-        self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
-    ) -> CommittedStep:
-        """Commit all but the books of blocks: a long prompt has many, and its reader waits for a token.
-
-        Until `settle` is called, here or by whatever needs these books, blocks of who has ended are held.
-        """
-        self.settle()
-        flight = self._flights.popleft()
-        assert flight.plan is plan, f"{plan.step_id=} committed before {flight.plan.step_id=}"
-        num_samples = plan.num_samples
-        assert len(tokens) == num_samples, f"{len(tokens)} tokens for {num_samples} samples, {plan.step_id=}"
-        committed, lost = CommittedStep(), set[int]()
-        for row in broken_rows:
-            flight.sequences[row].quiet_until = 0
-        for row in self._append_quiet(flight, tokens):
-            sequence = flight.sequences[row]
-            if sequence.is_ended or row in broken_rows:
-                lost.add(row)
-                self._lose(sequence, committed)
-            else:
-                self._take(sequence, tokens[row], committed)
-        if plan.num_rows > num_samples:  # only the last row may be one that does not sample
-            sequence = flight.sequences[-1]
-            if sequence.is_ended or num_samples in broken_rows:
-                self._lose(sequence, committed)
-            else:
-                self._publish(sequence, plan.prompts[-1].end)
-        committed.request_ids, committed.tokens = plan.sampled_ids, tokens
-        committed.sample_indices = range(num_samples)
-        return committed.without(lost) if lost else committed
+    # Steps that are only simulated.
 
     def decode_run(self, max_steps: int, more_blocks: int = 0) -> DecodeRun:
         """Return the next steps in which nothing happens but that every running sequence gets a token.
@@ -369,7 +434,11 @@ class Batcher:
         flights = [flight.sequences for flight in self._flights]
         assert len(flights) < MAX_IN_FLIGHT, f"commit first: {len(flights)} steps in flight"
         running = self._sequences.running()
-        if len(running) > self.limits.max_batch_tokens or self._next_in_line() or self._in_the_way():
+        if (
+            len(running) > self.limits.max_batch_tokens
+            or self._sequences.next_to_start(self._num_committed)
+            or self._in_the_way()
+        ):
             max_steps = 0
         num_blocks = self.blocks.num_free + more_blocks
         return decode_run(running, flights, max_steps, num_blocks, self.blocks.block_tokens)
@@ -386,325 +455,18 @@ class Batcher:
         """
         run = self.decode_run(num_steps)
         assert run.num_steps == num_steps, f"{num_steps=} {run=}"
-        running, block_tokens = self._sequences.running(), self.blocks.block_tokens
-        handed_out = skipped_blocks(running, num_steps, block_tokens)
-        for sequence in running:
-            assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
-            sequence.tokens.extend([token] * num_steps)
-            sequence.num_planned += num_steps
-        blocks = self.blocks.allocate(len(handed_out))
-        assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
-        for sequence, block in zip(handed_out, blocks, strict=True):
-            sequence.blocks.append(block)
-            sequence.room_tokens += block_tokens
+        running = self._sequences.running()
+        skip_steps(running, self.blocks, num_steps, token)
         self._sequences.take_table_writes(TableWrites())
         self._num_steps += num_steps
         if not self._flights:
             return None
-        slots = [s.slot for s in running if s.slot is not None]
-        positions = [s.num_planned - 1 for s in running]
-        decode = DecodeRows(list(run.request_ids), slots, positions, adapters=adapters_of(running))
-        plan = StepPlan(self._num_steps - 1, (), TableWrites(), decode, ())
-        self._flights[0] = PlannedStep(plan, running)
-        return plan
-
-    def take_preempted(self) -> tuple[RequestId, ...]:
-        """Return who lost its slot since the last call and will be admitted again; none of them has ended."""
-        return self._sequences.take_preempted()
+        self._flights[0] = last_step(running, self._num_steps - 1)
+        return self._flights[0].plan
 
     def check(self) -> None:
         """Raise if the books disagree with each other. Tests call it after every change."""
         self.settle()
         flights = [flight.sequences for flight in self._flights]
-        self._sequences.check(flights, self._num_committed, self.blocks.block_tokens)
+        self._sequences.check(flights, self._num_committed)
         self.blocks.check(Counter(block for s in self._sequences.running() for block in s.blocks))
-
-    @property
-    def _num_committed(self) -> int:
-        return self._num_steps - len(self._flights)
-
-    def _coming(self) -> Iterator[LiveSequence]:
-        """Yield who could be admitted now if there were blocks, also one for whom a slot is given up."""
-        yield from self._sequences.next_in_line(self._num_committed)
-        first = self._sequences.first_waiting(self._num_committed)
-        if first is not None and not self._sequences.has_free_slot and self._sequences.behind(first):
-            yield first
-
-    def _next_in_line(self) -> LiveSequence | None:
-        """Return the first that waits, if it has a slot and could be admitted now."""
-        return self._sequences.next_to_start(self._num_committed)
-
-    def _in_the_way(self) -> list[LiveSequence]:
-        """Return who has to give up slot and blocks for the first that waits: the last in line, as few as do.
-
-        Nobody, where none that runs stands behind it, or where all of them would not be enough.
-        """
-        first = self._sequences.first_waiting(self._num_committed)
-        if first is None or not (behind := self._sequences.behind(first)):
-            return []
-        hits = set(self._known_prefix(first).blocks)
-        num_wanted = self._num_blocks(len(first.tokens)) - len(hits)
-        num_lacking = num_wanted - (self.blocks.num_available - len(self.blocks.cached_among(hits)))
-        if num_lacking > sum(len(one.blocks) for one in behind):
-            return []
-        behind.sort(key=lambda one: one.is_in_prompt, reverse=True)  # stable: the last in line next
-        chosen: list[LiveSequence] = []
-        num_released = Counter[int]()
-        for sequence in behind:
-            has_slot = self._sequences.has_free_slot or bool(chosen)
-            if has_slot and num_lacking <= 0 and not sequence.is_in_prompt:
-                break
-            chosen.append(sequence)
-            for block in sequence.blocks:
-                num_released[block] += 1
-                if num_released[block] == self.blocks.num_holders(block) and block not in hits:
-                    num_lacking -= 1
-        return chosen if num_lacking <= 0 else []
-
-    def _add_decode_rows(self, draft: PlanDraft) -> bool:
-        """Add decode rows, in line; return whether one that is streamed decodes, in this step or the next."""
-        # Column by column: there may be a thousand rows, of which few need more than their number.
-        decoding = self._sequences.decoding()
-        ready = [one for one in decoding if one.num_planned < one.max_planned]
-        del ready[self.limits.max_batch_tokens :]
-        self._make_room_for_all([one for one in ready if one.num_planned == one.room_tokens], draft)
-        if draft.has_preempted:
-            ready = [one for one in ready if one.slot is not None]
-        draft.add_decode(ready, self._last_decode, has_guides=self._sequences.num_guided > 0)
-        self._last_decode = DecodedSequences(ready, draft.decode)
-        if not self._sequences.num_streamed:
-            return False
-        # A guided one that sits out this step waits for its end as those do that have a row.
-        return any(one.request.is_streamed for one in ready) or any(
-            one.guide is not None and one.slot is not None and one.request.is_streamed for one in decoding
-        )
-
-    def _continue_prompt(self, draft: PlanDraft) -> None:
-        """Go on with the prompt that is in the midst, if there is one."""
-        if not draft.has_room or (midway := self._sequences.midway()) is None:
-            return
-        while True:
-            num_rows = len(draft.decode)
-            num_tokens = draft.chunk_tokens(midway.num_planned, midway.num_prefill)
-            has_room = self._make_room(midway, num_tokens, draft)
-            if draft.has_preempted:
-                draft.drop_preempted()  # who stands behind it may have had a row
-            if not has_room:
-                return
-            if len(draft.decode) == num_rows:
-                break  # else the step has other padding now, and room for more or for less
-        draft.add_prompt(midway, num_tokens)
-
-    def _make_room_for_all(self, sequences: Sequence[LiveSequence], draft: PlanDraft) -> None:
-        """Give each sequence a block for its next token, preempting the youngest where there are too few."""
-        blocks = self.blocks.allocate(len(sequences))
-        if blocks is not None:
-            for sequence, block in zip(sequences, blocks, strict=True):
-                draft.assign(sequence, [block])
-            return
-        for sequence in sequences:
-            if sequence.slot is not None:  # else preempted a moment ago
-                self._make_room(sequence, 1, draft)
-
-    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: PlanDraft) -> bool:
-        """Give a sequence blocks for its next tokens, preempting the last in line; False if that was it."""
-        num_blocks = self._num_blocks(sequence.num_planned + num_tokens) - len(sequence.blocks)
-        if num_blocks <= 0:
-            return True
-        while (blocks := self.blocks.allocate(num_blocks)) is None:
-            last = self._sequences.last()
-            self._preempt(last)
-            draft.has_preempted = True
-            if last is sequence:
-                return False
-        draft.assign(sequence, blocks)
-        return True
-
-    def _admit_waiting(self, draft: PlanDraft) -> None:
-        """Start who waits, in line, as long as there is room."""
-        started, next_to_start = list[LiveSequence](), self._sequences.next_to_start
-        ends, num_committed = [0], self._num_committed  # of the blocks that each gets, of all at once
-        while draft.has_room and (first := next_to_start(num_committed)) is not None:
-            if not self._admit(first, draft, ends[-1]):
-                break
-            started.append(first)
-            ends.append(ends[-1] + self._num_blocks(first.num_planned) - len(first.blocks))
-        if not started:
-            return
-        blocks = self.blocks.allocate(ends[-1])
-        assert blocks is not None, f"{ends[-1]=} {self.blocks.num_available=}"
-        for sequence, begin, end in zip(started, ends, ends[1:], strict=False):
-            draft.assign_first(sequence, blocks[begin:end])
-
-    def _admit(self, sequence: LiveSequence, draft: PlanDraft, num_promised: int) -> bool:
-        """Start the first waiting one, with the blocks of the prefix that is found; False: it must wait.
-
-        `num_promised`: blocks that others get, who start with it.
-        """
-        # In few calls: dozens may start in one step.
-        request, num_tokens, block_tokens = sequence.request, len(sequence.tokens), self.blocks.block_tokens
-        hits = self._known_prefix(sequence).blocks
-        num_hits = len(hits)
-        num_cached = num_hits * block_tokens
-        num_first = draft.chunk_tokens(num_cached, num_tokens)
-        # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
-        # preempt itself at a later chunk and compute the first ones again and again.
-        num_most = num_promised + -(-num_tokens // block_tokens) - num_hits
-        if not num_first or not self.blocks.can_allocate(num_most, beside=hits):
-            return False
-        if hits:
-            self.blocks.take(hits)
-        slot = self._sequences.start(sequence)
-        sequence.blocks, sequence.num_planned, sequence.num_published = hits, num_cached, num_hits
-        tokens, num_prompt = sequence.tokens[:], len(request.prompt)
-        draft.admissions.append(
-            Admission(sequence.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
-        )
-        draft.add_prompt(sequence, num_first)
-        return True
-
-    def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
-        """Return the blocks that a waiting sequence would find computed."""
-        # At least one token is computed, for there must be something to sample from.
-        num_most = (len(sequence.tokens) - 1) // self.blocks.block_tokens
-        if sequence.is_read and sequence.reads_all:
-            num_most = 0
-        sequence.prefix.follow(self.blocks.prefixes, sequence.chain, num_most)
-        return sequence.prefix
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.blocks.block_tokens)
-
-    def _publish(self, sequence: LiveSequence, num_computed: int) -> None:
-        """Offer the blocks that are full of computed tokens to the prefix cache."""
-        block_tokens, begin = self.blocks.block_tokens, sequence.num_published
-        num_full = num_computed // block_tokens
-        if num_full <= begin or sequence.slot is None:
-            return  # nothing is new, or it was preempted, and its blocks with it
-        blocks = sequence.blocks
-        before = blocks[begin - 1] if begin else None
-        self._late_books.publish(Publication(sequence.chain, begin, before, blocks[begin:num_full]))
-        sequence.num_published = num_full
-
-    def _publish_output(self, sequence: LiveSequence) -> None:
-        """Offer what a sequence that stops running has computed behind its prompt, all at once.
-
-        Nobody asks for an answer that is not finished, but who was preempted for its own.
-        """
-        if len(sequence.tokens) > sequence.num_prefill:
-            self._publish(sequence, len(sequence.tokens) - 1)  # all but the last are computed
-
-    def _append_quiet(self, flight: PlannedStep, tokens: Sequence[int]) -> list[int]:
-        """Give sequences tokens of which nothing follows; return the sampling rows with others, in order."""
-        # There may be a thousand rows, and most of them are quiet.
-        sequences, positions = flight.sequences, flight.plan.decode.positions
-        stop_ids, loud, stopped = self._sequences.stop_ids, list[int](), list[int]()
-        if not stop_ids.isdisjoint(tokens):
-            stopped = [row for row, token in enumerate(tokens) if token in stop_ids]
-        for row in stopped:
-            sequences[row].quiet_until = 0
-        for row, sequence, position, token in zip(count(), sequences, positions, tokens, strict=False):
-            if position + 1 < sequence.quiet_until:  # its tokens are those up to the position
-                sequence.tokens.append(token)
-            else:
-                loud.append(row)
-        for row in stopped:  # perhaps it stops another
-            sequences[row].set_quiet()
-        return [*loud, *range(len(positions), len(tokens))]
-
-    def _take(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
-        """Give a sequence a token that is its first, may be its last, or that a guide waits for."""
-        tokens = sequence.tokens
-        if len(tokens) == sequence.num_prefill:
-            self._publish(sequence, len(tokens))
-        tokens.append(token)
-        is_last = len(tokens) == sequence.max_length or token in sequence.stop_ids
-        if is_last or sequence.guide is not None:
-            self._go_on_or_end(sequence, token, committed)
-
-    def _lose(self, sequence: LiveSequence, committed: CommittedStep) -> None:
-        """Have the row of a sequence count for nothing: it has ended, or it fails now for its logits."""
-        if not sequence.is_ended:
-            self._late_books.withdraw(tuple(sequence.blocks))
-            self._fail(sequence, _not_finite(sequence), committed)
-
-    def _go_on_or_end(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
-        """End a sequence if the token that it has just got was its last."""
-        reason, stuck = None, None
-        if _stops(sequence.request, token, sequence.num_output - 1):
-            reason = FinishReason.STOP
-        elif sequence.guide is not None:
-            try:
-                reason = sequence.guide.take(token)
-            except GuideStuck as error:
-                stuck = error.with_traceback(None)  # its frames would hold on to all of this
-        if reason is None and len(sequence.tokens) == sequence.max_length:
-            reason = FinishReason.LENGTH
-        if reason is None and stuck is None:
-            sequence.allow_next()
-            return
-        self._publish_output(sequence)
-        if reason is not None:
-            committed.finished[sequence.request_id] = reason
-            self._end(sequence)
-        elif stuck is not None:
-            self._fail(sequence, stuck, committed)
-
-    def _fail(self, sequence: LiveSequence, error: HearthError, committed: CommittedStep) -> None:
-        self._end(sequence)
-        committed.failures.append(RequestFailed(sequence.request_id, error))
-
-    def _preempt(self, sequence: LiveSequence) -> None:
-        """Have a sequence wait, at its place, with nothing but its tokens."""
-        self._last_decode = NOBODY  # or the next rows could name a slot that it has no more
-        self._publish_output(sequence)
-        self.settle()
-        self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
-
-    def _end(self, sequence: LiveSequence) -> None:
-        self._last_decode = NOBODY  # or it would keep the text of who has ended
-        self._late_books.release(self._sequences.end(sequence))
-
-
-def _preempted_for(
-    book: BlockBook, running: Sequence[LiveSequence], extent: range, *, may_move: bool, may_preempt: bool
-) -> list[LiveSequence] | None:
-    """Return whom of the running ones, which are in line, to preempt before an extent can leave the book.
-
-    As few as it takes, the last first; whatever is live in the extent after that has to move. None: it
-    cannot leave. As one sequence never needs more than what is promised, the first gives way only where
-    blocks may not move, or where less than that would be left.
-    """
-    num_inside = len(book.live_in(extent))
-    num_outside = book.num_available_outside(extent) if may_move and num_inside else 0
-    if num_inside <= num_outside:
-        return []
-    if not may_preempt:
-        return None
-    num_released, preempted = Counter[int](), []
-    for sequence in reversed(running):
-        preempted.append(sequence)
-        for block in sequence.blocks:
-            num_released[block] += 1
-            if num_released[block] == book.num_holders(block):
-                num_inside -= block in extent
-                num_outside += may_move and block not in extent
-        if num_inside <= num_outside:
-            break
-    assert num_inside <= num_outside, f"live blocks of no running sequence: {book.live_in(extent)}"
-    return preempted
-
-
-def _stops(request: EngineRequest, token: int, num_before: int) -> bool:
-    """True if a token that follows `num_before` sampled ones ends the request."""
-    return num_before >= request.sampling.min_tokens and token in request.sampling.stop_ids
-
-
-def _not_finite(sequence: LiveSequence) -> LogitsNotFinite:
-    num_prompt = len(sequence.request.prompt)
-    return LogitsNotFinite(
-        f"the model computed NaN or infinite logits after {num_prompt} tokens of prompt and "
-        f"{len(sequence.tokens) - num_prompt} of output, so no token could be sampled; ask again, and if it "
-        "persists check the model's files with `hearth verify`, or deploy it with `--dtype bfloat16` if it "
-        "is in float16"
-    )

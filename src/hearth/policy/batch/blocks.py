@@ -85,6 +85,10 @@ class BlockBook:
         """Tokens that fit into what is promised. The number never changes, so any thread may ask."""
         return self.floor_blocks * self.block_tokens
 
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens of one sequence take."""
+        return -(-num_tokens // self.block_tokens)
+
     def num_holders(self, block: int) -> int:
         return self._num_holders[block] if block < len(self._num_holders) else 0
 

@@ -1,6 +1,6 @@
 """Steps in which every running sequence gets a token and nothing else happens, counted instead of planned.
 
-For whoever only simulates steps: an engine runs each. Writes no books, but says how they would change.
+For whoever only simulates steps: an engine runs each. Says nothing of how long they take.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hearth.policy.batch.blocks import BlockBook
+from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
+from hearth.policy.batch.plan_draft import PlannedStep, adapters_of
 from hearth.policy.batch.sequence import LiveSequence
 from hearth.types import RequestId
 
@@ -56,7 +59,29 @@ def blocks_wanted_by(running: Sequence[LiveSequence], num_steps: int, block_toke
     return sum(-(-(one.num_planned + num_steps) // block_tokens) - len(one.blocks) for one in running)
 
 
-def skipped_blocks(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> list[LiveSequence]:
+def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int, token: int) -> None:
+    """Have so many steps of a `DecodeRun` be planned and committed, in each of which all sampled `token`."""
+    handed_out = _skipped_blocks(running, num_steps, book.block_tokens)
+    for sequence in running:
+        assert token not in sequence.stop_ids, f"{token=} would have ended {sequence}"
+        sequence.tokens.extend([token] * num_steps)
+        sequence.num_planned += num_steps
+    blocks = book.allocate(len(handed_out))
+    assert blocks is not None, f"{num_steps=} {book.num_available=}"
+    for sequence, block in zip(handed_out, blocks, strict=True):
+        sequence.blocks.append(block)
+        sequence.room_tokens += book.block_tokens
+
+
+def last_step(running: list[LiveSequence], step_id: int) -> PlannedStep:
+    """Return the last of the steps that were skipped as if it had been planned."""
+    slots = [one.slot for one in running if one.slot is not None]
+    positions = [one.num_planned - 1 for one in running]
+    decode = DecodeRows([one.request_id for one in running], slots, positions, adapters=adapters_of(running))
+    return PlannedStep(StepPlan(step_id, (), TableWrites(), decode, ()), running)
+
+
+def _skipped_blocks(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> list[LiveSequence]:
     """Return to whom so many steps of a `DecodeRun` hand out blocks, in order, for each block once."""
     due: list[tuple[int, LiveSequence]] = []  # by the number of the step
     for sequence in running:

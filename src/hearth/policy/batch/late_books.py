@@ -12,6 +12,7 @@ from functools import partial
 
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.prefix import Publication
+from hearth.policy.batch.sequence import LiveSequence
 
 
 class LateBooks:
@@ -29,9 +30,23 @@ class LateBooks:
         """True if the book has all that was noted."""
         return not (self._closed or self._published or self._released)
 
-    def publish(self, publication: Publication) -> None:
-        """Note that blocks can be found by their content. None of them was released before."""
-        self._published.append(publication)
+    def publish(self, sequence: LiveSequence, num_computed: int) -> None:
+        """Note that blocks of a sequence can be found by their content: those full of computed tokens."""
+        begin, num_full = sequence.num_published, num_computed // self._book.block_tokens
+        if num_full <= begin or sequence.slot is None:
+            return  # nothing is new, or it was preempted, and its blocks with it
+        blocks = sequence.blocks
+        before = blocks[begin - 1] if begin else None
+        self._published.append(Publication(sequence.chain, begin, before, blocks[begin:num_full]))
+        sequence.num_published = num_full
+
+    def publish_output(self, sequence: LiveSequence) -> None:
+        """Note that of a sequence which stops running also the output can be found, as far as it is computed.
+
+        Nobody asks for an answer that is not finished, but who was preempted for its own.
+        """
+        if len(sequence.tokens) > sequence.num_prefill:
+            self.publish(sequence, len(sequence.tokens) - 1)  # all but the last are computed
 
     def release(self, blocks: Sequence[int]) -> None:
         """Note that a sequence lets go of its blocks, given head first."""

@@ -58,6 +58,10 @@ class EngineRequest:
         line_s = max(now_s, arrived_s + pace.patience_s)
         return replace(self, is_batch=pace.is_batch, line_s=line_s)
 
+    def is_stopped_by(self, token: int, num_before: int) -> bool:
+        """True if a token that follows `num_before` sampled ones ends the request."""
+        return num_before >= self.sampling.min_tokens and token in self.sampling.stop_ids
+
 
 class Admission(NamedTuple):
     """A sequence takes a slot, for the first time or again after a preemption."""
@@ -241,7 +245,7 @@ class RequestFailed:
 
 @dataclass(slots=True)
 class CommittedStep:
-    """Tokens that live requests got by one step, in columns of equal length. Written by `Batcher.commit`."""
+    """Tokens that live requests got by one step, in columns of equal length. Written by its `StepCommit`."""
 
     request_ids: Sequence[RequestId] = ()
     tokens: Sequence[int] = ()

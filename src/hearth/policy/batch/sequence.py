@@ -17,13 +17,13 @@ from operator import attrgetter
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.digest_chain import DigestChain
 from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrites
-from hearth.policy.batch.prefix import KnownPrefix
+from hearth.policy.batch.prefix import KnownPrefix, PrefixIndex
 from hearth.types import Pooling, RequestId
 
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One request that has not ended. Mutable; written only by the `Batcher` and its `Sequences`.
+    """One request that has not ended. Mutable; written only by the `Batcher` and its parts.
 
     Steps of a thousand sequences read these fields, so what they need often is a field and not computed.
     """
@@ -103,6 +103,13 @@ class LiveSequence:
             return None
         targets = () if num_logprobs is None else tuple(prompt[start + 1 : end + 1])
         return RowReading(pooling, num_logprobs, targets)
+
+    def known_prefix(self, index: PrefixIndex) -> KnownPrefix:
+        """Return the blocks that the sequence, which waits, would find computed."""
+        # At least one token is computed, for there must be something to sample from.
+        num_most = 0 if self.reads_all else (len(self.tokens) - 1) // self.chain.block_tokens
+        self.prefix.follow(index, self.chain, num_most)
+        return self.prefix
 
     def allow_next(self) -> None:
         """Set how far steps may be planned, now that all of `tokens` is known.
@@ -302,7 +309,7 @@ class Sequences:
                 writes.add(sequence.slot, at, (sequence.blocks[at],))
         self._moved_indices.clear()
 
-    def check(self, flights: Sequence[Sequence[LiveSequence]], num_committed: int, block_tokens: int) -> None:
+    def check(self, flights: Sequence[Sequence[LiveSequence]], num_committed: int) -> None:
         """Raise if the books disagree with each other; `flights` are the sequences of each step in flight."""
         running, waiting = self.running(), list(self._waiting)
         for line in (running, waiting):
@@ -328,11 +335,11 @@ class Sequences:
         for s in running:
             num_pending, num_in_flight = s.num_pending, in_flight[s.arrival]
             assert 0 <= num_pending <= num_in_flight, f"{s.arrival=} {num_pending=} {num_in_flight=}"
-            assert s.room_tokens == len(s.blocks) * block_tokens, f"{s.arrival=} {s.room_tokens=}"
+            assert s.room_tokens == len(s.blocks) * self._block_tokens, f"{s.arrival=} {s.room_tokens=}"
             assert s.num_planned <= min(s.room_tokens, s.max_planned), f"{s.arrival=} {s.num_planned=}"
             assert s.quiet_until < s.max_length, f"{s.arrival=} {s.quiet_until=}"
             if len(s.tokens) > s.num_prefill:
-                num_full = s.num_prefill // block_tokens
+                num_full = s.num_prefill // self._block_tokens
                 assert s.num_published == num_full, f"{s.arrival=} {s.num_published=} {num_full=}"
         early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
         assert not early, f"could be admitted with a row in flight: {early}"

@@ -1,0 +1,107 @@
+"""A step that was launched, and the tokens that come of it: copied to the host, waited for, handed out.
+
+Launches nothing, and knows no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from hearth.engine.prompt_reader import RowRead, StepReads
+from hearth.engine.sampler import Samples
+from hearth.types import TokenLogprob, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tokens that a step has sampled: one entry per sampling row of the plan, in order."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] | None  #: as many as each row asked for; None: nobody asked
+    broken_rows: list[int]  #: indices of rows of the plan, also of those that do not sample: see `commit`
+    reads: Mapping[int, RowRead] = field(default_factory=dict)  #: likewise, of rows that want a reading
+
+
+class PendingStep:
+    """A step that the device may still be computing."""
+
+    def __init__(
+        self, samples: Samples, num_samples: int, host: torch.Tensor, reads: StepReads | None = None
+    ) -> None:
+        """Queue the copies to the host, of what was chosen to `host`; nobody else writes there until `wait`.
+
+        The first `num_samples` rows have sampled, others were only computed.
+        """
+        self._chosen, self._num_samples = host.copy_(samples.chosen, non_blocking=True), num_samples
+        parts = (samples.logprobs, samples.top_ids, samples.top_logprobs)
+        self._logprobs, self._top_ids, self._top_logprobs = (
+            None if part is None else _to_host(part) for part in parts
+        )
+        self._num_logprobs = samples.num_logprobs
+        self._reads = None if reads is None else _reads_to_host(reads)
+        #: Behind all of the step; None: on a CPU, where it is done.
+        self.end: torch.cuda.Event | None = None
+        if samples.chosen.is_cuda:
+            self.end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # untyped
+            self.end.record()
+
+    @property
+    def is_computed(self) -> bool:
+        """True if the device computed the step while it was launched, as a CPU does."""
+        return self.end is None
+
+    @property
+    def is_done(self) -> bool:
+        """True if nobody has to wait for it."""
+        return self.end is None or bool(self.end.query())  # type: ignore[no-untyped-call] # untyped
+
+    def wait(self) -> StepResult:
+        if self.end is not None:
+            self.end.synchronize()
+        tokens, best_bits = self._chosen.numpy().T
+        is_broken = ~np.isfinite(best_bits.view(np.float32))
+        reads = {} if self._reads is None else dict(self._reads.rows())
+        is_broken[[index for index, read in reads.items() if not read.is_finite]] = True
+        broken_rows = np.flatnonzero(is_broken).tolist()
+        return StepResult(tokens[: self._num_samples].tolist(), self._asked_logprobs(), broken_rows, reads)
+
+    def _asked_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Return to each row what it asked for, whatever was computed because others asked for more."""
+        if self._logprobs is None:
+            return None
+        tops = (self._top_ids, self._top_logprobs)
+        top_ids, top_logprobs = ([[]] * len(self._logprobs) if top is None else top.tolist() for top in tops)
+        rows = zip(self._num_logprobs, self._logprobs.tolist(), top_ids, top_logprobs, strict=True)
+        return [
+            None if num is None else TokenLogprobs(own, tuple(map(TokenLogprob, ids[:num], best[:num])))
+            for num, own, ids, best in rows
+        ]
+
+
+def host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for copies of a tensor, or the tensor if it has none, as in a dry run."""
+    if tensor.is_meta:
+        return tensor
+    return torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _reads_to_host(reads: StepReads) -> StepReads:
+    return replace(
+        reads,
+        pooled=_to_host(reads.pooled),
+        logprobs=_to_host(reads.logprobs),
+        ranks=_to_host(reads.ranks),
+        top_ids=_to_host(reads.top_ids),
+        top_logprobs=_to_host(reads.top_logprobs),
+    )

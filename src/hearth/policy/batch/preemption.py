@@ -1,0 +1,75 @@
+"""Whom of the running sequences to preempt where blocks are needed elsewhere. Preempts nobody.
+
+The last in line give way first, as few of them as it takes. A block that several sequences hold is there for
+others only when all of them have let go of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from hearth.policy.batch.blocks import BlockBook
+from hearth.policy.batch.sequence import LiveSequence
+
+
+def preempted_for_first(
+    book: BlockBook, first: LiveSequence, behind: list[LiveSequence], *, has_free_slot: bool
+) -> list[LiveSequence]:
+    """Return who has to give up slot and blocks for one that waits, of those that stand behind it.
+
+    These are given the last in line first. Who is in the midst of a prompt gives way before them all, for
+    nobody starts beside it. Nobody, where all of them would not be enough.
+    """
+    hits = set(first.known_prefix(book.prefixes).blocks)
+    num_wanted = book.num_blocks_of(len(first.tokens)) - len(hits)
+    num_lacking = num_wanted - (book.num_available - len(book.cached_among(hits)))
+    if num_lacking > sum(len(one.blocks) for one in behind):
+        return []
+    preempted: list[LiveSequence] = []
+    num_released = Counter[int]()
+    for sequence in sorted(behind, key=lambda one: one.is_in_prompt, reverse=True):  # stable
+        has_slot = has_free_slot or bool(preempted)
+        if has_slot and num_lacking <= 0 and not sequence.is_in_prompt:
+            break
+        preempted.append(sequence)
+        num_lacking -= sum(block not in hits for block in _released(book, sequence, num_released))
+    return preempted if num_lacking <= 0 else []
+
+
+def preempted_for_extent(
+    book: BlockBook, running: Sequence[LiveSequence], extent: range, *, may_move: bool, may_preempt: bool
+) -> list[LiveSequence] | None:
+    """Return whom of the running ones, given in line, to preempt before an extent can leave the book.
+
+    Whatever is live in the extent after that has to move. None: it cannot leave. As one sequence never needs
+    more than what is promised, the first gives way only where blocks may not move, or where less than that
+    would be left.
+    """
+    num_inside = len(book.live_in(extent))
+    num_outside = book.num_available_outside(extent) if may_move and num_inside else 0
+    if num_inside <= num_outside:
+        return []
+    if not may_preempt:
+        return None
+    num_released, preempted = Counter[int](), list[LiveSequence]()
+    for sequence in reversed(running):
+        preempted.append(sequence)
+        for block in _released(book, sequence, num_released):
+            num_inside -= block in extent
+            num_outside += may_move and block not in extent
+        if num_inside <= num_outside:
+            break
+    assert num_inside <= num_outside, f"live blocks of no running sequence: {book.live_in(extent)}"
+    return preempted
+
+
+def _released(book: BlockBook, sequence: LiveSequence, num_released: Counter[int]) -> Iterator[int]:
+    """Yield the blocks that nobody holds once a sequence lets go of its own, as those before it did.
+
+    `num_released`: how many sequences have let go of each block.
+    """
+    for block in sequence.blocks:
+        num_released[block] += 1
+        if num_released[block] == book.num_holders(block):
+            yield block
