@@ -235,6 +235,13 @@ def _read_header(path: Path, file: int, file_bytes: int, key: bytes) -> _Header:
             f"`{path}` has version {version} of the format, this Hearth reads {VERSION}; delete it, and it "
             "is made anew"
         )
+    if (
+        num_sections > MAX_SECTIONS
+    ):  # of which the table alone might fill all memory, and nobody has signed it
+        raise SnapshotCorrupt(
+            f"`{path}` says that it has {num_sections} sections, limit: {MAX_SECTIONS}; delete it, and it is "
+            "made anew"
+        )
     table_end = _HEAD.size + num_sections * _ENTRY.size
     if file_bytes < table_end + _DIGEST_BYTES:
         raise _truncated(path, file_bytes, table_end + _DIGEST_BYTES)

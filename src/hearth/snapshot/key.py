@@ -56,9 +56,18 @@ def _make(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
+    # Whatever lies there is opened without waiting, and read only if it is a file: not a pipe, for one.
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(file, "rb") as opened:
-        found, key = os.fstat(file), opened.read(KEY_BYTES + 1)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise SnapshotError(
+                f"the key of snapshots `{path}` must be a file, and is something else; delete it and restart "
+                "the service: snapshots are made anew"
+            )
+        key = os.read(file, KEY_BYTES + 1)
+    finally:
+        os.close(file)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise SnapshotError(
             f"the key of snapshots `{path}` must be readable by user {os.geteuid()} alone, and is of user "
