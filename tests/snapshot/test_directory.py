@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,12 @@ from hearth.errors import (
     SnapshotUnauthenticated,
     StoreFull,
 )
+from hearth.snapshot import directory as directory_module
 from hearth.snapshot import trial_mark
 from hearth.snapshot.directory import (
     SUFFIX,
     SnapshotDirectory,
+    SnapshotEntry,
     keep_quota,
     remove_others,
     remove_unfinished,
@@ -97,6 +100,52 @@ def test_snapshots_go_with_their_models(directory: SnapshotDirectory) -> None:
     assert directory.remove("a") == 0
     assert [entry.model for entry in directory.entries()] == ["b"]
     assert remove_others(directory.path / "nowhere", ()) == 0
+
+
+def test_a_model_goes_also_while_a_worker_writes_a_snapshot_of_it(
+    directory: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that comes when all others are removed already, and one that goes before it could be."""
+    directory.save(of("b"), SECTIONS)
+    path = directory.save(of("a"), SECTIONS)
+    remove, unlink, late = os.rmdir, os.unlink, [f".{path.name}.1", path.name]
+
+    def remove_late(*words: Any, **options: Any) -> None:
+        if late:
+            (path.parent / late.pop()).touch()
+        remove(*words, **options)
+
+    def unlink_after_another(name: Any, **options: Any) -> None:
+        unlink(name, **options)
+        if str(name).startswith("."):  # the writer, who could not rename it
+            raise FileNotFoundError(errno.ENOENT, "no such file", name)
+
+    monkeypatch.setattr(os, "rmdir", remove_late)
+    monkeypatch.setattr(os, "unlink", unlink_after_another)
+    assert remove_others(directory.path, ()) == 2
+    assert not late
+    assert os.listdir(directory.path) == ["key"]
+
+
+def test_a_directory_that_another_process_removes_meanwhile_is_one_without_snapshots(
+    directory: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory.save(of("a"), SECTIONS)
+    directory.remove("a")
+    monkeypatch.setattr(directory_module, "_model_directories", lambda _: [path.parent])
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)  # it was, a moment ago
+    assert directory.entries() == []
+    assert directory.differences(of("a")) == []
+    assert directory.slot_of("a") is None
+    assert keep_quota(directory.path, 0) == 0
+
+
+def test_a_file_that_goes_while_it_is_looked_at_is_none(
+    directory: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = SnapshotEntry(directory.path_of(of("a")), "a", 1, 0.0)
+    monkeypatch.setattr(SnapshotDirectory, "entries", lambda *_: [entry])
+    assert directory.newest("a") is None
 
 
 def test_what_was_never_finished_goes_and_all_else_stays(directory: SnapshotDirectory) -> None:
