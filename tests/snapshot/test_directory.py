@@ -91,6 +91,17 @@ def test_a_snapshot_beyond_the_quota_is_refused(directory: SnapshotDirectory) ->
     assert directory.entries() == []
 
 
+def test_a_snapshot_that_its_writer_takes_is_within_the_quota_of_the_next_start(tmp_path: Path) -> None:
+    """All bytes of the file count, not those of its sections alone: else each start would remove it."""
+    num_bytes = SnapshotDirectory.open(tmp_path, 1 << 20).save(of("a"), SECTIONS).stat().st_size
+    exact = SnapshotDirectory.open(tmp_path, num_bytes)
+    path = exact.save(of("a"), SECTIONS)
+    assert keep_quota(tmp_path, num_bytes) == 0
+    assert path.exists()
+    with pytest.raises(StoreFull, match=f"takes {num_bytes} bytes, .*: {num_bytes - 1}; raise it"):
+        SnapshotDirectory.open(tmp_path, num_bytes - 1).save(of("a"), SECTIONS)
+
+
 def test_snapshots_go_with_their_models(directory: SnapshotDirectory) -> None:
     for model in ("a", "b", "c"):
         directory.save(of(model), SECTIONS)

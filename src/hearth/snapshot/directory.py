@@ -31,7 +31,14 @@ from hearth.errors import (
     SnapshotUnauthenticated,
     StoreFull,
 )
-from hearth.snapshot.file import KEY_BYTES, OpenSnapshot, open_any, open_snapshot, write_snapshot
+from hearth.snapshot.file import (
+    KEY_BYTES,
+    OpenSnapshot,
+    open_any,
+    open_snapshot,
+    snapshot_bytes,
+    write_snapshot,
+)
 from hearth.snapshot.fingerprint import FieldDifference, Fingerprint
 from hearth.snapshot.key import installation_key, known_key
 from hearth.snapshot.trial_mark import abandoned_marks
@@ -104,7 +111,7 @@ class SnapshotDirectory:
             SnapshotError: it cannot be written.
         """
         path = self.path_of(fingerprint)
-        num_bytes = sum(map(len, sections.values()))
+        num_bytes = snapshot_bytes(fingerprint, sections)
         if num_bytes > self.quota_bytes:
             raise StoreFull(
                 f"a snapshot takes {num_bytes} bytes, limit of all of them, `store.snapshot_bytes`: "
