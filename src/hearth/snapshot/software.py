@@ -14,10 +14,12 @@ import torch
 from hearth.kernels.jit import HAS_TRITON, triton
 
 #: Rooms and files whose code decides which kernels a step launches, with which parameters and at which
-#: addresses, and how a snapshot holds them.
+#: addresses, what is measured of it all, and how a snapshot holds that.
 _SOURCES = (
     *("engine", "kernels", "models", "sizes.py"),
-    *("memory", "policy/memory/space_slots.py", "snapshot", "cuda_graphs.py"),
+    *("memory", "policy/memory/space_slots.py", "snapshot", "cuda_driver.py", "cuda_graphs.py"),
+    *("worker/snapshot_graphs.py", "worker/snapshot_maker.py", "worker/measured_costs.py"),
+    "worker/resident_memory.py",
 )
 _SUFFIXES = (".py", ".c")  #: of code, also of that which makes graphs again
 _PACKAGE = Path(__file__).parents[1]
