@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import hearth
@@ -33,3 +36,32 @@ def test_a_cpu_depends_on_no_software_of_gpus() -> None:
     found = software("cpu")
     assert (found.driver, found.cuda, found.cublas, found.triton) == ("", "", "", "")
     assert found.torch
+
+
+UPGRADE = """
+import sys
+from pathlib import Path
+from hearth.worker.template import import_worker
+import_worker()
+with (Path(sys.argv[1]) / "models" / "decoder.py").open("a") as file:
+    file.write("# of the next version")
+from hearth.snapshot.software import software
+print(software("cpu").sources)
+"""
+
+
+def test_workers_forked_from_code_that_was_replaced_since_are_of_the_code_that_they_run(
+    tmp_path: Path,
+) -> None:
+    """As when Hearth is upgraded under a running service, whose snapshots the next one would take for its own."""
+    package = tmp_path / "hearth"
+    shutil.copytree(Path(hearth.__file__).parent, package)
+    before = sources_digest(package)
+    run = subprocess.run(
+        [sys.executable, "-c", UPGRADE, str(package)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.strip() == before, run.stderr
+    assert sources_digest(package) != before

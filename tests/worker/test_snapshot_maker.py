@@ -32,10 +32,11 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
+from hearth.snapshot.software import Software
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.store.manifest import Manifest
 from hearth.types import ModelId, Rung, SnapshotOutcome, SnapshotPhase
-from hearth.worker import snapshot_maker
+from hearth.worker import model_snapshots, snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop
 from tests.engine.test_graphs import Captures, Graph, Source
@@ -289,6 +290,21 @@ def test_a_model_starts_whatever_breaks_in_its_snapshot(directory: SnapshotDirec
         assert two.looked.outcome is SnapshotOutcome.REFUSED
         assert "cannot schedule new futures" in str(two.looked.reason)
         assert len(two.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
+
+
+def test_a_model_starts_where_nobody_can_tell_what_its_snapshot_depends_on(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def software(kind: str) -> Software:
+        raise OSError("the files of Hearth cannot be read")
+
+    monkeypatch.setattr(model_snapshots, "software", software)
+    with worker(directory, tmp_path / "one", kernels=TunedKernels()) as one:
+        assert one.looked.outcome is SnapshotOutcome.REFUSED
+        assert "the files of Hearth cannot be read" in str(one.looked.reason)
+        assert one.make().failure == one.looked.reason
+        assert len(one.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
+    assert directory.entries() == []
 
 
 class GraphParts:

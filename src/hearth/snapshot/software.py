@@ -49,8 +49,17 @@ def software(kind: str) -> Software:
         cublas=_cublas_version() if is_cuda else "",
         torch=str(torch.__version__),
         triton=str(triton.__version__) if is_cuda and HAS_TRITON else "",
-        sources=sources_digest(_PACKAGE),
+        sources=own_sources(),
     )
+
+
+@cache
+def own_sources() -> str:
+    """Return a digest of what this process runs: of the files as they were at the first call, behind imports.
+
+    Files may be replaced while a process runs, as when Hearth is upgraded, and all that is forked from it.
+    """
+    return sources_digest(_PACKAGE)
 
 
 def sources_digest(package: Path) -> str:
