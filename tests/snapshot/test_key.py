@@ -76,7 +76,7 @@ def test_what_is_no_file_is_no_key_and_nothing_of_it_stays_open(
     held = put(path)
     before = os.listdir("/proc/self/fd")
     for look in (installation_key, known_key):
-        with pytest.raises(SnapshotError, match="the key of snapshots"):
+        with pytest.raises(SnapshotError, match="must be a file, and is something else"):
             look(path)
     assert os.listdir("/proc/self/fd") == before
     if isinstance(held, int):

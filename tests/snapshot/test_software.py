@@ -53,7 +53,7 @@ print(software("cpu").sources)
 def test_workers_forked_from_code_that_was_replaced_since_are_of_the_code_that_they_run(
     tmp_path: Path,
 ) -> None:
-    """As when Hearth is upgraded under a running service, whose snapshots the next one would take for its own."""
+    """As when Hearth is upgraded under a service, whose snapshots the next one would take for its own."""
     package = tmp_path / "hearth"
     shutil.copytree(Path(hearth.__file__).parent, package)
     before = sources_digest(package)

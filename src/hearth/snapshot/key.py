@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -41,6 +42,13 @@ def _useless(path: Path, error: OSError) -> SnapshotError:
     return SnapshotError(f"the key of snapshots `{path}` cannot be used: {error}")
 
 
+def _no_file(path: Path) -> SnapshotError:
+    return SnapshotError(
+        f"the key of snapshots `{path}` must be a file, and is something else; delete it and restart "
+        "the service: snapshots are made anew"
+    )
+
+
 def _make(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -57,14 +65,16 @@ def _make(path: Path) -> None:
 
 def _read(path: Path) -> bytes:
     # Whatever lies there is opened without waiting, and read only if it is a file: not a pipe, for one.
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or a socket
+            raise _no_file(path) from error
+        raise
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise SnapshotError(
-                f"the key of snapshots `{path}` must be a file, and is something else; delete it and restart "
-                "the service: snapshots are made anew"
-            )
+            raise _no_file(path)
         key = os.read(file, KEY_BYTES + 1)
     finally:
         os.close(file)
