@@ -493,6 +493,21 @@ def test_a_snapshot_that_cannot_be_written_harms_nobody(directory: SnapshotDirec
     assert directory.entries() == []
 
 
+def test_a_snapshot_of_a_process_whose_memory_nobody_can_tell_fails_with_the_reason(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the kernel has no /proc/self/pagemap."""
+
+    def resident_bytes(address: int, num_bytes: int) -> int:
+        raise FileNotFoundError("/proc/self/pagemap")
+
+    with worker(directory, tmp_path / "one") as one:
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshot_maker, "resident_bytes", resident_bytes)
+            assert one.make().failure == "/proc/self/pagemap"
+        assert one.make().failure is None, "the next one is made"
+
+
 def test_a_worker_sleeps_while_a_snapshot_has_to_wait(
     directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ class SnapshotWritten:
     """The thread that writes a snapshot is done."""
 
     made: SnapshotMade
-    memory: MemoryProfile
+    memory: MemoryProfile | None  #: None: that could not be told, and so none was made
 
 
 @dataclass(slots=True)
@@ -230,9 +230,9 @@ class SnapshotMaker:
         snapshots, post, fingerprint = self._snapshots, self._post, look.fingerprint
 
         def write() -> None:
-            memory = MemoryProfile(torch_bytes, max(0, library_bytes), _resident_besides(pool))
-            made = SnapshotMade(order.model, order.hosting, unbooked_bytes=memory.unbooked_bytes)
+            made, memory = SnapshotMade(order.model, order.hosting), None
             try:
+                memory = MemoryProfile(torch_bytes, max(0, library_bytes), _resident_besides(pool))
                 kept = {} if parts is None else parts.save()
                 path = snapshots.save(
                     fingerprint, {**sections, **kept, memory_profile.SECTION: memory.pack()}
@@ -241,11 +241,14 @@ class SnapshotMaker:
             except Exception as error:  # the thread's top: whoever ordered it is told
                 if not isinstance(error, (HearthError, OSError)):
                     log.exception("snapshot_broke model=%s", order.model)
-                made = msgspec.structs.replace(made, failure=str(error))
+                made = msgspec.structs.replace(made, failure=str(error) or repr(error))
             else:
-                seconds = time.perf_counter() - began_s
                 made = msgspec.structs.replace(
-                    made, num_bytes=num_bytes, seconds=seconds, lacks_adapters=lacks
+                    made,
+                    num_bytes=num_bytes,
+                    unbooked_bytes=memory.unbooked_bytes,
+                    seconds=time.perf_counter() - began_s,
+                    lacks_adapters=lacks,
                 )
             post(SnapshotWritten(made, memory))
 
