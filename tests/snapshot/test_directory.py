@@ -30,6 +30,7 @@ from hearth.snapshot.directory import (
 from hearth.snapshot.fingerprint import Fingerprint
 from hearth.snapshot.trial_mark import TrialMark
 from tests.snapshot.fingerprints import FINGERPRINT, OTHER_KEY
+from tests.snapshot.test_file import run_script
 from tests.snapshot.test_trial_mark import die_in_a_trial_of
 
 SECTIONS = {"memory": b"x" * 10_000}
@@ -100,6 +101,52 @@ def test_a_snapshot_that_its_writer_takes_is_within_the_quota_of_the_next_start(
     assert path.exists()
     with pytest.raises(StoreFull, match=f"takes {num_bytes} bytes, .*: {num_bytes - 1}; raise it"):
         SnapshotDirectory.open(tmp_path, num_bytes - 1).save(of("a"), SECTIONS)
+
+
+#: Saves a snapshot over another one again and again, each time killed some lines later than the time before,
+#: and says what was found afterwards.
+DIE_LATER_AND_LATER = """
+import collections, os, signal, sys
+from pathlib import Path
+from hearth.snapshot.directory import SnapshotDirectory, remove_unfinished
+from tests.snapshot.fingerprints import FINGERPRINT
+OLD, NEW = {"memory": b"old" * 10_000}, {"memory": b"new" * 20_000}
+
+def save_and_die(directory, num_lines):
+    def trace(frame, event, argument):
+        nonlocal num_lines
+        num_lines -= 1
+        if num_lines == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+    sys.settrace(trace)
+    directory.save(FINGERPRINT, NEW)
+    os._exit(0)
+
+directory = SnapshotDirectory.open(Path(sys.argv[1]), 1 << 20)
+found, num_lines, has_died = collections.Counter(), 1, True
+while has_died:
+    directory.save(FINGERPRINT, OLD)
+    if (child := os.fork()) == 0:
+        save_and_die(directory, num_lines)
+    has_died = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    with directory.load(FINGERPRINT) as opened:
+        content = bytes(opened["memory"])
+        opened.verify()
+    found["old" if content == OLD["memory"] else "new" if content == NEW["memory"] else "neither"] += 1
+    remove_unfinished(directory.path)
+    assert not list(directory.path.rglob(".*")), "all that was left is known as such"
+    num_lines += 19
+print(sum(found.values()), *sorted(found))
+"""
+
+
+def test_a_process_that_is_killed_at_any_line_leaves_the_old_snapshot_or_the_new_one(tmp_path: Path) -> None:
+    run = run_script(DIE_LATER_AND_LATER, tmp_path)
+    assert run.returncode == 0, run.stderr
+    number, *found = run.stdout.split(maxsplit=1)
+    assert found == ["new old\n"], run.stderr
+    assert int(number) > 40
 
 
 def test_snapshots_go_with_their_models(directory: SnapshotDirectory) -> None:
