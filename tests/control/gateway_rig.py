@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from hearth.control.catalog import Catalog
 from hearth.control.correlation import UNNAMED, Correlation
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
+from hearth.control.deploy import clear_snapshots
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.exchange_record import ExchangeRecord
@@ -74,7 +76,9 @@ class GatewayRig:
         metrics, pools = Metrics(device_hour_price=1.0), PoolReports()
         self.metrics = metrics
         observer = self.observer = Observer(metrics, takes_turns=takes_turns)
-        snapshots = self.snapshots = Snapshots(metrics, bases=catalog.bases)
+        snapshots = self.snapshots = Snapshots(
+            metrics, bases=catalog.bases, collect=partial(clear_snapshots, data_dir)
+        )
         self.driver = Driver(
             *(Fleet(brain), self.journal, observer, pools, snapshots),
             *(catalog.host_order, catalog.prepare_orders),

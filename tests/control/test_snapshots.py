@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +24,12 @@ from hearth.messages import (
     SnapshotMade,
     SnapshotProgress,
 )
+from hearth.snapshot.directory import SnapshotDirectory
 from hearth.types import ModelId, SnapshotOutcome, SnapshotPhase, WorkerId
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
+from tests.control.test_supervisor import PATIENCE_S
+from tests.snapshot.fingerprints import FINGERPRINT
 
 TINY = ModelId("tiny")
 
@@ -58,17 +62,19 @@ def test_a_model_that_started_without_a_snapshot_gets_one(data_dir: DataDir, dep
     async def scene(rig: GatewayRig) -> None:
         link = await loading(rig)
         hosting = hosting_of(link)
-        rig.receive(link, SnapshotLooked(TINY, hosting - 1, SnapshotOutcome.MISSING))  # of another stay
         load(rig, link)
-        assert made_orders(link) == []
+        assert made_orders(link) == [], "nobody has looked"
         rig.receive(link, SnapshotLooked(TINY, hosting, SnapshotOutcome.MISSING))
         load(rig, link)
         load(rig, link)  # as models do that take turns
         assert made_orders(link) == [MakeSnapshot(TINY, hosting)]
         assert rig.snapshots.notes == ()
         rig.receive(link, SnapshotProgress(TINY, hosting, 1, 2))
+        rig.receive(link, SnapshotMade(TINY, hosting - 1, failure="the disk is full"))  # of another stay
+        assert rig.snapshots.notes == ()
         rig.receive(link, SnapshotMade(TINY, hosting, num_bytes=5))
         assert (counted(rig, SnapshotOutcome.MISSING), counted(rig, SnapshotOutcome.MADE)) == (1, 1)
+        assert counted(rig, SnapshotOutcome.FAILED) == 1
         load(rig, link)
         assert len(made_orders(link)) == 1
 
@@ -104,6 +110,63 @@ def test_a_model_that_left_too_soon_gets_its_snapshot_when_it_is_back(
         load(rig, link)  # with the engine that it had: nobody looks again
         assert made_orders(link) == [MakeSnapshot(TINY, first), MakeSnapshot(TINY, hosting_of(link))]
         assert hosting_of(link) != first
+
+    with_rig(data_dir, scene)
+
+
+def test_a_look_that_is_told_when_the_stay_has_ended_counts_all_the_same(
+    data_dir: DataDir, deployed: Deployed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine may be kept, and then nobody looks again."""
+
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        first = hosting_of(link)
+        emit(rig, link, 5, finished=True)
+        await rig.gateway.unload("tiny", free=True)
+        rig.receive(link, SnapshotLooked(TINY, first, SnapshotOutcome.REFUSED, "it is damaged"))
+        assert counted(rig, SnapshotOutcome.REFUSED) == 1
+        assert "snapshot_unused model=tiny" in caplog.text
+        assert any("it is damaged" in note for note in rig.snapshots.notes)
+        assert made_orders(link) == [], "the model is not there"
+        await rig.submit(ask(), ANYBODY)
+        load(rig, link)
+        assert made_orders(link) == [MakeSnapshot(TINY, hosting_of(link))]
+
+    with_rig(data_dir, scene)
+
+
+def test_a_look_at_a_snapshot_of_a_model_that_was_removed_leaves_no_note(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        first = hosting_of(link)
+        emit(rig, link, 5, finished=True)
+        await rig.gateway.remove("tiny")
+        rig.receive(link, SnapshotLooked(TINY, first, SnapshotOutcome.REFUSED, "it is damaged"))
+        assert rig.snapshots.notes == ()
+
+    with_rig(data_dir, scene)
+
+
+def test_a_snapshot_that_is_written_while_its_model_is_removed_goes_as_well(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        first = hosting_of(link)
+        rig.receive(link, SnapshotLooked(TINY, first, SnapshotOutcome.MISSING))
+        load(rig, link)
+        emit(rig, link, 5, finished=True)
+        await rig.gateway.remove("tiny")
+        directory = SnapshotDirectory.open(data_dir.snapshots_path, 1 << 20)
+        path = directory.save(replace(FINGERPRINT, manifest=deployed.digest), {"memory": b"x"})
+        rig.receive(link, SnapshotMade(TINY, first, num_bytes=100))
+        assert counted(rig, SnapshotOutcome.MADE) == 1
+        async with asyncio.timeout(PATIENCE_S):
+            while path.parent.exists():
+                await asyncio.sleep(0.01)
 
     with_rig(data_dir, scene)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
@@ -456,12 +457,13 @@ def test_a_worker_whose_settings_no_restart_cures_is_not_started_again() -> None
         pytest.param(-signal.SIGSEGV, "", None, "SIGSEGV", id="by itself"),
         pytest.param(-signal.SIGKILL, "", "it hung", "it hung", id="by the supervisor"),
         pytest.param(3, "nonsense", None, "exit code 3, the log says more", id="without a word"),
+        pytest.param(3, '{"error": "\udcff"}', None, "exit code 3, the log says more", id="no text"),
     ],
 )
 def test_the_end_of_a_worker_has_a_reason(
     code: int, farewell: str, killed_for: str | None, reason: str
 ) -> None:
-    assert ending_of(code, farewell.encode(), killed_for).reason == reason
+    assert ending_of(code, os.fsencode(farewell), killed_for).reason == reason
 
 
 def test_only_a_wrong_setting_is_final_and_long_reasons_are_cut() -> None:

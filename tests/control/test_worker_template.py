@@ -264,6 +264,15 @@ def empty_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         yield rig
 
 
+def test_templates_that_were_ready_are_replaced_however_often_they_are_killed(empty_rig: Rig) -> None:
+    for _ in range(2 * worker_template.MAX_FAILURES):
+        before = empty_rig.template.pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        assert empty_rig.code(empty_rig.fork(but_of=before)) == 1, "of another template"
+    assert empty_rig.template.note is None
+
+
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 

@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,12 @@ from hearth.errors import (
     SnapshotUnauthenticated,
     StoreFull,
 )
+from hearth.snapshot import directory as directory_module
 from hearth.snapshot import trial_mark
 from hearth.snapshot.directory import (
     SUFFIX,
     SnapshotDirectory,
+    SnapshotEntry,
     keep_quota,
     remove_others,
     remove_unfinished,
@@ -27,6 +30,7 @@ from hearth.snapshot.directory import (
 from hearth.snapshot.fingerprint import Fingerprint
 from hearth.snapshot.trial_mark import TrialMark
 from tests.snapshot.fingerprints import FINGERPRINT, OTHER_KEY
+from tests.snapshot.test_file import run_script
 from tests.snapshot.test_trial_mark import die_in_a_trial_of
 
 SECTIONS = {"memory": b"x" * 10_000}
@@ -88,6 +92,63 @@ def test_a_snapshot_beyond_the_quota_is_refused(directory: SnapshotDirectory) ->
     assert directory.entries() == []
 
 
+def test_a_snapshot_that_its_writer_takes_is_within_the_quota_of_the_next_start(tmp_path: Path) -> None:
+    """All bytes of the file count, not those of its sections alone: else each start would remove it."""
+    num_bytes = SnapshotDirectory.open(tmp_path, 1 << 20).save(of("a"), SECTIONS).stat().st_size
+    exact = SnapshotDirectory.open(tmp_path, num_bytes)
+    path = exact.save(of("a"), SECTIONS)
+    assert keep_quota(tmp_path, num_bytes) == 0
+    assert path.exists()
+    with pytest.raises(StoreFull, match=f"takes {num_bytes} bytes, .*: {num_bytes - 1}; raise it"):
+        SnapshotDirectory.open(tmp_path, num_bytes - 1).save(of("a"), SECTIONS)
+
+
+#: Saves a snapshot over another one again and again, each time killed some lines later than the time before,
+#: and says what was found afterwards.
+DIE_LATER_AND_LATER = """
+import collections, os, signal, sys
+from pathlib import Path
+from hearth.snapshot.directory import SnapshotDirectory, remove_unfinished
+from tests.snapshot.fingerprints import FINGERPRINT
+OLD, NEW = {"memory": b"old" * 10_000}, {"memory": b"new" * 20_000}
+
+def save_and_die(directory, num_lines):
+    def trace(frame, event, argument):
+        nonlocal num_lines
+        num_lines -= 1
+        if num_lines == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+    sys.settrace(trace)
+    directory.save(FINGERPRINT, NEW)
+    os._exit(0)
+
+directory = SnapshotDirectory.open(Path(sys.argv[1]), 1 << 20)
+found, num_lines, has_died = collections.Counter(), 1, True
+while has_died:
+    directory.save(FINGERPRINT, OLD)
+    if (child := os.fork()) == 0:
+        save_and_die(directory, num_lines)
+    has_died = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    with directory.load(FINGERPRINT) as opened:
+        content = bytes(opened["memory"])
+        opened.verify()
+    found["old" if content == OLD["memory"] else "new" if content == NEW["memory"] else "neither"] += 1
+    remove_unfinished(directory.path)
+    assert not list(directory.path.rglob(".*")), "all that was left is known as such"
+    num_lines += 19
+print(sum(found.values()), *sorted(found))
+"""
+
+
+def test_a_process_that_is_killed_at_any_line_leaves_the_old_snapshot_or_the_new_one(tmp_path: Path) -> None:
+    run = run_script(DIE_LATER_AND_LATER, tmp_path)
+    assert run.returncode == 0, run.stderr
+    number, *found = run.stdout.split(maxsplit=1)
+    assert found == ["new old\n"], run.stderr
+    assert int(number) > 40
+
+
 def test_snapshots_go_with_their_models(directory: SnapshotDirectory) -> None:
     for model in ("a", "b", "c"):
         directory.save(of(model), SECTIONS)
@@ -97,6 +158,52 @@ def test_snapshots_go_with_their_models(directory: SnapshotDirectory) -> None:
     assert directory.remove("a") == 0
     assert [entry.model for entry in directory.entries()] == ["b"]
     assert remove_others(directory.path / "nowhere", ()) == 0
+
+
+def test_a_model_goes_also_while_a_worker_writes_a_snapshot_of_it(
+    directory: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that comes when all others are removed already, and one that goes before it could be."""
+    directory.save(of("b"), SECTIONS)
+    path = directory.save(of("a"), SECTIONS)
+    remove, unlink, late = os.rmdir, os.unlink, [f".{path.name}.1", path.name]
+
+    def remove_late(*words: Any, **options: Any) -> None:
+        if late:
+            (path.parent / late.pop()).touch()
+        remove(*words, **options)
+
+    def unlink_after_another(name: Any, **options: Any) -> None:
+        unlink(name, **options)
+        if str(name).startswith("."):  # the writer, who could not rename it
+            raise FileNotFoundError(errno.ENOENT, "no such file", name)
+
+    monkeypatch.setattr(os, "rmdir", remove_late)
+    monkeypatch.setattr(os, "unlink", unlink_after_another)
+    assert remove_others(directory.path, ()) == 2
+    assert not late
+    assert os.listdir(directory.path) == ["key"]
+
+
+def test_a_directory_that_another_process_removes_meanwhile_is_one_without_snapshots(
+    directory: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory.save(of("a"), SECTIONS)
+    directory.remove("a")
+    monkeypatch.setattr(directory_module, "_model_directories", lambda _: [path.parent])
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)  # it was, a moment ago
+    assert directory.entries() == []
+    assert directory.differences(of("a")) == []
+    assert directory.slot_of("a") is None
+    assert keep_quota(directory.path, 0) == 0
+
+
+def test_a_file_that_goes_while_it_is_looked_at_is_none(
+    directory: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = SnapshotEntry(directory.path_of(of("a")), "a", 1, 0.0)
+    monkeypatch.setattr(SnapshotDirectory, "entries", lambda *_: [entry])
+    assert directory.newest("a") is None
 
 
 def test_what_was_never_finished_goes_and_all_else_stays(directory: SnapshotDirectory) -> None:

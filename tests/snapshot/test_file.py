@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -32,6 +33,7 @@ from hearth.snapshot.file import (
     _HEAD,
     ALIGNMENT,
     MAGIC,
+    MAX_SECTIONS,
     VERSION,
     _mac,
     open_any,
@@ -157,13 +159,31 @@ def test_a_header_that_lies_and_is_sealed_with_the_key_is_refused_or_tells_of_th
         assert all(value in bytes(whole) for value in found.values())
 
 
-def test_a_number_of_sections_that_no_file_has_room_for_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_bytes", [None, 1 << 40])
+@pytest.mark.parametrize("num_sections", [MAX_SECTIONS + 1, (1 << 32) - 1])
+def test_a_number_of_sections_that_no_file_has_is_refused_and_has_no_memory_taken(
+    tmp_path: Path, num_sections: int, num_bytes: int | None
+) -> None:
+    """Nobody has signed it: also where a file, with a hole in it, is as long as it says."""
     path = written(tmp_path)
     whole = bytearray(path.read_bytes())
-    struct.pack_into("<I", whole, 12, (1 << 32) - 1)
+    struct.pack_into("<I", whole, 12, num_sections)
     path.write_bytes(whole)
-    with pytest.raises(SnapshotTruncated):
-        open_any(path, KEY)
+    if num_bytes is not None:
+        os.truncate(path, num_bytes)
+    tracemalloc.start()
+    try:
+        with pytest.raises(SnapshotCorrupt, match=f"{num_sections} sections, limit: 4096"):
+            open_any(path, KEY)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+
+
+def test_a_file_may_have_as_many_sections_as_its_writer_allows(tmp_path: Path) -> None:
+    data = {f"graph/decode-{number}": b"x" for number in range(MAX_SECTIONS - 1)}
+    assert read(written(tmp_path, data)) == data
 
 
 def test_sections_are_aligned(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def test_a_packed_fingerprint_is_the_same_again() -> None:
     [
         *(b"", b"[]", b"{}", b'{"manifest": "x"}', b"\xff", b"[" * 100_000, b'{"a":' * 100_000),
         FINGERPRINT.pack().replace(b'"2.11.0"', b"2"),
+        FINGERPRINT.pack().replace(b'"2.11.0"', b'"\xff"'),
+        FINGERPRINT.pack().replace(b'"torch"', b'"\xff"'),
         FINGERPRINT.pack().replace(b'"2.11.0"', b"[[]]"),
         FINGERPRINT.pack().replace(str(FINGERPRINT.device_bytes).encode(), b'"141 GiB"'),
         FINGERPRINT.pack().replace(str(FINGERPRINT.device_bytes).encode(), b"9" * 10_000),

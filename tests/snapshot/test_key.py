@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hearth.errors import SnapshotError
-from hearth.snapshot.key import installation_key
+from hearth.snapshot.file import KEY_BYTES
+from hearth.snapshot.key import installation_key, known_key
 
 
 def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
@@ -34,3 +37,49 @@ def test_a_key_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     os.truncate(tmp_path / "key", 7)
     with pytest.raises(SnapshotError, match="32 bytes, given: 7"):
         installation_key(tmp_path / "key")
+
+
+def be_a_pipe_that_somebody_writes_to(path: Path) -> int:
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR)
+
+
+def be_a_pipe_with_a_key_in_it(path: Path) -> int:
+    pipe = be_a_pipe_that_somebody_writes_to(path)
+    os.write(pipe, bytes(KEY_BYTES))
+    return pipe
+
+
+def be_a_socket(path: Path) -> socket.socket:
+    found = socket.socket(socket.AF_UNIX)
+    found.bind(str(path))
+    return found
+
+
+def be_a_link(path: Path) -> None:
+    installation_key(path.with_name("other"))
+    path.symlink_to("other")
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        *(lambda path: path.mkdir(mode=0o700), lambda path: os.mkfifo(path, 0o600)),
+        *(be_a_pipe_that_somebody_writes_to, be_a_pipe_with_a_key_in_it, be_a_socket, be_a_link),
+        lambda path: path.symlink_to("nowhere"),
+    ],
+)
+def test_what_is_no_file_is_no_key_and_nothing_of_it_stays_open(
+    tmp_path: Path, put: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "key"
+    held = put(path)
+    before = os.listdir("/proc/self/fd")
+    for look in (installation_key, known_key):
+        with pytest.raises(SnapshotError, match="must be a file, and is something else"):
+            look(path)
+    assert os.listdir("/proc/self/fd") == before
+    if isinstance(held, int):
+        os.close(held)
+    elif isinstance(held, socket.socket):
+        held.close()

@@ -34,6 +34,25 @@ def test_a_mark_outlives_a_process_that_dies_in_a_trial(tmp_path: Path) -> None:
     assert len(abandoned_marks(snapshot)) == 1
 
 
+def test_two_who_look_at_once_both_find_that_a_process_has_died(tmp_path: Path) -> None:
+    snapshot = tmp_path / "one.snapshot"
+    die_in_a_trial_of(snapshot)
+    (left,) = abandoned_marks(snapshot)
+    looks: list[list[Path]] = []
+    exists = Path.exists
+
+    def look_as_well(path: Path) -> bool:  # while the first one holds its lock
+        if not looks:
+            looks.append([])
+            looks[0] = abandoned_marks(snapshot)
+        return exists(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "exists", look_as_well)
+        looks.append(abandoned_marks(snapshot))
+    assert looks == [[left], [left]]
+
+
 def test_a_mark_is_set_and_cleared_for_every_trial(tmp_path: Path) -> None:
     mark = TrialMark(tmp_path / "one.snapshot")
     for _ in range(3):

@@ -57,7 +57,9 @@ class Start:
     parts_of: Callable[[Engine], SnapshotParts | None] = lambda engine: None
 
     def fingerprint(self) -> Fingerprint:
-        return self.look().fingerprint
+        fingerprint = self.look().fingerprint
+        assert fingerprint is not None
+        return fingerprint
 
     def snapshots(self, kind: str = "cuda") -> ModelSnapshots:
         device = torch.device(kind)
@@ -242,6 +244,7 @@ def test_a_file_that_must_not_be_used_is_refused_with_a_reason_and_replaced(
     look = start.look()
     assert (look.outcome, look.memory) == (SnapshotOutcome.REFUSED, None)
     assert reason in str(look.reason)
+    assert look.fingerprint is not None
     start.directory.save(look.fingerprint, MEMORY)
     assert start.look().outcome is SnapshotOutcome.USED
 

@@ -32,10 +32,11 @@ from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
+from hearth.snapshot.software import Software
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.store.manifest import Manifest
 from hearth.types import ModelId, Rung, SnapshotOutcome, SnapshotPhase
-from hearth.worker import snapshot_maker
+from hearth.worker import model_snapshots, snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop
 from tests.engine.test_graphs import Captures, Graph, Source
@@ -291,6 +292,21 @@ def test_a_model_starts_whatever_breaks_in_its_snapshot(directory: SnapshotDirec
         assert len(two.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
 
 
+def test_a_model_starts_where_nobody_can_tell_what_its_snapshot_depends_on(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def software(kind: str) -> Software:
+        raise OSError("the files of Hearth cannot be read")
+
+    monkeypatch.setattr(model_snapshots, "software", software)
+    with worker(directory, tmp_path / "one", kernels=TunedKernels()) as one:
+        assert one.looked.outcome is SnapshotOutcome.REFUSED
+        assert "the files of Hearth cannot be read" in str(one.looked.reason)
+        assert one.make().failure == one.looked.reason
+        assert len(one.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
+    assert directory.entries() == []
+
+
 class GraphParts:
     """The graphs of an engine, of which a snapshot has names alone."""
 
@@ -475,6 +491,21 @@ def test_a_snapshot_that_cannot_be_written_harms_nobody(directory: SnapshotDirec
         assert "store.snapshot_bytes" in str(one.make().failure)
         assert len(one.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
     assert directory.entries() == []
+
+
+def test_a_snapshot_of_a_process_whose_memory_nobody_can_tell_fails_with_the_reason(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the kernel has no /proc/self/pagemap."""
+
+    def resident_bytes(address: int, num_bytes: int) -> int:
+        raise FileNotFoundError("/proc/self/pagemap")
+
+    with worker(directory, tmp_path / "one") as one:
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshot_maker, "resident_bytes", resident_bytes)
+            assert one.make().failure == "/proc/self/pagemap"
+        assert one.make().failure is None, "the next one is made"
 
 
 def test_a_worker_sleeps_while_a_snapshot_has_to_wait(

@@ -268,6 +268,12 @@ def collect_snapshots(data_dir: DataDir, registry: Registry, quota_bytes: int | 
             log.info("snapshots_removed number=%d", num_removed)
 
 
+def clear_snapshots(data_dir: DataDir) -> None:
+    """Delete the snapshots of models that are not registered, from any thread."""
+    with Registry.open(data_dir) as registry:
+        collect_snapshots(data_dir, registry)
+
+
 def _clear_refused(deployed: Deployed | DeployedAdapter, data_dir: DataDir) -> None:
     """Delete a model that nobody has registered, unless it was converted elsewhere and is not ours."""
     if deployed.source != deployed.directory:

@@ -18,7 +18,7 @@ from hearth.control.deploy import (
     DeployDone,
     DeployOrder,
     DeployProgress,
-    collect_snapshots,
+    clear_snapshots,
     deploying,
     remove_files,
     switch,
@@ -212,7 +212,7 @@ class Deployments:
     async def _clear_files(self, location: ModelLocation, users: set[RequestId]) -> None:
         await self._driver.requests.wait_ended(users)
         async with self._files:
-            await asyncio.to_thread(_clear_snapshots, self._data_dir)
+            await asyncio.to_thread(clear_snapshots, self._data_dir)
             if await asyncio.to_thread(_is_shared, location, self._registry.locations()):
                 return
             try:
@@ -226,11 +226,6 @@ def _log_files_left(task: asyncio.Task[None]) -> None:
     """Log why files could not be deleted, of which nobody waits to be told."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("files_left reason=%s", error)
-
-
-def _clear_snapshots(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
-        collect_snapshots(data_dir, registry)
 
 
 def _is_shared(location: ModelLocation, others: list[ModelLocation]) -> bool:

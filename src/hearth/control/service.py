@@ -9,6 +9,7 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
@@ -16,7 +17,7 @@ from hearth.control.access_log import LINE_FORMATS, AccessLog
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
-from hearth.control.deploy import collect, collect_snapshots
+from hearth.control.deploy import clear_snapshots, collect, collect_snapshots
 from hearth.control.deployments import Deployments
 from hearth.control.devices import Devices
 from hearth.control.driver import Driver
@@ -100,7 +101,10 @@ async def running(
         if obstacle is not None:
             log.warning("fallback snapshots=off reason=`%s`", obstacle.replace("`", ""))
             metrics.fallbacks.labels("snapshots").inc()
-        snapshots = Snapshots(metrics, obstacle, catalog.bases, is_off=not config.store.snapshot_bytes)
+        snapshots = Snapshots(
+            *(metrics, obstacle, catalog.bases, partial(clear_snapshots, data_dir)),
+            is_off=not config.store.snapshot_bytes,
+        )
         driver = Driver(
             *(Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders)
         )

@@ -42,15 +42,17 @@ class Snapshots:
         metrics: Metrics,
         obstacle: str | None = None,
         bases: Callable[[], Collection[ModelId]] = tuple,
+        collect: Callable[[], None] = lambda: None,
         *,
         is_off: bool = False,
     ) -> None:
         """`obstacle`: why this service keeps none, although it should; None: it does, or should not.
 
-        `bases` returns the models that have adapters. `is_off`: none are to be kept.
+        `bases` returns the models that have adapters. `collect` deletes the snapshots of models that are not
+        deployed, on another thread. `is_off`: none are to be kept.
         """
         self._bases, self._obstacle, self._is_off = bases, obstacle, is_off
-        self._count = metrics.snapshots
+        self._count, self._collect = metrics.snapshots, collect
         self._links: dict[WorkerId, WorkerLink] = {}
         self._makings: dict[tuple[WorkerId, ModelId], _OrderedSnapshot] = {}
         #: Models on workers that have none, and have not failed to get one.
@@ -102,7 +104,7 @@ class Snapshots:
         self._forget_wish(model)
         self._lacking = {key for key in self._lacking if key[1] != model}
 
-    # Facts of workers, each of a stay that goes on.
+    # Facts of workers.
 
     def looked(self, worker: WorkerId, fact: SnapshotLooked) -> None:
         """Count what came of looking for a snapshot, and note that one is wanted where none is used."""
@@ -122,7 +124,7 @@ class Snapshots:
                 f"the snapshot of `{fact.model}` is not used ({fact.outcome}): {fact.reason}; a new one is "
                 "made when nobody asks for anything"
             )
-        if fact.outcome is SnapshotOutcome.DISCARDED:  # by a model that is loaded
+        if self._stays.get((worker, fact.model)) == fact.hosting:  # discarded by a model that is loaded
             self.loaded(worker, fact.model, fact.hosting)
 
     def progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
@@ -131,16 +133,10 @@ class Snapshots:
                 follower.put_nowait(fact)
 
     def made(self, worker: WorkerId, fact: SnapshotMade) -> None:
-        self._count.labels(SnapshotOutcome.MADE if fact.failure is None else SnapshotOutcome.FAILED).inc()
+        self._tell_made(worker, fact)
         if fact.failure is None:
-            log.info(
-                "snapshot_made model=%s worker=%s num_bytes=%d unbooked_bytes=%d seconds=%.1f",
-                *(fact.model, worker, fact.num_bytes, fact.unbooked_bytes, fact.seconds),
-            )
             self._notes.pop(fact.model, None)
         else:
-            why = fact.failure.replace("`", "")
-            log.warning("snapshot_not_made model=%s worker=%s reason=`%s`", fact.model, worker, why)
             self._notes[fact.model] = f"no snapshot of `{fact.model}` could be made: {fact.failure}"
         self._forget_wish(fact.model)
         making = self._makings.pop((worker, fact.model), None)
@@ -152,6 +148,23 @@ class Snapshots:
             if not lacks_adapters:  # nor does any other worker that looks from now on
                 self._lacking = {key for key in self._lacking if key[1] != fact.model}
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
+
+    def made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
+        """Count a snapshot that was written while its model left; where that is gone, so is the file then."""
+        self._tell_made(worker, fact)
+        collected = asyncio.get_running_loop().run_in_executor(None, self._collect)
+        collected.add_done_callback(_log_files_left)
+
+    def _tell_made(self, worker: WorkerId, fact: SnapshotMade) -> None:
+        self._count.labels(SnapshotOutcome.MADE if fact.failure is None else SnapshotOutcome.FAILED).inc()
+        if fact.failure is None:
+            log.info(
+                "snapshot_made model=%s worker=%s num_bytes=%d unbooked_bytes=%d seconds=%.1f",
+                *(fact.model, worker, fact.num_bytes, fact.unbooked_bytes, fact.seconds),
+            )
+        else:
+            why = fact.failure.replace("`", "")
+            log.warning("snapshot_not_made model=%s worker=%s reason=`%s`", fact.model, worker, why)
 
     # By hand.
 
@@ -222,3 +235,8 @@ class Snapshots:
         if (making := self._makings.pop(key, None)) is not None:
             for follower in making.followers:
                 follower.put_nowait(SnapshotMade(key[1], 0, failure=why))
+
+
+def _log_files_left(collected: asyncio.Future[None]) -> None:
+    if not collected.cancelled() and (error := collected.exception()) is not None:
+        log.warning("snapshots_left reason=%s", error)

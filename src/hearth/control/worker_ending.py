@@ -28,7 +28,7 @@ def ending_of(code: int, farewell: bytes, killed_for: str | None) -> WorkerEndin
         return WorkerEnding(killed_for)
     try:
         said = msgspec.json.decode(farewell, type=WorkerFarewell)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # it said nothing, or something else was printed
         return WorkerEnding(_by_signal(-code) if code < 0 else f"exit code {code}, the log says more")
     return WorkerEnding(_in_one_line(said.reason), is_final=said.error == ConfigError.label)
 

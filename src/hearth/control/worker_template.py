@@ -29,10 +29,11 @@ from hearth.control.template_process import TemplateProcess, start_template
 from hearth.control.worker_ending import MAX_FAREWELL_BYTES, ending_of
 from hearth.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer, WorkerSetup
 
-#: A template that lived for less has failed, and the next one is started after a pause.
+#: Behind a template that lived for less the next one is started after a pause, which doubles with each of
+#: them up to the longest: whatever has ended one that was ready, like a lack of memory, may do so again.
 SHORT_LIFE_S = 30.0
-RETRY_S = 0.5
-#: Templates that fail in a row until no other is tried.
+RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
+#: Templates that are never ready, in a row, until no other is tried.
 MAX_FAILURES = 3
 #: Time for a template to fork a worker before it is taken to hang.
 FORK_S = 5.0
@@ -125,6 +126,7 @@ class WorkerTemplate:
         self._trouble: str | None = None  #: of the last one; None: it is ready, or is the first
         self._killed_for: str | None = None  #: why the present one was killed here
         self._told: str | None = None  #: the trouble that was logged last
+        self._was_ready = False  #: the present one, or the last
 
     @property
     def pid(self) -> int | None:
@@ -140,10 +142,11 @@ class WorkerTemplate:
 
     async def keep(self) -> None:
         """Keep a template alive until none can be had or the task is cancelled, with which it ends."""
-        num_failures = 0
+        num_failures = num_short_lives = 0  # in a row, of templates that were never ready, and of any
         while num_failures < MAX_FAILURES:
             began_s = time.monotonic()
             self._is_settled.clear()
+            self._was_ready = False
             try:
                 self._trouble = await self._run_one()
             except UnfitTemplate as error:  # and so would be the next one
@@ -151,11 +154,12 @@ class WorkerTemplate:
             finally:
                 self._is_settled.set()
             log.warning("template_ended reason=`%s`", self._trouble.replace("`", ""))
+            num_failures = 0 if self._was_ready else num_failures + 1
             if time.monotonic() - began_s >= SHORT_LIFE_S:
-                num_failures = 0
+                num_short_lives = 0
                 continue
-            num_failures += 1
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(num_short_lives, 32)))
+            num_short_lives += 1
 
     async def fork(self, setup: WorkerSetup, beacon: int) -> ForkedWorker | None:
         """Start a worker with a setup and the descriptor of its beacon; None: it has to be spawned."""
@@ -196,7 +200,7 @@ class WorkerTemplate:
                 answer = await _answer(ours, self._start_s)
                 if answer.obstacle is not None:
                     raise UnfitTemplate(answer.obstacle)
-                self._socket, self._trouble = ours, None
+                self._socket, self._trouble, self._was_ready = ours, None, True
                 self._is_settled.set()
                 log.info("template_ready pid=%d import_s=%.3f", self._process.pid, answer.import_s)
                 await self._process.wait()

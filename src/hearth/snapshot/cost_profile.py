@@ -119,5 +119,5 @@ def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:
     try:
         with sections[SECTION] as raw:
             return msgspec.json.decode(raw, type=MeasuredProfile)
-    except (KeyError, msgspec.MsgspecError) as error:
+    except (KeyError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SnapshotCorrupt(f"the snapshot has no cost profile: {error!r}") from error

@@ -11,6 +11,7 @@ go as wholes, so that one that is gone is simply not there.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -30,7 +31,14 @@ from hearth.errors import (
     SnapshotUnauthenticated,
     StoreFull,
 )
-from hearth.snapshot.file import KEY_BYTES, OpenSnapshot, open_any, open_snapshot, write_snapshot
+from hearth.snapshot.file import (
+    KEY_BYTES,
+    OpenSnapshot,
+    open_any,
+    open_snapshot,
+    snapshot_bytes,
+    write_snapshot,
+)
 from hearth.snapshot.fingerprint import FieldDifference, Fingerprint
 from hearth.snapshot.key import installation_key, known_key
 from hearth.snapshot.trial_mark import abandoned_marks
@@ -40,6 +48,8 @@ _KEY = "key"
 #: Names of what is being written: snapshots, marks of trials and the key.
 _UNFINISHED = re.compile(r"\..+\.(snapshot\.[0-9a-f]+|trial)|\.key\.[0-9a-f]+")
 
+#: Errors of removing a directory in which somebody writes a snapshot, and how often it is tried.
+_CHANGED, _MAX_TRIES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST), 16
 #: Errors of files that will never be read, whoever tries.
 _UNREADABLE = (SnapshotTruncated, SnapshotCorrupt, SnapshotForeign, SnapshotUnauthenticated)
 
@@ -101,7 +111,7 @@ class SnapshotDirectory:
             SnapshotError: it cannot be written.
         """
         path = self.path_of(fingerprint)
-        num_bytes = sum(map(len, sections.values()))
+        num_bytes = snapshot_bytes(fingerprint, sections)
         if num_bytes > self.quota_bytes:
             raise StoreFull(
                 f"a snapshot takes {num_bytes} bytes, limit of all of them, `store.snapshot_bytes`: "
@@ -184,7 +194,8 @@ class SnapshotDirectory:
             try:
                 return self.open_file(entry.path)
             except SnapshotError as error:
-                refusal = refusal or error
+                if not isinstance(error.__cause__, FileNotFoundError):  # else it has just gone
+                    refusal = refusal or error
         if refusal is not None:
             raise refusal
         return None
@@ -275,11 +286,18 @@ def keep_quota(path: Path, quota_bytes: int, kept: Path | None = None) -> int:
 def _entries(path: Path, model: str | None = None) -> Iterator[SnapshotEntry]:
     """Yield the files of a model, or of all."""
     for directory in _model_directories(path):
-        for file in directory.glob(f"*{SUFFIX}") if model in (None, directory.name) else ():
+        for file in _files(directory) if model in (None, directory.name) else ():
             with suppress(FileNotFoundError):  # it has just gone
                 found = file.lstat()
-                if not file.name.startswith("."):
-                    yield SnapshotEntry(file, directory.name, found.st_size, found.st_mtime)
+                yield SnapshotEntry(file, directory.name, found.st_size, found.st_mtime)
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the snapshots in the directory of a model, or in one that has just gone."""
+    try:
+        return [file for file in directory.glob(f"*{SUFFIX}") if not file.name.startswith(".")]
+    except FileNotFoundError:
+        return []
 
 
 def _model_directories(path: Path) -> list[Path]:
@@ -289,11 +307,22 @@ def _model_directories(path: Path) -> list[Path]:
 
 
 def _remove_model(directory: Path) -> int:
-    """Remove the directory of a model, or a link that has its name, and return how many snapshots went."""
+    """Remove the directory of a model, or a link that has its name, and return how many snapshots went.
+
+    Raises OSError.
+    """
     if directory.is_symlink():
         directory.unlink()
         return 0
-    num_removed = len(list(directory.glob(f"*{SUFFIX}")))
-    with suppress(FileNotFoundError):
-        shutil.rmtree(directory)
+    num_removed = len(_files(directory))
+    for num_left in reversed(range(_MAX_TRIES)):
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            if not directory.exists():  # another process removes it as well
+                break
+            if error.errno not in _CHANGED or not num_left:
+                raise
+        else:
+            break
     return num_removed

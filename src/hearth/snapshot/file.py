@@ -206,17 +206,29 @@ def open_any(path: Path, key: bytes) -> OpenSnapshot:
     return OpenSnapshot(path, file, header)
 
 
+def snapshot_bytes(fingerprint: Fingerprint, sections: Mapping[str, bytes]) -> int:
+    """Return how long a file of these sections is."""
+    _, num_bytes = _layout({FINGERPRINT: fingerprint.pack(), **sections})
+    return num_bytes
+
+
+def _layout(parts: Mapping[str, bytes]) -> tuple[dict[str, int], int]:
+    """Return where each section begins, and where the file ends."""
+    begins, end = dict[str, int](), _HEAD.size + len(parts) * _ENTRY.size + _DIGEST_BYTES
+    for name, data in parts.items():
+        begins[name] = _aligned(end)
+        end = begins[name] + len(data)
+    return begins, end
+
+
 def _header(parts: Mapping[str, bytes], key: bytes) -> tuple[bytes, dict[str, int]]:
     """Return all before the sections, and where each of these begins."""
     assert len(parts) <= MAX_SECTIONS, f"{len(parts)} sections, limit: {MAX_SECTIONS}"
-    end = _HEAD.size + len(parts) * _ENTRY.size + _DIGEST_BYTES
-    begins, entries = {}, []
+    (begins, end), entries = _layout(parts), []
     for name, data in parts.items():
         spelled = name.encode()
         assert 0 < len(spelled) <= MAX_NAME_BYTES, f"a name has 1 to {MAX_NAME_BYTES} bytes: {name!r}"
         assert b"\0" not in spelled, f"no name of a section: {name!r}"
-        begins[name] = _aligned(end)
-        end = begins[name] + len(data)
         entries.append(_ENTRY.pack(spelled, begins[name], len(data), _digest(data)))
     signed = _HEAD.pack(MAGIC, VERSION, len(parts), time.time(), end) + b"".join(entries)
     return signed + _mac(signed, key), begins
@@ -234,6 +246,13 @@ def _read_header(path: Path, file: int, file_bytes: int, key: bytes) -> _Header:
         raise SnapshotForeign(
             f"`{path}` has version {version} of the format, this Hearth reads {VERSION}; delete it, and it "
             "is made anew"
+        )
+    if (
+        num_sections > MAX_SECTIONS
+    ):  # of which the table alone might fill all memory, and nobody has signed it
+        raise SnapshotCorrupt(
+            f"`{path}` says that it has {num_sections} sections, limit: {MAX_SECTIONS}; delete it, and it is "
+            "made anew"
         )
     table_end = _HEAD.size + num_sections * _ENTRY.size
     if file_bytes < table_end + _DIGEST_BYTES:

@@ -65,7 +65,7 @@ class Fingerprint:
         """Return a fingerprint that was packed. Raises SnapshotCorrupt: these bytes are none."""
         try:
             values = msgspec.json.decode(raw, type=dict[str, str | int])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SnapshotCorrupt(f"a fingerprint cannot be read: {error}") from error
         names = {field.name for field in fields(Fingerprint)}
         if set(values) != names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -41,6 +42,13 @@ def _useless(path: Path, error: OSError) -> SnapshotError:
     return SnapshotError(f"the key of snapshots `{path}` cannot be used: {error}")
 
 
+def _no_file(path: Path) -> SnapshotError:
+    return SnapshotError(
+        f"the key of snapshots `{path}` must be a file, and is something else; delete it and restart "
+        "the service: snapshots are made anew"
+    )
+
+
 def _make(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -56,9 +64,20 @@ def _make(path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(file, "rb") as opened:
-        found, key = os.fstat(file), opened.read(KEY_BYTES + 1)
+    # Whatever lies there is opened without waiting, and read only if it is a file: not a pipe, for one.
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link or a socket
+            raise _no_file(path) from error
+        raise
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise _no_file(path)
+        key = os.read(file, KEY_BYTES + 1)
+    finally:
+        os.close(file)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise SnapshotError(
             f"the key of snapshots `{path}` must be readable by user {os.geteuid()} alone, and is of user "

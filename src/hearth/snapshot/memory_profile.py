@@ -33,5 +33,5 @@ class MemoryProfile(Struct, frozen=True, forbid_unknown_fields=True):
         try:
             with sections[SECTION] as raw:
                 return msgspec.json.decode(raw, type=MemoryProfile)
-        except (KeyError, msgspec.MsgspecError) as error:
+        except (KeyError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SnapshotCorrupt(f"the snapshot has no memory profile: {error!r}") from error

@@ -14,10 +14,12 @@ import torch
 from hearth.kernels.jit import HAS_TRITON, triton
 
 #: Rooms and files whose code decides which kernels a step launches, with which parameters and at which
-#: addresses, and how a snapshot holds them.
+#: addresses, what is measured of it all, and how a snapshot holds that.
 _SOURCES = (
     *("engine", "kernels", "models", "sizes.py"),
-    *("memory", "policy/memory/space_slots.py", "snapshot", "cuda_graphs.py"),
+    *("memory", "policy/memory/space_slots.py", "snapshot", "cuda_driver.py", "cuda_graphs.py"),
+    *("worker/snapshot_graphs.py", "worker/snapshot_maker.py", "worker/measured_costs.py"),
+    "worker/resident_memory.py",
 )
 _SUFFIXES = (".py", ".c")  #: of code, also of that which makes graphs again
 _PACKAGE = Path(__file__).parents[1]
@@ -47,8 +49,17 @@ def software(kind: str) -> Software:
         cublas=_cublas_version() if is_cuda else "",
         torch=str(torch.__version__),
         triton=str(triton.__version__) if is_cuda and HAS_TRITON else "",
-        sources=sources_digest(_PACKAGE),
+        sources=own_sources(),
     )
+
+
+@cache
+def own_sources() -> str:
+    """Return a digest of what this process runs: of the files as they were at the first call, behind imports.
+
+    Files may be replaced while a process runs, as when Hearth is upgraded, and all that is forked from it.
+    """
+    return sources_digest(_PACKAGE)
 
 
 def sources_digest(package: Path) -> str:

@@ -71,7 +71,9 @@ def _is_abandoned(mark: Path) -> bool:
     except OSError:  # it was cleared just now
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(
+            file, fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # shared: two who look must not think the other tries
         return mark.exists()  # else it was cleared since it was opened
     except OSError:  # its process lives
         return False

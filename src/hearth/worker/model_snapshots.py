@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -31,11 +31,17 @@ log = logging.getLogger(__name__)
 class SnapshotLook:
     """The result of looking for a model's snapshot."""
 
-    fingerprint: Fingerprint  #: of the start
+    fingerprint: Fingerprint | None  #: of the start; None: it could not be found out
     outcome: SnapshotOutcome
     reason: str | None = None  #: why none is used; None: one is, or there is none
     memory: MemoryProfile | None = None  #: None: none is used
     lacks_adapters: bool = False  #: the one that is used has not the graphs of steps with adapters
+
+    def with_products(self, digest: str) -> SnapshotLook:
+        """Return the same of a start whose products have other kernels."""
+        if self.fingerprint is None:
+            return self
+        return replace(self, fingerprint=replace(self.fingerprint, products=digest))
 
 
 def no_parts(engine: Engine) -> SnapshotParts | None:
@@ -67,7 +73,11 @@ class ModelSnapshots:
 
         `discarded` is called, by any thread and with the reason, if that turns out to be wrong later.
         """
-        fingerprint = self._fingerprint(spec, space, engine)
+        try:
+            fingerprint = self._fingerprint(spec, space, engine)
+        except Exception as error:  # whatever it is: no start depends on a snapshot
+            log.exception("snapshot_not_looked_for model=%s", spec.manifest.digest)
+            return SnapshotLook(None, SnapshotOutcome.REFUSED, f"what it depends on is not known: {error!r}")
 
         def discard(reason: str) -> None:
             # It is not used any more in any case, and told of again by the next start.

@@ -44,6 +44,8 @@ LIBRARY_BYTES = 64 << 20
 #: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.
 _CPU_SHARE = 0.5
 
+_CPU_INFORMATION = Path("/proc/cpuinfo")
+
 log = logging.getLogger(__name__)
 
 
@@ -95,9 +97,10 @@ def _start_cpu(setup: WorkerSetup, times: StartTimes) -> Runtime:
     budget_bytes = setup.budget_bytes or int(machine_bytes() * _CPU_SHARE) // setup.num_sharing
     device, budget_bytes = torch.device("cpu"), budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     new_pool = partial(ArenaPool, device, budget_bytes)
+    name = processor_name(_CPU_INFORMATION.read_text(encoding="utf-8"), platform.machine())
     _multiply(device, torch.float32)
     times.note("products")
-    return Runtime(device, _processor(), machine_bytes(), budget_bytes, new_pool, shares_workspace=False)
+    return Runtime(device, name, machine_bytes(), budget_bytes, new_pool, shares_workspace=False)
 
 
 def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
@@ -178,9 +181,14 @@ def _limit_torch(total_bytes: int, device: torch.device, num_bytes: int) -> None
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes), device)
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+def processor_name(information: str, machine: str) -> str:
+    """Return the name of a processor by what /proc/cpuinfo says: processors of one name are equally fast."""
+    told: dict[str, str] = {}  # of the first processor
+    for line in information.splitlines():
         name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()
+        told.setdefault(name.strip(), value.strip())
+    if "model name" in told:
+        return told["model name"]
+    # ARM's are named by two numbers.
+    numbers = [told[one] for one in ("CPU implementer", "CPU part") if one in told]
+    return " ".join([machine, *numbers])

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ from hearth.engine.product_tables import Tuning
 from hearth.engine.step_samples import StepSamples, TimedStep
 from hearth.engine.step_shape import StepShape
 from hearth.engine.step_timer import StepTimer
-from hearth.errors import HearthError
+from hearth.errors import HearthError, SnapshotError
 from hearth.messages import Fact, MakeSnapshot, SnapshotMade, SnapshotProgress
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.memory_profile import MemoryProfile
@@ -53,7 +53,7 @@ class SnapshotWritten:
     """The thread that writes a snapshot is done."""
 
     made: SnapshotMade
-    memory: MemoryProfile
+    memory: MemoryProfile | None  #: None: that could not be told, and so none was made
 
 
 @dataclass(slots=True)
@@ -189,8 +189,7 @@ class SnapshotMaker:
             if end.value is not None and hosted.look is not None:
                 engine.flush()  # there may have been requests since
                 engine.use_products(end.value)
-                fingerprint = replace(hosted.look.fingerprint, products=engine.runner.products_digest)
-                hosted.look = replace(hosted.look, fingerprint=fingerprint)
+                hosted.look = hosted.look.with_products(engine.runner.products_digest)
         except Exception as error:  # no step of a request: the model serves on, unless the device is lost
             if (failure := failure_of(error)).is_fatal:
                 raise
@@ -219,6 +218,8 @@ class SnapshotMaker:
         assert look is not None, f"nobody has looked for a snapshot of `{hosted.model}`"
         assert loaded is not None, f"`{hosted.model}` was never loaded"
         assert began_s is not None, f"no step of `{hosted.model}` was run"
+        if look.fingerprint is None:
+            raise SnapshotError(look.reason or "what it depends on is not known")
         cost = measured_costs(
             *(served, order.model, loaded, self._rates(), making.samples, self._snapshots.device_name)
         )
@@ -229,9 +230,9 @@ class SnapshotMaker:
         snapshots, post, fingerprint = self._snapshots, self._post, look.fingerprint
 
         def write() -> None:
-            memory = MemoryProfile(torch_bytes, max(0, library_bytes), _resident_besides(pool))
-            made = SnapshotMade(order.model, order.hosting, unbooked_bytes=memory.unbooked_bytes)
+            made, memory = SnapshotMade(order.model, order.hosting), None
             try:
+                memory = MemoryProfile(torch_bytes, max(0, library_bytes), _resident_besides(pool))
                 kept = {} if parts is None else parts.save()
                 path = snapshots.save(
                     fingerprint, {**sections, **kept, memory_profile.SECTION: memory.pack()}
@@ -240,11 +241,14 @@ class SnapshotMaker:
             except Exception as error:  # the thread's top: whoever ordered it is told
                 if not isinstance(error, (HearthError, OSError)):
                     log.exception("snapshot_broke model=%s", order.model)
-                made = msgspec.structs.replace(made, failure=str(error))
+                made = msgspec.structs.replace(made, failure=str(error) or repr(error))
             else:
-                seconds = time.perf_counter() - began_s
                 made = msgspec.structs.replace(
-                    made, num_bytes=num_bytes, seconds=seconds, lacks_adapters=lacks
+                    made,
+                    num_bytes=num_bytes,
+                    unbooked_bytes=memory.unbooked_bytes,
+                    seconds=time.perf_counter() - began_s,
+                    lacks_adapters=lacks,
                 )
             post(SnapshotWritten(made, memory))
 

@@ -22,6 +22,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -86,8 +87,11 @@ def import_worker() -> Callable[[], NoReturn]:
         del os.environ[_NUMPY_THREADS]
     else:
         os.environ[_NUMPY_THREADS] = chosen
+    from hearth.snapshot.software import own_sources
     from hearth.worker.__main__ import main as become_worker
 
+    with suppress(OSError):  # a worker tells of it
+        own_sources()  # while the files are those that were imported
     gc.freeze()  # or the first collection of every worker would copy the pages of all that is imported
     gc.enable()
     return become_worker
