@@ -108,5 +108,5 @@ def _check_version(version: int) -> None:
 def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ServiceError(f"a frame of {len(body)} bytes is no message: {error}") from error

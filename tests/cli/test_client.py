@@ -125,6 +125,15 @@ def test_another_service_is_recognised(service: FakeService) -> None:
         client.models()
 
 
+def test_another_service_may_answer_in_no_text(service: FakeService) -> None:
+    with Client(service.url, None) as client:
+        with pytest.raises(ServiceError, match="another service"):
+            client._decoded(b'{"id": "\xff"}', dict)
+        with pytest.raises(ServiceError, match="another service"):
+            client._streamed(b'{"error": "\xff"}', dict)
+    assert "another service" in str(_error_of(502, {}, b'{"error": "\xff"}', service.url))
+
+
 def test_no_proxy_stands_between_this_machine_and_itself(
     service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

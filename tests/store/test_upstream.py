@@ -83,10 +83,11 @@ def test_what_came_from_a_path_has_no_upstream_to_note(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("note", [b'{"version": 1}', b'{"version": "\xff"}'])
 def test_a_note_that_is_damaged_is_told_and_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    note: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / UPSTREAM).write_text('{"version": 1}')
+    (tmp_path / UPSTREAM).write_bytes(note)
     assert read_upstream(tmp_path) is None
     assert "upstream_unreadable" in caplog.text
 

@@ -269,7 +269,7 @@ class Client:
         if b'"error"' in data:
             try:
                 failure = msgspec.json.decode(data, type=_Failure)
-            except msgspec.ValidationError:  # the word stands in a text
+            except (msgspec.ValidationError, UnicodeDecodeError):  # the word stands in a text
                 pass
             else:
                 raise _named(failure.error, 500, None)
@@ -278,7 +278,7 @@ class Client:
     def _decoded(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ServiceError(
                 f"`{self.url}` answers, but not as this Hearth would: {error}; is it another service?"
             ) from error
@@ -321,7 +321,7 @@ def _server_sent(parts: Iterator[bytes]) -> Iterator[bytes]:
 def _error_of(status: int, headers: Mapping[str, str], body: bytes, url: str) -> HearthError:
     try:
         error = msgspec.json.decode(body, type=_Failure).error
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         text = body[:200].decode(errors="replace").strip()
         error = _Error(f"`{url}` answered {status}: {json.dumps(text)}; is it another service?")
     return _named(error, status, headers.get("retry-after"))

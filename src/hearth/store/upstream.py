@@ -82,7 +82,7 @@ def read_upstream(directory: Path) -> Upstream | None:
         return msgspec.json.decode((directory / UPSTREAM).read_bytes(), type=Upstream)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         log.warning("upstream_unreadable directory=%s reason=%s", directory, error)
         return None
 
