@@ -211,6 +211,18 @@ def test_openmp_sleeps_in_a_process_that_imports_hearth_before_torch(code: str, 
     assert told[0].endswith("= '0'") == sleeps, told
 
 
+def test_a_process_that_multiplies_leaves_no_map_of_its_code_behind() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_JIT_PROFILE"}
+    code = (
+        "import hearth, os, torch\n"
+        "with torch.inference_mode():\n"
+        "    torch.nn.Linear(256, 256)(torch.ones(64, 256))\n"
+        "print(os.getpid())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert not Path(f"/tmp/perf-{int(ran.stdout)}.map").exists()
+
+
 @pytest.mark.parametrize("odd", ["", "nonsense", "30 23 0:26 / @/cgroup rw - cgroup2", "1 - ", "0:"])
 def test_lines_that_no_kernel_should_write_limit_nothing(kernel: Kernel, odd: str) -> None:
     kernel.has(f"{odd}\n", f"{odd}\n")

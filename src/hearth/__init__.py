@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from hearth.cpus import wait_policy
@@ -12,7 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "Completion", "SamplingParams"]
 
-wait_policy()  # before anything here imports torch, which reads it once
+# Before anything here imports torch, which reads both once.
+wait_policy()
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else each process leaves a map for perf in /tmp, on an ARM
 
 
 def __getattr__(name: str) -> object:
