@@ -249,8 +249,15 @@ def test_a_port_that_is_taken_meanwhile_is_wrong_input(
             return []
 
         monkeypatch.setattr(server, "upgrade_held", upgrade_held)
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {address[1]}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {address[1]}: .* `--port`"):
             server.run_service(service_at(address, tmp_path))
+
+
+def test_an_address_of_another_machine_is_told_by_its_flag(tmp_path: Path) -> None:
+    config = service_at(("192.0.2.1", 0), tmp_path)  # an address for documents, which no machine has
+    keys.add(tmp_path / "keys.json", "ops", "admin")
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 .*; choose .* `--host`$"):
+        server.run_service(config)
 
 
 def free_port() -> int:
