@@ -93,6 +93,21 @@ def test_the_template_of_a_service_is_started_before_anything_else_is_imported()
     assert (done.returncode, done.stdout) == (2, "beside [] errors to 2\n")
 
 
+@pytest.mark.parametrize("module", ["commands", "deploy"])
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(module: str) -> None:
+    code = (
+        "import sys; from hearth import cli; sys.argv = ['hearth', 'list']\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == 'hearth.cli.{module}': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "cli.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_only_a_service_has_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     monkeypatch.setattr(cli, "start_template", lambda errors: started.append(errors))
