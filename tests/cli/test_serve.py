@@ -93,6 +93,14 @@ def test_the_template_of_a_service_is_started_before_anything_else_is_imported()
     assert (done.returncode, done.stdout) == (2, "beside [] errors to 2\n")
 
 
+def test_an_empty_data_directory_is_not_the_current_one(hearth: Hearth) -> None:
+    shown = hearth("serve", "--data-dir", "")
+    assert (shown.code, shown.err) == (
+        2,
+        "hearth: `service.data_dir` must not be empty; give it a value, or leave it out\n",
+    )
+
+
 @pytest.mark.parametrize("module", ["commands", "deploy"])
 def test_ctrl_c_while_a_command_is_imported_is_no_traceback(module: str) -> None:
     code = (
