@@ -588,7 +588,8 @@ def test_examples_are_indented_alike(hearth: Hearth, command: str) -> None:
 
 
 def test_verify_says_that_it_takes_a_converted_model(hearth: Hearth) -> None:
-    assert "Directory of a converted model." in hearth("verify", "--help").out
+    shown = " ".join(hearth("verify", "--help").out.replace("│", " ").split())
+    assert "Directory of a converted model, or the name of a deployed one." in shown
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
             for origin in ("chat.example", "null", "https://*.example", "https://a.example/chat", "file://")
         ],
         ('[service]\nallowed_origins = "*"\n', "`service.allowed_origins` must be a list of texts"),
+        ('[service]\nhost = ""\n', "`service.host` must not be empty; give it a value, or leave it out"),
         ("[service]\nidle_connection_s = 0\n", "must be at least 1 and at most 86400, given: 0"),
         ("[service]\nturns = 1\n", "`service.turns` must be of type bool, given: 1 of type int"),
         ("[models.x]\nmax_pause = 0.01\n", "`models.x.max_pause` must be at least 0.1 and at most 3600"),

@@ -468,6 +468,8 @@ def _checked(key: str, hint: object, value: object) -> object:
     if type(value) not in types:  # not isinstance: True is no number here
         names = " or ".join(t.__name__ for t in types if isinstance(t, type) and t is not NoneType)
         raise ConfigError(f"`{key}` must be of type {names}, given: {value!r} of type {type(value).__name__}")
+    if value == "":
+        raise ConfigError(f"`{key}` must not be empty; give it a value, or leave it out")
     if isinstance(note, Limits) and isinstance(value, int | float) and not note.low <= value <= note.high:
         limits = note.spelled(_spelled_bytes if key.endswith("_bytes") else "{:g}".format)
         raise ConfigError(f"`{key}` must be {limits}, given: {value}")

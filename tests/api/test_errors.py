@@ -69,6 +69,12 @@ USER = {"role": "user", "content": "Hi"}
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "field required"),
         ({"model": 5}, "model", "`model`: input should be a valid string, given: 5"),
+        ({"model": ""}, "model", "`model`: text should have at least 1 character, given: ''"),
+        (
+            {"model": "x" * 300},
+            "model",
+            f"`model`: text should have at most 256 characters, given: 300 that begin with '{'x' * 40}'",
+        ),
     ],
 )
 def test_a_wrong_field_is_named_with_its_limit_and_value(

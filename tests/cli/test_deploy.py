@@ -64,6 +64,27 @@ def test_show_takes_a_name(hearth: Hearth, tiny: Path) -> None:
     assert re.search(r"keep_alive +│ 5m ", shown)
 
 
+@pytest.mark.usefixtures("data_dir")
+def test_a_source_that_is_named_as_on_the_hub_is_told_how_to_be_written(hearth: Hearth) -> None:
+    shown = hearth("deploy", "Qwen/Qwen3-0.6B")
+    assert (shown.code, shown.out) == (2, "")
+    assert shown.err == (
+        "hearth: no model at `Qwen/Qwen3-0.6B`; name the directory that holds its files, or a GGUF file; one "
+        "of the Hugging Face Hub is `hf:Qwen/Qwen3-0.6B`\n"
+    )
+    assert "hf:" not in hearth("deploy", "./nowhere").err
+
+
+@pytest.mark.usefixtures("tiny")
+def test_verify_takes_a_name_too(hearth: Hearth, data_dir: Path) -> None:
+    where = local_models.find(data_dir, "tiny").where
+    assert hearth("verify", "tiny").out.startswith(f"{where} is whole: ")
+
+    (Path(where) / "weights.bin").write_bytes(b"")
+    bad = hearth("verify", "tiny")
+    assert (bad.code, bad.out.splitlines()[-1]) == (1, f"{where} is damaged: convert the model again")
+
+
 def test_show_tells_that_upstream_has_changed(service: FakeService, hearth: Hearth) -> None:
     remedy = "hearth deploy s3://models/smol --name smol --overwrite"
     changed = UpstreamView("changed", "v1", "v2", time.time() - 125, None, remedy)

@@ -170,7 +170,11 @@ def test_stop_says_what_becomes_of_the_model_and_of_its_memory(
 
 def test_a_key_that_is_given_beats_the_token(hearth: Hearth, recorded: FakeService) -> None:
     shown = hearth("ps", "--api-key", "wrong")
-    assert (shown.code, shown.err) == (2, "hearth: the API key is missing or wrong\n")
+    assert (shown.code, shown.err) == (
+        2,
+        "hearth: the API key is missing or wrong; give one that `hearth keys add` made with `--api-key` or "
+        "as HEARTH_API_KEY\n",
+    )
 
 
 def test_an_unknown_request_is_exit_code_3(hearth: Hearth, recorded: FakeService) -> None:

@@ -93,6 +93,29 @@ def test_the_template_of_a_service_is_started_before_anything_else_is_imported()
     assert (done.returncode, done.stdout) == (2, "beside [] errors to 2\n")
 
 
+def test_an_empty_data_directory_is_not_the_current_one(hearth: Hearth) -> None:
+    shown = hearth("serve", "--data-dir", "")
+    assert (shown.code, shown.err) == (
+        2,
+        "hearth: `service.data_dir` must not be empty; give it a value, or leave it out\n",
+    )
+
+
+@pytest.mark.parametrize("module", ["commands", "deploy"])
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(module: str) -> None:
+    code = (
+        "import sys; from hearth import cli; sys.argv = ['hearth', 'list']\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == 'hearth.cli.{module}': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "cli.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_only_a_service_has_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     monkeypatch.setattr(cli, "start_template", lambda errors: started.append(errors))
@@ -249,8 +272,15 @@ def test_a_port_that_is_taken_meanwhile_is_wrong_input(
             return []
 
         monkeypatch.setattr(server, "upgrade_held", upgrade_held)
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {address[1]}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {address[1]}: .* `--port`"):
             server.run_service(service_at(address, tmp_path))
+
+
+def test_an_address_of_another_machine_is_told_by_its_flag(tmp_path: Path) -> None:
+    config = service_at(("192.0.2.1", 0), tmp_path)  # an address for documents, which no machine has
+    keys.add(tmp_path / "keys.json", "ops", "admin")
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 .*; choose .* `--host`$"):
+        server.run_service(config)
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from hearth.control.datadir import DataDir, ServiceFile, running_service, write_
 from hearth.errors import DataDirError
 
 URL = "http://127.0.0.1:8000"
+_NOBODY = 65534  #: a user who owns nothing
 #: Holds the directory that it is told, says so, and lives until its input ends.
 HOLDER = f"""
 import os
 import sys
+import tempfile
 from hearth.control.datadir import DataDir, ServiceFile
 with DataDir.hold(sys.argv[1]) as data_dir:
     data_dir.announce(ServiceFile(os.getpid(), "{URL}", "life-1", "keys.json"), "secret")
@@ -71,6 +74,30 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").touch()
     with pytest.raises(DataDirError, match=r"data` cannot be used: .*; check it, or choose another"):
         DataDir.open(tmp_path / "data")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_names_its_owner() -> None:
+    with tempfile.TemporaryDirectory() as place:  # not in that of pytest, which only root may enter
+        os.chmod(place, 0o755)
+        data = Path(place) / "data"
+        data.mkdir(mode=0o700)
+        os.seteuid(_NOBODY)
+        try:
+            with pytest.raises(
+                DataDirError, match=r"Permission denied.*; run this as its owner, .* -u root "
+            ):
+                DataDir.open(data)
+            with pytest.raises(
+                DataDirError, match=r"Permission denied.*; run this as its owner, .* -u root "
+            ):
+                running_service(data)
+            with pytest.raises(
+                DataDirError, match=r"Permission denied.*; run this as its owner, .* -u root "
+            ):
+                _ = DataDir(data).has_registry
+        finally:
+            os.seteuid(0)
 
 
 def test_a_service_is_found_while_it_runs_and_not_afterwards(tmp_path: Path) -> None:

@@ -100,6 +100,14 @@ def deploy(data_dir: DataDir, source: Path | str, **wishes: object) -> Deployed:
     return deployed
 
 
+def test_a_url_without_a_converted_model_says_what_one_must_hold(
+    data_dir: DataDir, server: BadServer
+) -> None:
+    at = re.escape(f"`{server.url}/model.gguf` holds no converted model: ")
+    with pytest.raises(SourceMissing, match=f"{at}.* 404 .*; upload what `hearth convert` .* hf:ORG/NAME$"):
+        deploy(data_dir, f"{server.url}/model.gguf")
+
+
 def test_a_checkpoint_is_converted_into_the_data_directory(data_dir: DataDir, checkpoint: Path) -> None:
     deployed = deploy(data_dir, checkpoint)
 

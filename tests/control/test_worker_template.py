@@ -331,6 +331,15 @@ def test_random_numbers_are_seeded_anew_in_a_worker() -> None:
         torch.set_rng_state(before)
 
 
+def test_a_template_takes_no_notice_of_ctrl_c_from_its_beginning(tmp_path: Path) -> None:
+    with (tmp_path / "errors").open("w") as errors:
+        started = start_template(errors.fileno())
+        os.kill(started.pid, signal.SIGINT)
+        started.socket.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1]) == 0
+    assert (tmp_path / "errors").read_text() == ""
+
+
 def test_a_template_whose_command_has_ended_before_it_ends_without_a_word(tmp_path: Path) -> None:
     """As where the command was wrong: the kernel is asked to end it too late, and it would import torch."""
     with (tmp_path / "errors").open("w") as errors:

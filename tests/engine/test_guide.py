@@ -286,6 +286,11 @@ def test_a_guided_request_resumes_at_every_token(parts: Parts, engine: Engine) -
             GuideSpec("lark", "start: missing"),
             'the grammar cannot guide an output: .*unknown name: "missing"',
         ),
+        (
+            GuideSpec("grammar", "root ::= root"),
+            "the grammar cannot guide an output: no token is allowed; correct it",
+        ),
+        (GuideSpec("regex", r"[^\s\S]"), "cannot guide an output: no token is allowed; correct it"),
     ],
 )
 def test_a_wrong_schema_or_grammar_is_refused(engine: Engine, guide: GuideSpec, message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from hearth.engine import loop as loop_module
 from hearth.engine.engine import Engine, Output, StepOutcome, StepOutputs
 from hearth.engine.loop import Failed, Outbox, StepLoop
-from hearth.errors import DeviceError, EngineFailed, LogitsNotFinite
+from hearth.errors import DeviceError, EngineFailed, LoadCancelled, LogitsNotFinite
 from hearth.policy.batch.plan import EngineRequest, RequestFailed, StepPlan
 from hearth.types import FinishReason, RequestId
 from tests.engine.harness import engine_for, greedy
@@ -270,6 +270,24 @@ def test_an_engine_that_is_stuck_fails_its_requests_instead_of_spinning(
 
     assert isinstance(end, Failed)
     assert "there is work, but nothing to compute" in str(end.cause)
+
+
+def test_a_load_that_was_called_off_fails_requests_and_is_no_error_to_log(
+    engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def call_off() -> StepOutcome:
+        raise LoadCancelled("the load of `a` was called off")
+
+    monkeypatch.setattr(engine, "step", call_off)
+    outbox: Outbox = SimpleQueue()
+    loop.add([request(engine, "a")], outbox)
+
+    (end,) = messages(outbox)
+
+    assert isinstance(end, Failed)
+    assert isinstance(end.cause, LoadCancelled)
+    loop.close()
+    assert caplog.records == []
 
 
 def test_a_broken_loop_closes_and_says_so_to_whoever_comes_after(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.service.harness import Service, run_hearth
+from tests.service.harness import Service, assert_ended, eventually, hearth, run_hearth
 from tests.store.s3_server import free_ports
 
 pytestmark = pytest.mark.e2e
@@ -26,6 +30,23 @@ def test_the_demo_answers_and_explains_itself(data_dir: Path) -> None:
     assert done.returncode == 0, done.stderr
     for word in ("load", "prefill", "decode", "█"):
         assert word in done.stdout
+
+
+def test_ctrl_c_while_processes_are_imported_shows_no_traceback(tmp_path: Path) -> None:
+    command = hearth("serve", "--data-dir", str(tmp_path / "data"), "--port", "0", "--device", "cpu")
+    with (tmp_path / "out").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    with process:
+
+        def keeper() -> psutil.Process | None:
+            children = psutil.Process(process.pid).children()
+            return next((one for one in children if "hearth.store.keeper" in one.cmdline()), None)
+
+        started = eventually("the keeper is started", keeper)
+        eventually("it imports", lambda: any("msgspec" in one.path for one in started.memory_maps()))
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert_ended([started])
+    assert "Traceback" not in (tmp_path / "out").read_text(encoding="utf-8")
 
 
 def test_tokenizers_are_read_while_the_first_workers_start(service: Service) -> None:

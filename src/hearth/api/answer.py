@@ -7,7 +7,8 @@ streams in one place. Nothing is sent before the first token: what fails until t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream
 from hearth.control.key_admission import KeyAdmission
 from hearth.control.prepared_request import PreparedRequest
-from hearth.errors import HearthError
+from hearth.errors import BadPrompt, HearthError, PromptTooLong
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
 
@@ -84,15 +85,27 @@ class Answer(Response):
         prompt: list[int] | None = None
         prepared = []
         for index, request in enumerate(self._spec.requests):
-            if num_answers > 1 and index % num_answers == 0:
-                max_tokens = request.sampling.max_tokens
-                prompt = await self._gateway.encode(request.model, request.prompt, self._caller, max_tokens)
-            if prompt is not None:
-                request = replace(request, prompt=prompt, counts_prompt=index % num_answers == 0)
-            if index % num_answers:
-                request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
-            prepared.append(await self._gateway.prepare(request, admission))
+            with self._located(index // num_answers):
+                if num_answers > 1 and index % num_answers == 0:
+                    model, max_tokens = request.model, request.sampling.max_tokens
+                    prompt = await self._gateway.encode(model, request.prompt, self._caller, max_tokens)
+                if prompt is not None:
+                    request = replace(request, prompt=prompt, counts_prompt=index % num_answers == 0)
+                if index % num_answers:
+                    request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
+                prepared.append(await self._gateway.prepare(request, admission))
         return prepared
+
+    @contextmanager
+    def _located(self, index: int) -> Iterator[None]:
+        """Have a prompt that is refused named by its place, where there are several."""
+        try:
+            yield
+        except (BadPrompt, PromptTooLong) as error:
+            num_prompts = len(self._spec.requests) // self._spec.num_answers
+            if num_prompts == 1:
+                raise
+            raise type(error)(f"of {num_prompts} prompts, that at index {index}: {error}") from error
 
     def _start(
         self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange

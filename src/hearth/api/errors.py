@@ -129,12 +129,14 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
         return error_response(400, f"`{param:.80}` {fault['msg']}", "unsupported_parameter", param[:80])
     what = _WORDS.get(fault["type"]) or str(fault["msg"]).removeprefix("Value error, ")
     what = what.partition(" after validation, not ")[0]
+    if fault["type"] in ("too_long", "too_short") and isinstance(fault["input"], str):
+        what = f"text {what.partition(' ')[2].replace(' item', ' character')}"
     param = _param(path)
     message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
     if not path and error.body is None:
         message = "the request needs a JSON body with `content-type: application/json`"
     elif fault["type"] not in ("missing", "value_error"):
-        message += f", given: {_given(fault['input'])}"
+        message += f", given: {_given(fault['input'], fault['type'])}"
     return error_response(400, message, "bad_request", param or None)
 
 
@@ -143,9 +145,11 @@ def _param(path: Sequence[int | str]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def _given(value: object) -> str:
+def _given(value: object, fault: str) -> str:
     """Return a short spelling of any value: to spell all of a large body takes longer than to refuse it."""
     match value:
+        case str() if fault == "too_long":
+            return f"{len(value)} that begin with {value[:40]!r:.80}"
         case list():
             return f"a list of {len(value)}"
         case dict():

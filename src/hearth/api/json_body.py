@@ -169,8 +169,15 @@ def _parsed(body: bytes) -> object:
     except TooManyValues as error:
         raise HTTPException(400, str(error)) from error
     except ValueError as error:
-        what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise HTTPException(400, f"the body is not valid JSON: {what}") from error
+        raise HTTPException(400, f"the body is not valid JSON: {_reason(error)}") from error
+
+
+def _reason(error: ValueError) -> str:
+    """Say why a text is no JSON, and where, without the advice that Python has for its programmers."""
+    if isinstance(error, json.JSONDecodeError):
+        place = f" line {error.lineno} column {error.colno}"
+        return f"{error.msg.removesuffix(' at')} at{place}" if error.doc else error.msg
+    return str(error).partition(";")[0]  # a number of too many digits
 
 
 def _refuse_other_types(content_type: str) -> None:

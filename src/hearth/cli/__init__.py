@@ -12,9 +12,12 @@ from hearth.control.template_process import TemplateProcess, start_template
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exit codes: 0 done, 1 failed, 2 wrong input, 3 not there, 130 interrupted."""
     template = _early_template(sys.argv[1:]) if argv is None else None
-    from hearth.cli.commands import run_command  # only now: it takes a second
+    try:
+        from hearth.cli.commands import run_command  # only now: it takes a second
 
-    run_command(argv, template)
+        run_command(argv, template)
+    except KeyboardInterrupt:  # while modules are imported; what runs by then sees to it by itself
+        sys.exit(130)
 
 
 def _early_template(words: Sequence[str]) -> TemplateProcess | None:

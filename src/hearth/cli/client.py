@@ -337,5 +337,10 @@ def _named(error: _Error, status: int, retry_after: str | None) -> HearthError:
         is_number = retry_after is not None and retry_after.isdecimal()  # a proxy may give a date
         return Overloaded(error.message, float(retry_after or 1) if is_number else 1.0)
     named = error_of(_LABELS.get(str(error.code), str(error.code)), error.message)
+    if isinstance(named, Unauthorized):  # who writes a program is told of headers
+        what = error.message.partition(";")[0]
+        return Unauthorized(
+            f"{what}; give one that `hearth keys add` made with `--api-key` or as HEARTH_API_KEY"
+        )
     is_refusal = 400 <= status < 500
     return RequestError(error.message) if is_refusal and type(named) is HearthError else named

@@ -75,6 +75,7 @@ DataDirectory = Annotated[
         envvar=DATA_DIR_VARIABLES,
         help="Where models, keys and logs are kept.",
         callback=Path.expanduser,
+        readable=False,  # whoever opens it says more about one that is not
     ),
 ]
 Url = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -36,7 +37,7 @@ from hearth.cli.figures import duration
 from hearth.cli.local_models import find
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import complete_model
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, UnknownModel
 
 if TYPE_CHECKING:
     from hearth.control.views import ModelView, UpstreamView
@@ -60,8 +61,13 @@ NameOrPath = Annotated[
         autocompletion=complete_model,
     ),
 ]
-ConvertedPath = Annotated[
-    Path, typer.Argument(metavar="PATH", help="Directory of a converted model.", callback=existing)
+ConvertedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Directory of a converted model, or the name of a deployed one.",
+        autocompletion=complete_model,
+    ),
 ]
 SourcePath = Annotated[
     Path, typer.Argument(metavar="SOURCE", help="Hugging Face directory or GGUF file.", callback=existing)
@@ -154,15 +160,20 @@ def _convert_adapter(
 
 
 @app.command(rich_help_panel="Models")
-def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
+def verify(
+    model: ConvertedModel, data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson = False
+) -> None:
     """Compare a converted model with its hashes.
 
     The exit code is 1 if a byte has changed.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       hearth verify ./models/qwen-7b
+
+      hearth verify smollm2
     """
+    path = _place_of(model, data_dir)
     with bar(f"verifying {path.name}") as advance:
         from hearth.store.description import read_description
         from hearth.store.verify import BadChunk
@@ -189,6 +200,15 @@ def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
         typer.echo(f"{path} is damaged: convert the model again")
     if bad:
         raise typer.Exit(1)
+
+
+def _place_of(model: str, data_dir: Path) -> Path:
+    """Return the directory that is meant: what is there comes before the name of a deployed model."""
+    path = Path(model)
+    if not path.exists() and not is_place(model):
+        with suppress(UnknownModel):
+            path = Path(find(data_dir, model).where)
+    return existing(path)
 
 
 @app.command(rich_help_panel="Models")

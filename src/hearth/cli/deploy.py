@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -31,10 +32,13 @@ from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import ModelName, complete_base
 from hearth.control.views import ModelView
-from hearth.errors import ConfigError, Unreached
+from hearth.errors import ConfigError, ModelError, Unreached
 
 if TYPE_CHECKING:
     from hearth.control.deploy import DeployProgress
+
+#: What a repository of the Hugging Face Hub is called elsewhere, without `hf:`.
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 
 
 @app.command(rich_help_panel="Models")
@@ -205,7 +209,16 @@ def _absolute(source: str, is_elsewhere: bool) -> str:
     if not _is_path(source):
         return source
     path = Path(source).expanduser()
-    return source if is_elsewhere and not path.exists() else str(existing(path).absolute())
+    if path.exists():
+        return str(path.absolute())
+    if is_elsewhere:
+        return source
+    try:
+        return str(existing(path).absolute())
+    except ModelError as error:
+        if not _HUB_NAME.fullmatch(source):
+            raise
+        raise ModelError(f"{error}; one of the Hugging Face Hub is `hf:{source}`") from error
 
 
 def _is_path(source: str) -> bool:

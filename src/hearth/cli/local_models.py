@@ -27,7 +27,7 @@ def names(data_dir: Path) -> list[str]:
 
 def views(data_dir: Path) -> list[ModelView]:
     """Return the models of a data directory; a directory that is not there has none, and is not made."""
-    if not DataDir(data_dir).registry_path.exists():
+    if not DataDir(data_dir).has_registry:
         return []
     with Registry.open(DataDir.open(data_dir)) as registry:
         catalog = _catalog(registry)
@@ -39,7 +39,7 @@ def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
 
     `look`: ask what it was deployed from whether that has changed.
     """
-    if not DataDir(data_dir).registry_path.exists():
+    if not DataDir(data_dir).has_registry:
         Names([], {}).resolve(name)
     with Registry.open(DataDir.open(data_dir)) as registry:
         catalog = _catalog(registry)
@@ -66,7 +66,7 @@ def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
 def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[str]:
     """Return a note on each table of the configuration whose model is not deployed. Raises ConfigError."""
     deployed: list[Deployed | DeployedAdapter] = []
-    if DataDir(data_dir).registry_path.exists():
+    if DataDir(data_dir).has_registry:
         with Registry.open(DataDir.open(data_dir)) as registry:
             deployed = [*registry.all(), *registry.adapters()]
     return [
@@ -79,7 +79,7 @@ def remove(data_dir: Path, name: str, *, with_adapters: bool = False) -> None:
     """Remove a model and the files that were made for it. Raises UnknownModel, HasAdapters."""
     from hearth.control.deploy import collect_snapshots, remove_files
 
-    if not DataDir(data_dir).registry_path.exists():
+    if not DataDir(data_dir).has_registry:
         raise Names([], {}).unknown(name)
     opened = DataDir.open(data_dir)
     with Registry.open(opened) as registry:

@@ -47,7 +47,7 @@ def serve(
         ),
     ] = None,
     data_dir: Annotated[
-        Path | None,
+        str | None,  # an empty path would be that of the current directory
         typer.Option(
             "--data-dir",
             metavar="DIR",
@@ -85,7 +85,7 @@ def serve(
         "service.max_queue": max_queue,
         "service.api_keys_file": None if api_keys_file is None else str(api_keys_file),
         "service.allowed_origins": allow_origin or None,
-        "service.data_dir": None if data_dir is None else str(data_dir),
+        "service.data_dir": data_dir,
     }
     configuration = resolved(config, settings, flags)
     configuration.print_notes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import resource
@@ -162,9 +163,11 @@ def _explained(service: ServiceConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "choose another with `--port`, or 0 for any that is free"
         raise ConfigError(
             f"cannot listen on {service.host} port {service.port}: {error.strerror or error}; "
-            "choose another with `--port`, or 0 for any that is free"
+            f"{remedy if is_of_port else 'choose an address of this machine with `--host`'}"
         ) from error
 
 

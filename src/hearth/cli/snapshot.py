@@ -251,8 +251,8 @@ class _LocalSnapshots:
     @staticmethod
     def of(data_dir: Path) -> _LocalSnapshots:
         """Look at a data directory. Raises SnapshotError: its key is broken."""
-        directory = SnapshotDirectory.find(DataDir(data_dir).snapshots_path)
-        return _LocalSnapshots(directory, {one.digest: one.name for one in local_models.views(data_dir)})
+        names = {one.digest: one.name for one in local_models.views(data_dir)}
+        return _LocalSnapshots(SnapshotDirectory.find(DataDir(data_dir).snapshots_path), names)
 
     def found(self, digest: str | None = None) -> list[_Found]:
         """Return the snapshots of one model, or of all."""

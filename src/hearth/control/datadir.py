@@ -125,6 +125,12 @@ class DataDir:
         return self.path / "registry.db"
 
     @property
+    def has_registry(self) -> bool:
+        """True if a model was ever deployed there. Raises DataDirError: it cannot be looked at."""
+        with _translated(self.path):
+            return self.registry_path.exists()
+
+    @property
     def keys_path(self) -> Path:
         return self.path / "keys.json"
 
@@ -309,6 +315,15 @@ def _translated(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = _owner_s_word(path) if isinstance(error, PermissionError) else "check it"
         raise DataDirError(
-            f"the data directory `{path}` cannot be used: {error}; check it, or choose another: `--data-dir`"
+            f"the data directory `{path}` cannot be used: {error}; {remedy}, or choose another: `--data-dir`"
         ) from error
+
+
+def _owner_s_word(path: Path) -> str:
+    """Say what to do where permission is denied: mostly the directory is that of the service's user."""
+    with suppress(OSError, KeyError):  # it cannot be looked at either, or its owner has no name
+        if path.stat().st_uid != os.geteuid():
+            return f"run this as its owner, like `sudo -u {path.owner()} hearth ...`"
+    return "check it"

@@ -111,6 +111,7 @@ async def deploying(
             stderr=log_file if errors is None else errors,
             env=_environment(),
             pass_fds=(lock,),
+            start_new_session=True,  # Ctrl-C is for this process, which closes the other's input then
         )
         assert process.stdin is not None, "asked for as a pipe"
         assert process.stdout is not None, "asked for as a pipe"
@@ -147,6 +148,7 @@ def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEve
             stderr=errors,
             env=_environment(),
             pass_fds=(lock,),
+            start_new_session=True,  # Ctrl-C is for this process, which closes the other's input then
         )
         assert process.stdin is not None, "asked for as a pipe"
         assert process.stdout is not None, "asked for as a pipe"

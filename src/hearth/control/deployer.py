@@ -40,7 +40,7 @@ from hearth.control.sources import (
     downloaded,
     parse_source,
 )
-from hearth.errors import BadCheckpoint, HearthError, RequestError, SourceMissing
+from hearth.errors import BadCheckpoint, ChunkMissing, HearthError, RequestError, SourceMissing
 from hearth.policy.fleet.footprint import Facts
 from hearth.sizes import computed_dtype
 from hearth.store.adapter_manifest import AdapterManifest
@@ -167,6 +167,12 @@ def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
     try:
         where = tiers.resolve(url)
         model = tiers.open(where)
+    except ChunkMissing as error:
+        reason = str(error).rpartition(";")[0]
+        raise SourceMissing(
+            f"`{url}` holds no converted model: {reason}; upload what `hearth convert` has written, or name "
+            "a model of the Hugging Face Hub as hf:ORG/NAME"
+        ) from error
     finally:
         tiers.close()
     return _Placed(where, model.directory, model.manifest)

@@ -21,7 +21,7 @@ def max_chars(entry: CatalogEntry) -> int:
 
 def check_prompt(entry: CatalogEntry, prompt: tuple[int, ...], max_tokens: int | None) -> None:
     if not prompt:
-        raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
+        raise BadPrompt("prompt has 0 tokens, at least 1 is needed; send a text that is not empty")
     num_sampled = 0 if max_tokens == 0 else 1
     if len(prompt) + num_sampled > entry.max_context:
         raise PromptTooLong(

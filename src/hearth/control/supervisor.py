@@ -425,6 +425,7 @@ class Supervisor:
             stdout=PIPE,
             stderr=self._errors,
             pass_fds=descriptors,
+            start_new_session=True,  # Ctrl-C is for this process alone; its own would tell by a traceback
         )
         assert process.stdin is not None, "asked for a pipe"
         process.stdin.write(msgspec.json.encode(setup) + b"\n")

@@ -7,6 +7,7 @@ started before all else, and this file imports next to nothing.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def start_template(errors: int) -> TemplateProcess:
                 (sys.executable, *COMMAND),
                 os.environ,
                 file_actions=[(os.POSIX_SPAWN_DUP2, opened, number) for number, opened in descriptors],
+                setsigmask=(signal.SIGINT,),  # until it ignores Ctrl-C, which would be told by a traceback
             )
     except BaseException:
         ours.close()

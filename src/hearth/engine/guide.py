@@ -142,5 +142,5 @@ def _allows_any(mask: bytes | bytearray) -> bool:
 
 def _said(matcher: LLMatcher) -> str:
     """Return why a matcher goes no further, without the dump behind that, which quotes the output."""
-    error = matcher.get_error() or f"no token is allowed, {matcher.stop_reason()}"
-    return error.partition("<state>")[0].strip()
+    error = (matcher.get_error() or "").partition("<state>")[0].strip()
+    return "no token is allowed" if error in ("", "NoExtensionBias") else error  # a word of its code

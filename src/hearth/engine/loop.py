@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from hearth.engine.engine import Engine, StepOutputs
-from hearth.errors import EngineFailed, HearthError
+from hearth.errors import EngineFailed, HearthError, LoadCancelled
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.types import RequestId
 
@@ -121,8 +121,10 @@ class StepLoop:
                 for failure in outcome.failures:
                     self._outboxes.pop(failure.request_id).put(failure)
         except Exception as error:
-            is_ours = isinstance(error, HearthError)  # it says itself what is wrong
-            log.error("engine_failed requests=%d reason=%s", len(self._outboxes), error, exc_info=not is_ours)
+            if not isinstance(error, LoadCancelled):  # who closed this in the midst of a load knows
+                is_ours = isinstance(error, HearthError)  # it says itself what is wrong
+                num_live = len(self._outboxes)
+                log.error("engine_failed requests=%d reason=%s", num_live, error, exc_info=not is_ours)
             self._fail_all(error)
             self._refuse_commands(error)
             return

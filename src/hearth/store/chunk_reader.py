@@ -163,7 +163,7 @@ def _nobody_has_it(model: StoredModel, index: int, failures: list[StoreError]) -
     nowhere = f"no {WEIGHTS} in `{model.directory}` is known to be good, and it came from no URL"
     tried = "; ".join(str(failure) for failure in failures) or nowhere
     kind = type(failures[-1]) if failures else ChunkMissing
-    remedy = "run `hearth verify` on the model and convert or fetch it again"
+    remedy = "run `hearth verify` on the model, and convert, fetch or deploy it again"
     if kind is UpstreamChanged:
         remedy = "deploy the model again, or put the version back; what is cached of it stays"
     return kind(

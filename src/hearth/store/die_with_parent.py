@@ -18,3 +18,4 @@ def die_with_parent() -> None:
     # is for the parent to decide: it may have requests to finish.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # as which a template is started
