@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from hearth.cuda_batches import ByteCopy
 from hearth.engine.engine import Engine
 from hearth.errors import DeviceError
-from hearth.messages import AdapterLoaded, HostingFailed, Pong, RunFailed, StepDone
+from hearth.messages import AdapterLoaded, HostingFailed, ModelLoaded, Pong, RunFailed, StepDone
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import AskedLoan, BorrowedAdapter, Borrower
 from hearth.store.chunk_copies import SingleCopies
@@ -276,12 +276,13 @@ def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
 def test_what_the_keeper_was_asked_for_goes_back_if_a_model_breaks_that_was_to_give_way(
     tmp_path: Path, asked: list[AskedLoan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*_: object, may_take: bool) -> bool:
-        if may_take:  # else it comes before its base is there, and nobody gives way for it
-            raise ModelBroke(ModelId(BASE), DeviceError("it does not give way"))
-        return False
+    """The base is loaded by then: a load may have the one line that stands, and nothing is asked ahead."""
+
+    def breaks(*_: object, **__: object) -> bool:
+        raise ModelBroke(ModelId(BASE), DeviceError("it does not give way"))
 
     with serving("mapped", tmp_path) as rig:
+        rig.gateway.until(ModelLoaded)
         monkeypatch.setattr(Reclaimer, "place_adapter", breaks)
         rig.ask(stored_adapter(BASE))
         rig.gateway.until(HostingFailed)
