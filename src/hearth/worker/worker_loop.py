@@ -383,7 +383,7 @@ class WorkerLoop:
             self._adapters.look_again()
 
     def _look_ahead(self) -> bool:
-        """Have models come nearer that wait for their turn; False: one broke, and all may be different now."""
+        """Have models come nearer that wait for their turn; False: one broke, so look at all again."""
         try:
             self._models.look_ahead()
         except ModelBroke as error:  # it was to forget an adapter that gave way
