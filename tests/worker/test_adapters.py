@@ -5,11 +5,13 @@ Whatever comes free is overwritten with 0xFF.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -17,12 +19,14 @@ from msgspec.structs import replace
 from hearth.cuda_batches import ByteCopy
 from hearth.engine.engine import Engine
 from hearth.errors import DeviceError
-from hearth.messages import AdapterLoaded, HostingFailed, Pong, RunFailed, StepDone
+from hearth.messages import AdapterLoaded, HostingFailed, ModelLoaded, Pong, RunFailed, StepDone
+from hearth.policy.batch.step_sharing import StepReadiness
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import AskedLoan, BorrowedAdapter, Borrower
 from hearth.store.chunk_copies import SingleCopies
 from hearth.store.loader import Loader
-from hearth.types import Hold, ModelId, Rung
+from hearth.types import AdapterId, Hold, ModelId, Rung
+from hearth.worker.adapter_pieces import AdapterPieces
 from hearth.worker.failure import ModelBroke
 from hearth.worker.reclaimer import Reclaimer
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
@@ -30,7 +34,7 @@ from tests.store.stored import PATIENCE_S, tiers_at
 from tests.worker.harness import greedy
 from tests.worker.in_process import LoopGateway, working_in_process
 from tests.worker.stored_adapters import StoredAdapter, stored_adapter
-from tests.worker.test_disturbed import CONFIG, KINDS, SETTINGS, VOCABULARY, Setting
+from tests.worker.test_disturbed import CONFIG, KINDS, SETTINGS, TWIN, VOCABULARY, Setting, source
 from tests.worker.test_turns import RESTLESS, host, least_bytes
 
 BASE, OTHER = "llama-gqa", "qwen3"
@@ -225,6 +229,33 @@ def test_a_retired_model_that_breaks_when_its_adapter_goes_leaves_and_others_go_
         rig.check(rig.ask(adapter))
 
 
+def test_a_model_that_breaks_when_an_adapter_in_use_is_given_up_leaves_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model can step for want of KV, and one that is idle has still to forget the adapter."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such adapter")
+
+    adapter, twin = stored_adapter(BASE), BASE + TWIN
+    shortages = [ModelId(BASE)] * 2  # as it is before the other one leaves, and after
+    ready = StepReadiness.ready
+    with serving("mapped", tmp_path, BASE, twin) as rig:
+        rig.check(rig.ask(adapter, model=twin))
+        run = rig.ask(adapter, max_tokens=500)
+        rig.gateway.until(StepDone)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "remove_adapter", broken)
+            patch.setattr(StepReadiness, "hopeless", lambda *_: shortages.pop() if shortages else None)
+            patch.setattr(StepReadiness, "ready", lambda *of: [] if shortages else ready(*of))
+            failed, ended = rig.gateway.until(HostingFailed), rig.gateway.until(RunFailed)
+
+        assert (failed.model, "no such adapter" in failed.reason) == (twin, True)
+        assert (ended.run, "had to give way while it was in use" in ended.reason) == (run, True)
+        assert rig.there() == {}
+        rig.check(rig.ask(adapter), rig.ask(None))
+
+
 def test_a_request_may_be_cancelled_while_it_waits_for_its_adapter(tmp_path: Path) -> None:
     adapter = stored_adapter(BASE)
     with serving("mapped", tmp_path) as rig:
@@ -276,12 +307,13 @@ def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
 def test_what_the_keeper_was_asked_for_goes_back_if_a_model_breaks_that_was_to_give_way(
     tmp_path: Path, asked: list[AskedLoan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*_: object, may_take: bool) -> bool:
-        if may_take:  # else it comes before its base is there, and nobody gives way for it
-            raise ModelBroke(ModelId(BASE), DeviceError("it does not give way"))
-        return False
+    """The base is loaded by then: a load may have the one line that stands, and nothing is asked ahead."""
+
+    def breaks(*_: object, **__: object) -> bool:
+        raise ModelBroke(ModelId(BASE), DeviceError("it does not give way"))
 
     with serving("mapped", tmp_path) as rig:
+        rig.gateway.until(ModelLoaded)
         monkeypatch.setattr(Reclaimer, "place_adapter", breaks)
         rig.ask(stored_adapter(BASE))
         rig.gateway.until(HostingFailed)
@@ -392,6 +424,65 @@ def test_adapters_of_models_that_take_turns_come_back_with_them(
         assert any(turn.ended for turn in rig.gateway.turns)
 
 
+def test_a_model_that_breaks_when_its_adapter_is_back_leaves_and_another_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of two models pause with the same adapter, whose room a third needs meanwhile."""
+    monkeypatch.setattr("hearth.worker.turns.SETTLED_S", 0.0)
+    num_moves, num_drops = itertools.count(), itertools.count()
+    move, drop = Engine.move_adapter, AdapterPieces.drop
+
+    def breaks_once(engine: Engine, *of: Any) -> None:
+        if not next(num_moves):
+            raise RuntimeError("no memory for lists of rows")
+        move(engine, *of)
+
+    def leaves_another_place(pieces: AdapterPieces, adapter: AdapterId) -> int:
+        num_bytes = drop(pieces, adapter)
+        if not next(num_drops):  # else it would come back to where it was
+            assert pieces.pool.place_pieces(AdapterId("nobody's"), [1024], 0) is not None
+        return num_bytes
+
+    monkeypatch.setattr(Engine, "move_adapter", breaks_once)
+    monkeypatch.setattr(AdapterPieces, "drop", leaves_another_place)
+    setting, models = SETTINGS["mapped"], (BASE, BASE + TWIN, OTHER)
+    adapters = [stored_adapter(source(model)) for model in models]
+    spare_bytes = max(one.layout.num_bytes for one in adapters) + 2 * setting.page_bytes
+    budget_bytes = least_bytes(setting, models)
+    with serving(
+        "mapped", tmp_path, *models, budget_bytes=budget_bytes, spare_bytes=spare_bytes, turns=RESTLESS
+    ) as rig:
+        runs = [
+            rig.ask(adapter, max_tokens=40, model=model)
+            for model, adapter in zip(models, adapters, strict=True)
+        ]
+        failed = rig.gateway.until(HostingFailed)
+
+        assert (failed.model, "no memory for lists" in failed.reason) == (BASE, True)
+        rig.check(*runs[1:])
+
+
+def test_a_model_that_breaks_when_it_gives_way_ahead_of_another_s_turn_leaves_and_that_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that cannot forget an idle adapter, whose room first bytes of the next in line take."""
+    monkeypatch.setattr("hearth.worker.turns.SETTLED_S", 0.0)
+
+    def breaks(_: Reclaimer, model: ModelId, *__: object) -> None:
+        raise ModelBroke(ModelId(BASE if model == OTHER else OTHER), RuntimeError("no such adapter"))
+
+    budget_bytes = least_bytes(SETTINGS["mapped"], (BASE, OTHER))
+    with serving(
+        *("mapped", tmp_path, BASE, OTHER), budget_bytes=budget_bytes, spare_bytes=0, turns=RESTLESS
+    ) as rig:
+        runs = {model: rig.ask(None, max_tokens=40, model=model) for model in (BASE, OTHER)}
+        monkeypatch.setattr(Reclaimer, "place_front", breaks)
+        failed = rig.gateway.until(HostingFailed)
+
+        assert "no such adapter" in failed.reason
+        rig.check(runs[OTHER if failed.model == BASE else BASE])
+
+
 def test_an_adapter_is_told_of_with_its_rung_once(tmp_path: Path) -> None:
     adapter = stored_adapter(BASE)
     with serving("mapped", tmp_path) as rig:
@@ -485,6 +576,35 @@ def test_an_adapter_whose_last_bytes_do_not_come_fails_its_requests_and_leaves_n
             late_copies.let_go.set()
             failed = rig.gateway.until(RunFailed)
         assert (failed.run, "out of order" in failed.reason) == (run, True)
+        assert rig.there() == {}
+        rig.check(rig.ask(None), rig.ask(adapter))
+
+
+def test_requests_of_an_adapter_that_breaks_end_also_if_a_model_breaks_that_is_to_forget_it(
+    tmp_path: Path, late_copies: type[LateCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(copies: LateCopies, position: int) -> None:
+        assert copies.let_go.wait(PATIENCE_S)
+        raise DeviceError("out of order")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such adapter")
+
+    adapter, twin = stored_adapter(BASE), BASE + TWIN
+    with serving("mapped", tmp_path, BASE, twin) as rig:
+        rig.check(rig.ask(None))
+        rig.gateway.ask(twin, [1, 2, 3], greedy(4))
+        late_copies.let_go.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(LateCopies, "wait", refuse)
+            patch.setattr(Engine, "remove_adapter", broken)
+            run = rig.ask(adapter, max_tokens=500)
+            rig.check(rig.ask(adapter, max_tokens=2, model=twin))
+            late_copies.let_go.set()
+            failed, ended = rig.gateway.until(HostingFailed), rig.gateway.until(RunFailed)
+
+        assert (failed.model, "no such adapter" in failed.reason) == (twin, True)
+        assert (ended.run, "out of order" in ended.reason) == (run, True)
         assert rig.there() == {}
         rig.check(rig.ask(None), rig.ask(adapter))
 

@@ -135,7 +135,10 @@ class WorkerAdapters:
         self._is_due = True
 
     def take_news(self, adapter: AdapterId, news: AdapterNews) -> AdapterLoaded | FailedRuns | None:
-        """Note what a thread has to tell of an adapter. Returns what others have to be told then."""
+        """Note what a thread has to tell of an adapter. Returns what others have to be told then.
+
+        Raises ModelBroke if a model breaks by it: once that one has gone, the same news are to be told again.
+        """
         self.look_again()
         match news:
             case AdapterFound(borrowed):
@@ -336,9 +339,9 @@ class WorkerAdapters:
         )
 
     def _note_there(self, adapter: AdapterId) -> None:
-        """Have requests start that wait for an adapter."""
-        self.residency.loaded(adapter)
+        """Have requests start that wait for an adapter, once all engines that compute with it know of it."""
         self._pieces.filled(adapter, self._found[adapter].manifest.layout)
+        self.residency.loaded(adapter)
         self._reclaimer.policy.room_may_have_come()  # what is there may be taken again
 
     def _filled(self, adapter: AdapterId, news: AdapterFilled) -> AdapterLoaded | None:

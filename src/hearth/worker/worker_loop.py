@@ -144,13 +144,12 @@ class WorkerLoop:
             self._take_turns()
             self._load_deferred()  # adapters that are in their way may be in use no more
             self._serve_adapters()
-            self._models.look_ahead()
+            if not self._look_ahead():
+                continue
             if self._is_any_ready():
                 return None
             if (broke := self._models.hopeless()) is not None:
-                if (failed := self._adapters.give_up(broke.model)) is not None:
-                    self._fail_runs(failed)
-                else:
+                if not self._give_up_adapter(broke.model):
                     self._fail(broke.model, failure_of(broke.error))
                 continue
             if self._advance_snapshot():
@@ -383,6 +382,15 @@ class WorkerLoop:
                 self._runs.begin_waiting(hosted)
             self._adapters.look_again()
 
+    def _look_ahead(self) -> bool:
+        """Have models come nearer that wait for their turn; False: one broke, so look at all again."""
+        try:
+            self._models.look_ahead()
+        except ModelBroke as error:  # it was to forget an adapter that gave way
+            self._fail(*blame(error.model, error))
+            return False
+        return True
+
     def _hosted_of(self, models: Iterable[ModelId]) -> Iterator[HostedModel]:
         """Yield those of the models that have not failed meanwhile."""
         return (hosted for model in models if (hosted := self._hosted.get(model)) is not None)
@@ -417,21 +425,26 @@ class WorkerLoop:
                 continue
             return
 
-    def _give_up_adapter(self, short: ModelId) -> None:
-        """Have the youngest adapter in use give way, with its requests, to a model that is stuck."""
+    def _give_up_adapter(self, short: ModelId) -> bool:
+        """Have the youngest adapter in use give way, with its requests, to a model that is stuck.
+
+        False: none is in use.
+        """
         try:
             failed = self._adapters.give_up(short)
-        except ModelBroke as error:  # it was to forget the adapter
+        except ModelBroke as error:  # it was to forget the adapter; its own room may do
             self._fail(*blame(error.model, error))
-            return
+            return True
         if failed is not None:
             self._fail_runs(failed)
+        return failed is not None
 
     def _take_adapter_news(self, adapter: AdapterId, news: AdapterNews) -> None:
         try:
             told = self._adapters.take_news(adapter, news)
-        except ModelBroke as error:  # it was to be told where its adapter is
+        except ModelBroke as error:  # it was to be told where its adapter is, or to forget it
             self._fail(*blame(error.model, error))
+            self._take_adapter_news(adapter, news)  # which others wait for, and were not told
             return
         match told:
             case AdapterLoaded() as loaded:
