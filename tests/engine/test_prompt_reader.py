@@ -223,6 +223,21 @@ def test_a_request_that_is_cancelled_in_its_prompt_leaves_nothing_behind() -> No
     assert len(engine.reading) == 0
 
 
+def test_who_has_the_id_of_a_cancelled_request_is_not_told_what_was_read_of_that() -> None:
+    """The step that reads the cancelled one is still in flight when the id has its new owner."""
+    engine, (first, second) = engine_for("llama-gqa"), prompts("llama-gqa", [9, 6])
+    before = embedding(engine, first, Pooling.MEAN)
+    engine.add(before)
+    engine.step()
+    engine.cancel(before.request_id)
+    again = replace(embedding(engine, second, Pooling.MEAN), request_id=before.request_id)
+
+    (answer,) = run(engine, [again])
+
+    assert_embeds("llama-gqa", second, Pooling.MEAN, answer)
+    assert len(engine.reading) == 0
+
+
 def test_a_prompt_of_the_whole_context_can_be_read() -> None:
     """For there is nothing to be sampled behind it that would be computed."""
     engine = engine_for("llama-gqa")

@@ -308,7 +308,8 @@ class Engine:
         if is_biased(request.sampling):
             self._users_by_table[SamplingTable.BIAS].add(request.request_id)
         if is_read:
-            self.reading.expect(request.request_id)
+            flight = self._flight
+            self.reading.expect(request.request_id, 0 if flight is None else flight.plan.step_id + 1)
 
     def cancel(self, request_id: RequestId) -> bool:
         self._forget(request_id)

@@ -17,18 +17,21 @@ class ReadingPieces:
     def __init__(self) -> None:
         #: By request that is here and of which something is wanted, from its first row on.
         self._pieces: dict[RequestId, list[RowRead]] = {}
+        #: By the same: the first step that may have a row of it. Those before are of who had its id before.
+        self._first_steps: dict[RequestId, int] = {}
 
     def __len__(self) -> int:
         """How many requests something is still to be read of."""
         return len(self._pieces)
 
-    def expect(self, request_id: RequestId) -> None:
-        """Keep what is read of a request from now on."""
-        self._pieces[request_id] = []
+    def expect(self, request_id: RequestId, first_step: int) -> None:
+        """Keep what is read of a request by steps from this one on."""
+        self._pieces[request_id], self._first_steps[request_id] = [], first_step
 
     def forget(self, request_id: RequestId) -> None:
         """Keep nothing of a request any more, though steps that read it may be in flight."""
-        self._pieces.pop(request_id, None)
+        if self._pieces.pop(request_id, None) is not None:
+            del self._first_steps[request_id]
 
     def take(self, plan: StepPlan, reads: Mapping[int, RowRead]) -> dict[RequestId, PromptReading]:
         """Add what a step has read, by row, and return what is complete with it."""
@@ -36,7 +39,7 @@ class ReadingPieces:
         for index, read in reads.items():
             row = plan.prompts[index - plan.num_decode_rows]
             pieces = self._pieces.get(row.request_id)
-            if pieces is None:
+            if pieces is None or plan.step_id < self._first_steps[row.request_id]:
                 continue  # it has ended
             if row.start == 0:
                 pieces.clear()  # it was preempted, and is read from the beginning again
