@@ -247,9 +247,8 @@ def _read_header(path: Path, file: int, file_bytes: int, key: bytes) -> _Header:
             f"`{path}` has version {version} of the format, this Hearth reads {VERSION}; delete it, and it "
             "is made anew"
         )
-    if (
-        num_sections > MAX_SECTIONS
-    ):  # of which the table alone might fill all memory, and nobody has signed it
+    # Nobody has signed it yet, and the table of as many as it says might fill all memory.
+    if num_sections > MAX_SECTIONS:
         raise SnapshotCorrupt(
             f"`{path}` says that it has {num_sections} sections, limit: {MAX_SECTIONS}; delete it, and it is "
             "made anew"

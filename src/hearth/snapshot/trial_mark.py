@@ -71,9 +71,8 @@ def _is_abandoned(mark: Path) -> bool:
     except OSError:  # it was cleared just now
         return False
     try:
-        fcntl.flock(
-            file, fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # shared: two who look must not think the other tries
+        # Shared: two who look must not think the other tries.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return mark.exists()  # else it was cleared since it was opened
     except OSError:  # its process lives
         return False
