@@ -6,11 +6,13 @@ For each number of rows that steps of `bench.engine`'s traffic are padded to, an
 a layer, all kernels that cuBLASLt proposes for it or for sizes near it are timed beside the one that torch
 takes, in turns, on a device that was busy for a while and so has as little power to spare as under traffic.
 Shapes of Llama-2-7B and Llama-3.1-8B in bf16, random numbers. Prints a JSON line for each number of rows, and
-in the end for each kind of traffic how long all products of all its steps take by either choice.
+in the end for each kind of traffic how long all products of all its steps take by either choice. A size that
+fails costs no other, and the exit status is 1 then.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter
@@ -91,7 +93,7 @@ def _result(launch: Callable[[], object], out: torch.Tensor, *, adds: bool) -> t
 def measure(
     library: LtLibrary, shape: Shape, rows_wanted: Sequence[int], until_s: float
 ) -> Iterator[dict[str, object]]:
-    """Yield the times of a layer's products by their rows."""
+    """Yield the times of a layer's products by their rows, or why there are none."""
     each = {name: Product.of(n, k, LIMITS.max_batch_tokens) for name, (n, k) in products_of(shape).items()}
     for name in ADDED:
         each[name].x.mul_(1e-3)  # or what is added again and again would grow without bounds
@@ -108,7 +110,7 @@ def measure(
                 name: choose(library, one, rows, near, adds=name in ADDED) for name, one in each.items()
             }
         except Exception as error:  # one size that fails costs no other
-            say(part="choices", shape=shape.name, rows=rows, error=repr(error))
+            yield {"rows": rows, "error": repr(error)}
             continue
         yield {
             "rows": rows,
@@ -153,7 +155,7 @@ def main() -> None:
     shapes = [shape for shape in (LLAMA_7B, LLAMA_8B) if shape.name in given.shapes]
     traffic = {shape.name: rows_by_traffic(shape) for shape in shapes}
     say(part="choices", counted_s=time.monotonic() - began_s)
-    library = LtLibrary()
+    library, has_failed = LtLibrary(), False
     for number, shape in enumerate(shapes, start=1):
         # What costs most is measured first, and single prompts of these lengths in any case.
         weights = Counter(dict.fromkeys(GPU.prompts, 10_000))
@@ -164,7 +166,10 @@ def main() -> None:
         until_s, by_rows = began_s + given.seconds * number / len(shapes), {}
         for line in measure(library, shape, wanted, until_s):
             say(part="choices", shape=shape.name, **line)
-            by_rows[line["rows"]] = line
+            if "error" in line:
+                has_failed = True
+            else:
+                by_rows[line["rows"]] = line
         for name, counts in traffic[shape.name].items():
             known = {size: count for size, count in counts.items() if size in by_rows}
             sums = {
@@ -178,6 +183,8 @@ def main() -> None:
             )  # fmt: skip
         torch.cuda.empty_cache()
     say(part="choices", seconds=time.monotonic() - began_s)
+    if has_failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

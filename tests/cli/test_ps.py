@@ -172,8 +172,8 @@ def test_a_key_that_is_given_beats_the_token(hearth: Hearth, recorded: FakeServi
     shown = hearth("ps", "--api-key", "wrong")
     assert (shown.code, shown.err) == (
         2,
-        "hearth: the API key is missing or wrong; give one that `hearth keys add` made with `--api-key` or "
-        "as HEARTH_API_KEY\n",
+        "hearth: the API key is missing or wrong; give what `hearth keys add` printed, by `--api-key` or as "
+        "HEARTH_API_KEY\n",
     )
 
 

@@ -558,19 +558,21 @@ def test_requests_start_while_the_last_bytes_of_their_adapter_are_under_way(
         assert len(rig.gateway.adapter_loads) == 1
 
 
+def _never_comes(copies: LateCopies, position: int) -> None:
+    """Stand in for `LateCopies.wait` where the last chunk breaks on its way."""
+    assert copies.let_go.wait(PATIENCE_S)
+    raise DeviceError("out of order")
+
+
 def test_an_adapter_whose_last_bytes_do_not_come_fails_its_requests_and_leaves_nothing(
     tmp_path: Path, late_copies: type[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(copies: LateCopies, position: int) -> None:
-        assert copies.let_go.wait(PATIENCE_S)
-        raise DeviceError("out of order")
-
     adapter = stored_adapter(BASE)
     with serving("mapped", tmp_path) as rig:
         rig.check(rig.ask(None))
         late_copies.let_go.clear()
         with monkeypatch.context() as broken:
-            broken.setattr(LateCopies, "wait", refuse)
+            broken.setattr(LateCopies, "wait", _never_comes)
             run = rig.ask(adapter, max_tokens=500)
             rig.gateway.until(StepDone)
             late_copies.let_go.set()
@@ -583,10 +585,6 @@ def test_an_adapter_whose_last_bytes_do_not_come_fails_its_requests_and_leaves_n
 def test_requests_of_an_adapter_that_breaks_end_also_if_a_model_breaks_that_is_to_forget_it(
     tmp_path: Path, late_copies: type[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(copies: LateCopies, position: int) -> None:
-        assert copies.let_go.wait(PATIENCE_S)
-        raise DeviceError("out of order")
-
     def broken(*_: object) -> None:
         raise RuntimeError("no such adapter")
 
@@ -596,7 +594,7 @@ def test_requests_of_an_adapter_that_breaks_end_also_if_a_model_breaks_that_is_t
         rig.gateway.ask(twin, [1, 2, 3], greedy(4))
         late_copies.let_go.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(LateCopies, "wait", refuse)
+            patch.setattr(LateCopies, "wait", _never_comes)
             patch.setattr(Engine, "remove_adapter", broken)
             run = rig.ask(adapter, max_tokens=500)
             rig.check(rig.ask(adapter, max_tokens=2, model=twin))

@@ -340,7 +340,7 @@ def _named(error: _Error, status: int, retry_after: str | None) -> HearthError:
     if isinstance(named, Unauthorized):  # who writes a program is told of headers
         what = error.message.partition(";")[0]
         return Unauthorized(
-            f"{what}; give one that `hearth keys add` made with `--api-key` or as HEARTH_API_KEY"
+            f"{what}; give what `hearth keys add` printed, by `--api-key` or as HEARTH_API_KEY"
         )
     is_refusal = 400 <= status < 500
     return RequestError(error.message) if is_refusal and type(named) is HearthError else named
