@@ -4,7 +4,8 @@ python -m bench.engine [--save] [--parts PART ...] [--shapes NAME ...] [--arms A
 
     engine      Llama-2-7B: requests of 128 + 128 tokens, a long prompt, engine start, where the time goes
     traffic     Llama-2-7B and Llama-3-8B (7B, 8B): 600 requests with ShareGPT lengths, long prompts, long
-                answers, all at once, each the first time in a new process and again; one request, one prompt
+                answers, a shared prefix, all at once, and conversations that return, each the first time in a
+                new process and again; one request, one prompt
     arrivals    the same shapes: Poisson arrivals at 50, 80 and 95% of the speed with which these 600 are
                 served; long prompts beside requests that run
     shapes      other sizes beside their own bounds: 0.5B, 1B, 70B (4 layers), 256k (words), falcon (71 heads)

@@ -23,7 +23,7 @@ from hearth.kernels.cublas_lt import ChosenProducts
 
 
 class Prompts:
-    """Random token ids, never the same prompt twice, so that no prefix is ever found. Mutable."""
+    """Random token ids, never the same prompt twice: only what a `Work` shares is ever found. Mutable."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -60,18 +60,23 @@ class Rig:
 
     def run(self, work: Work, temperature: float = 0.0) -> Pass:
         """Submit all requests at once and time their answers, text included; 0 is greedy."""
-        prompts = [self.prompts.take(1, one.prompt)[0] for one in work.requests]
+        (shared,) = self.prompts.take(1, work.shared)
+        own = [[self.prompts.take(1, one.prompt)[0] for one in work.requests] for _ in range(work.turns)]
         top_p = 0.95 if temperature else 1.0
         params = [
             SamplingParams(temperature=temperature, top_p=top_p, max_tokens=one.new, ignore_eos=True)
             for one in work.requests
         ]
+        texts = [shared] * len(work.requests)
         self.watch.take()
         self.clock.take()
         began_s = time.perf_counter()
-        completions = self.llm.generate(prompts, params)
+        for said in own:
+            asked = [text + more for text, more in zip(texts, said, strict=True)]
+            completions = self.llm.generate(asked, params)
+            texts = [text + list(one.token_ids) for text, one in zip(asked, completions, strict=True)]
+            assert [len(one.token_ids) for one in completions] == [one.new for one in work.requests]
         seconds = time.perf_counter() - began_s
-        assert [len(c.token_ids) for c in completions] == [one.new for one in work.requests]
         rate, steps = work.num_tokens / seconds, self.watch.take()
         self.passes[work.text] = Pass(seconds, rate, steps, self.clock.take())
         return self.passes[work.text]

@@ -18,6 +18,8 @@ class Work:
     text: str  #: in tables
     requests: Sequence[Lengths]
     counts_prompts: bool = False  #: its rate is that of all tokens, not of those that come out
+    shared: int = 0  #: tokens that all prompts begin with, before their own
+    turns: int = 1  #: each follows when all have their answers, with those before in its prompt
 
     @property
     def unit(self) -> str:
@@ -25,12 +27,23 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        return sum(one.new + (one.prompt if self.counts_prompts else 0) for one in self.requests)
+        tokens = sum(one.new + (one.prompt if self.counts_prompts else 0) for one in self.requests)
+        return self.turns * tokens
 
 
 def even(num_requests: int, prompt: int, new: int, *, counts_prompts: bool = False) -> Work:
     text = f"{num_requests} requests of {prompt:,} + {new}"
     return Work(text, [Lengths(prompt, new)] * num_requests, counts_prompts)
+
+
+def shared_prefix(num_requests: int, shared: int, prompt: int, new: int) -> Work:
+    text = f"{num_requests} requests of {shared:,} shared + {prompt} + {new}"
+    return Work(text, [Lengths(prompt, new)] * num_requests, shared=shared)
+
+
+def returning(num_users: int, turns: int, prompt: int, new: int) -> Work:
+    text = f"{num_users} conversations of {turns} turns of {prompt} + {new}"
+    return Work(text, [Lengths(prompt, new)] * num_users, turns=turns)
 
 
 def sharegpt(num_requests: int, most: Lengths | None = None) -> Work:
@@ -161,6 +174,8 @@ GPU = Scale(
         "long_prompts": even(64, 3500, 64, counts_prompts=True),
         "even": even(256, 128, 128),
         "long_answers": even(256, 32, 256),
+        "shared_prefix": shared_prefix(256, 1024, 64, 64),
+        "conversations": returning(64, 8, 128, 128),
     },
     fill=(sharegpt(64, Lengths(2000, 24)), even(4, 3500, 8), even(256, 32, 4), even(1, 128, 8)),
 )
@@ -183,6 +198,8 @@ TINY = Scale(
         "long_prompts": even(3, 90, 4, counts_prompts=True),
         "even": even(6, 8, 4),
         "long_answers": even(6, 4, 8),
+        "shared_prefix": shared_prefix(6, 16, 4, 4),
+        "conversations": returning(3, 3, 8, 4),
     },
     fill=(even(2, 8, 2),),
     prompts=(8, 80),

@@ -86,6 +86,7 @@ class StepInFlight:
     plan: StepPlan
     tokens: list[int]
     broken_rows: list[int]
+    written: frozenset[int]  #: the blocks that it wrote to
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,6 @@ class FakeDevice:
                 assert (write.slot, index) not in cells, f"written twice, in no order: {write}"
                 cells.add((write.slot, index))
                 self.tables[write.slot][index] = block
-        for admission in plan.admissions:
-            found = [cell.token for cell in self._cells(admission.slot, admission.num_cached_tokens)]
-            assert found == list(admission.tokens[: len(found)]), f"a prefix of another text: {admission}"
         written: set[tuple[int, int]] = set()
         for row in plan.rows:
             tokens = (self.slot_tokens[row.slot],) if row.tokens is None else row.tokens
@@ -140,18 +138,32 @@ class FakeDevice:
             for position, token in enumerate(tokens, start=row.start):
                 address = self._address(row.slot, position)
                 assert address not in written, f"two rows write {address=}"
-                assert address[0] not in self.book.prefixes, f"others find what is written: {address=}"
                 written.add(address)
                 before = Cell.behind(before, self.salts[row.request_id], row.adapter, token)
                 assert before.position == position, f"{row=} {before=}"
                 self.memory[address] = before
+        for admission in plan.admissions:
+            found = [cell.token for cell in self._cells(admission.slot, admission.num_cached_tokens)]
+            assert found == list(admission.tokens[: len(found)]), f"a prefix of another text: {admission}"
         for row in plan.rows:
             self._check_own(row)
+        self._check_index()
         tokens = [self._sample(row) for row in plan.rows if row.samples]
         broken = [
             at for at, row in enumerate(plan.rows) if self.nan_token in (c.token for c in self._read(row))
         ]
-        return StepInFlight(plan, tokens, broken)
+        return StepInFlight(plan, tokens, broken, frozenset(block for block, _ in written))
+
+    def _check_index(self) -> None:
+        """Whatever the index leads to is written, as far as steps were launched, and with that very text."""
+        for run in {id(run): run for run in self.book.prefixes.runs if run is not None}.values():
+            size = self.book.block_tokens
+            cells = [self.memory[block, offset] for block in run.blocks for offset in range(size)]
+            assert [cell.token for cell in cells] == list(run.tokens), (
+                f"the index leads to another text: {run.blocks}"
+            )
+            first = run.first * size
+            assert [cell.position for cell in cells] == list(range(first, first + len(cells)))
 
     def has_nan(self, block: int) -> bool:
         cells = (self.memory.get((block, offset)) for offset in range(self.book.block_tokens))
@@ -277,7 +289,10 @@ class Loop:
             request, output = self.live.pop(request_id), self.outputs[request_id]
             assert ([*request.output, *output], end) == self.expected(request)
             self.reasons[request_id] = end
-        poisoned = [block for block in self.batcher.blocks.prefixes if self.device.has_nan(block)]
+        self.batcher.settle()
+        unconfirmed = {block for step in self.in_flight for block in step.written}
+        found = [block for block in self.batcher.blocks.prefixes if block not in unconfirmed]
+        poisoned = [block for block in found if self.device.has_nan(block)]
         assert not poisoned, f"others would read NaN: {poisoned}"
         return emissions
 

@@ -393,9 +393,8 @@ def test_digests_of_a_prompt_are_computed_up_to_where_it_leaves_what_is_known(
     engine.add(request("a", range(2 * num_known + 1), max_tokens=1))
     engine.drain()
     engine.add(request("b", range(100), max_tokens=9))
-    launched(engine)
+    assert launched(engine).admissions[0].num_cached_tokens == 2 * num_known
     sequence = engine.batcher._sequences[RequestId("b")]
-    assert sequence.num_published == num_known
     assert sequence.chain.num_known == num_known + 1
     engine.drain()
     assert sequence.num_published == 54
@@ -671,12 +670,70 @@ def test_who_gives_way_finds_its_own_output_again() -> None:
     engine.drain()
 
 
-def test_a_step_that_is_not_committed_offers_no_prefix() -> None:
+def test_a_prompt_that_is_planned_is_a_prefix_for_the_next_step() -> None:
     engine = loop(block_tokens=4)
     engine.add(request("a", range(8)))
     launched(engine)
     engine.add(request("b", range(8)))
+    assert launched(engine).admissions[0].num_cached_tokens == 4
+    engine.drain()
+
+
+def test_prompts_that_start_in_one_step_compute_their_common_beginning_once() -> None:
+    engine = loop(block_tokens=4, max_seqs=8)
+    engine.add(request("a", [*range(8), 1, 1]))
+    engine.add(request("other", [9] * 6))
+    for name in "bcd":
+        engine.add(request(name, [*range(8), *(2, 2, 2, 2), ord(name) % 7]))
+
+    plan = launched(engine)
+
+    assert names(plan) == ["a", "other", "b", "c", "d"]
+    assert [one.num_cached_tokens for one in plan.admissions] == [0, 0, 8, 12, 12]
+    assert [row.num_tokens for row in plan.rows] == [10, 6, 5, 1, 1]
+    engine.drain()
+
+
+def test_a_prompt_is_read_in_the_step_that_computes_its_last_chunk() -> None:
+    engine = loop(block_tokens=4, max_batch_tokens=16)
+    engine.add(request("a", range(24)))
+    engine.add(request("b", [*range(24), 1]))
+    launched(engine)
+    plan = launched(engine)
+    assert names(plan) == ["a", "b"]
+    assert plan.admissions[0].num_cached_tokens == 24
+    engine.drain()
+
+
+def test_prompts_of_other_salts_and_adapters_compute_their_own_beginning_in_one_step() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(8)))
+    engine.add(request("b", range(8), salt=b"other"))
+    engine.add(request("c", range(8), adapter=AdapterId("one")))
+    assert [one.num_cached_tokens for one in launched(engine).admissions] == [0, 0, 0]
+    engine.drain()
+
+
+@pytest.mark.parametrize("has_follower", [False, True])
+def test_a_prompt_that_is_cancelled_before_its_commit_is_no_prefix_any_more(has_follower: bool) -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(9)))
+    if has_follower:
+        engine.add(request("b", range(9)))
+    launched(engine)
+    engine.cancel(RequestId("a"))
+    engine.add(request("c", range(9)))
     assert launched(engine).admissions[0].num_cached_tokens == 0
+    engine.drain()
+    assert engine.batcher.blocks.num_cached == 3 if has_follower else 2
+
+
+def test_a_prompt_whose_leader_is_preempted_goes_on_alone() -> None:
+    engine = loop(block_tokens=4, num_blocks=7, max_context=24)
+    engine.add(replace(request("a", range(9), max_tokens=8), line_s=1.0))
+    engine.add(replace(request("b", [*range(8), 7], max_tokens=12), line_s=0.5))
+    engine.drain()
+    assert engine.reasons == dict.fromkeys((RequestId("a"), RequestId("b")), FinishReason.LENGTH)
 
 
 def test_a_prompt_whose_every_token_is_wanted_is_computed_from_its_beginning() -> None:
@@ -993,6 +1050,20 @@ def test_a_prefix_that_others_read_stays_when_one_reader_fails() -> None:
     assert engine.reasons[RequestId("a")] is LogitsNotFinite
     engine.add(request("again", [1] * 9))
     assert launched(engine).admissions[0].num_cached_tokens == 8
+    engine.drain()
+
+
+def test_a_beginning_that_is_nan_is_no_prefix_once_it_is_committed_whoever_reads_it() -> None:
+    engine = loop(block_tokens=4)
+    engine.device.nan_token = NAN
+    engine.add(request("leader", [1, 2, 3, NAN, 5]))
+    engine.add(request("same step", [1, 2, 3, NAN, 6]))
+    launched(engine)
+    engine.add(request("next step", [1, 2, 3, NAN, 7]))
+    assert launched(engine).admissions[0].num_cached_tokens == 4
+    engine.commit()
+    engine.add(request("later", [1, 2, 3, NAN, 8]))
+    assert launched(engine).admissions[0].num_cached_tokens == 0
     engine.drain()
 
 

@@ -56,6 +56,7 @@ def step(batcher: Batcher) -> None:
 
 def books(batcher: Batcher) -> tuple[object, ...]:
     """All that later steps depend on."""
+    batcher.settle()
     blocks = batcher.blocks
     running = [
         (one.request.request_id, one.slot, one.tokens, one.blocks, one.num_planned, one.num_published)

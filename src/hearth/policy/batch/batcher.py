@@ -29,6 +29,11 @@ row too late; that row's token is dropped. A guided sequence is the exception: w
 its last token, so it sits out the step in between. Blocks and slots are reused at once, because the device
 runs steps in order: whatever a late row writes, the next owner overwrites before reading.
 
+For the same reason a prompt is a known prefix from the moment it is planned, not only once it is committed:
+a step writes the KV of all its rows in a layer before any row attends there. So of many prompts that begin
+alike and arrive together the first computes the beginning, and the others read it in the very same step. If
+that row's logits turn out to be NaN, or its request ends before its commit, nobody else finds it any more.
+
 A request of no tokens (`max_tokens` of 0) is one whose prompt alone is wanted, for its embedding or for the
 logprobs of its tokens. It ends like all others, by a token, of which nobody is told. Where something is
 wanted of every token of a prompt, no known prefix is skipped.
@@ -49,6 +54,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
 
 from hearth.policy.batch.batch_limits import BatchLimits, RequestLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
@@ -110,7 +116,7 @@ class Batcher:
             return False
         self.settle()  # which may publish blocks of it
         sequence = self._sequences[request_id]
-        self._late_books.publish_output(sequence)
+        self._late_books.publish_committed(sequence)
         self._late_books.release(self._sequences.end(sequence))
         self._last_decode = NOBODY  # or it would keep the text of who has ended
         self.settle()
@@ -203,6 +209,7 @@ class Batcher:
             if len(draft.decode) == num_rows:
                 break  # else the step has other padding now, and room for more or for less
         draft.add_prompt(midway, num_tokens)
+        self._late_books.publish(midway, midway.num_planned)
 
     def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Give a sequence blocks for its next tokens, preempting the last in line; False if that was it."""
@@ -221,34 +228,37 @@ class Batcher:
     def _preempt(self, sequence: LiveSequence) -> None:
         """Have a sequence wait, at its place, with nothing but its tokens."""
         self._last_decode = NOBODY  # or the next rows could name a slot that it has no more
-        self._late_books.publish_output(sequence)
+        self._late_books.publish_committed(sequence)
         self.settle()
         self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
-        """Start who waits, in line, as long as there is room."""
-        started, next_to_start = list[LiveSequence](), self._sequences.next_to_start
-        ends, num_committed = [0], self._num_committed  # of the blocks that each gets, of all at once
+        """Start waiting sequences, in line, as long as there is room."""
+        next_to_start, num_committed = self._sequences.next_to_start, self._num_committed
+        started, digests, num_promised = list[LiveSequence](), set[bytes](), 0
         while draft.has_room and (first := next_to_start(num_committed)) is not None:
-            if not self._admit(first, draft, ends[-1]):
+            self.settle()  # publishes the prompt that was continued, and those that got their blocks below
+            hits, digest = first.known_prefix(self.blocks.prefixes).blocks, first.first_unknown
+            if digest in digests:  # computed in this very step, by a prompt that has no blocks yet
+                self._allocate_first(started, draft)
+                started, digests, num_promised = [], set(), 0
+                continue
+            if not self._admit(first, hits, draft, num_promised):
                 break
             started.append(first)
-            ends.append(ends[-1] + self.blocks.num_blocks_of(first.num_planned) - len(first.blocks))
-        if not started:
-            return
-        blocks = self.blocks.allocate(ends[-1])
-        assert blocks is not None, f"{ends[-1]=} {self.blocks.num_available=}"
-        for sequence, begin, end in zip(started, ends, ends[1:], strict=False):
-            draft.assign_first(sequence, blocks[begin:end])
+            num_promised += self.blocks.num_blocks_of(first.num_planned) - len(hits)
+            if digest is not None:
+                digests.add(digest)
+        if started:
+            self._allocate_first(started, draft)
 
-    def _admit(self, sequence: LiveSequence, draft: PlanDraft, num_promised: int) -> bool:
-        """Start the first waiting one, with the blocks of the prefix that is found; False: it must wait.
+    def _admit(self, sequence: LiveSequence, hits: list[int], draft: PlanDraft, num_promised: int) -> bool:
+        """Start the first waiting sequence, with the blocks of its known prefix; False: it must wait.
 
-        `num_promised`: blocks that others get, who start with it.
+        `num_promised`: blocks that sequences get which start with it and have none yet.
         """
         # In few calls: dozens may start in one step.
         request, num_tokens, block_tokens = sequence.request, len(sequence.tokens), self.blocks.block_tokens
-        hits = sequence.known_prefix(self.blocks.prefixes).blocks
         num_hits = len(hits)
         num_cached = num_hits * block_tokens
         num_first = draft.chunk_tokens(num_cached, num_tokens)
@@ -260,13 +270,24 @@ class Batcher:
         if hits:
             self.blocks.take(hits)
         slot = self._sequences.start(sequence)
-        sequence.blocks, sequence.num_planned, sequence.num_published = hits, num_cached, num_hits
+        sequence.blocks, sequence.num_planned = hits, num_cached
+        sequence.num_published = sequence.num_confirmed = num_hits
         tokens, num_prompt = sequence.tokens[:], len(request.prompt)
         draft.admissions.append(
             Admission(sequence.request_id, slot, tokens, num_prompt, num_cached, request.sampling)
         )
         draft.add_prompt(sequence, num_first)
         return True
+
+    def _allocate_first(self, started: Sequence[LiveSequence], draft: PlanDraft) -> None:
+        """Give sequences that start in this step the blocks of their first chunks, all at once."""
+        num_blocks_of = self.blocks.num_blocks_of
+        ends = list(accumulate(num_blocks_of(one.num_planned) - len(one.blocks) for one in started))
+        blocks = self.blocks.allocate(ends[-1])
+        assert blocks is not None, f"{ends[-1]=} {self.blocks.num_available=}"
+        for sequence, begin, end in zip(started, [0, *ends], ends, strict=False):
+            draft.assign_first(sequence, blocks[begin:end])
+            self._late_books.publish(sequence, sequence.num_planned)
 
     # Steps: what came of them.
 
@@ -289,7 +310,6 @@ class Batcher:
 
         Until `settle` is called, here or by whatever needs these books, blocks of who has ended are held.
         """
-        self.settle()
         flight = self._flights.popleft()
         assert flight.plan is plan, f"{plan.step_id=} committed before {flight.plan.step_id=}"
         committed = StepCommit(flight, self._sequences, self._late_books).take(tokens, broken_rows)

@@ -255,14 +255,16 @@ class BlockBook:
             assert 0 not in map(num_holders, blocks), f"only a live block can be published: {blocks=}"
             add(publication)
 
-    def withdraw(self, blocks: Sequence[int]) -> None:
-        """Let nobody find live blocks any more whose content may be wrong.
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Let nobody find blocks any more; whoever holds them keeps them."""
+        self._forget([one for one in blocks if one in self.prefixes])
 
-        Not those with several holders: where such a one is wrong, all its readers fail, and the last one
-        withdraws it.
+    def withdraw_unshared(self, blocks: Iterable[int]) -> None:
+        """Let nobody find live blocks any more that have one holder, because their content may be wrong.
+
+        Where one of several holders is wrong all its readers fail, and the last of them withdraws it.
         """
-        known = self.prefixes
-        self._forget([one for one in blocks if self._num_holders[one] == 1 and one in known])
+        self.withdraw(one for one in blocks if self._num_holders[one] == 1)
 
     def _forget(self, blocks: list[int]) -> None:
         """Let nobody find blocks any more that are no longer cached, nor those that were found by them."""
@@ -274,7 +276,7 @@ class BlockBook:
     def check(self, num_holders: dict[int, int] | None = None) -> None:
         """Raise if a block is not exactly one of free, live and cached, or prefixes disagree.
 
-        `num_holders`: how many sequences hold each block, if that is known; only published ones are shared.
+        `num_holders`: how many sequences hold each block, if that is known.
         """
         owned = sorted([*self._free, *self._live(), *self._cached])
         expected = sorted(self._blocks)
@@ -296,7 +298,6 @@ class BlockBook:
         for block in sorted(num_holders.keys() | set(self._live())):
             held, count = num_holders.get(block, 0), self.num_holders(block)
             assert held == count, f"{block=} held {held} times, in the book {count}"
-            assert count <= 1 or block in self.prefixes, f"{block=} shared that nobody finds"
 
     def _live(self) -> list[int]:
         return list(compress(count(), self._num_holders))

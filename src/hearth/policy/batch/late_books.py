@@ -1,7 +1,7 @@
 """Changes of the books of blocks that are left until readers have their tokens. Decides nothing.
 
-A commit publishes blocks of many sequences and releases those of all that end. Readers need not wait for
-that, and done together it takes a fraction of the time.
+A plan publishes blocks of many prompts, and a commit releases those of all sequences that end. Readers need
+not wait for that, and done together it takes a fraction of the time.
 """
 
 from __future__ import annotations
@@ -30,32 +30,43 @@ class LateBooks:
         """True if the book has all that was noted."""
         return not (self._closed or self._published or self._released)
 
-    def publish(self, sequence: LiveSequence, num_computed: int) -> None:
-        """Note that blocks of a sequence can be found by their content: those full of computed tokens."""
-        begin, num_full = sequence.num_published, num_computed // self._book.block_tokens
-        if num_full <= begin or sequence.slot is None:
-            return  # nothing is new, or it was preempted, and its blocks with it
+    def publish(self, sequence: LiveSequence, num_tokens: int) -> None:
+        """Note that the full blocks of a sequence's first tokens can be found by their content.
+
+        The sequence runs, and all of these tokens are computed by steps that are planned.
+        """
+        begin, num_full = sequence.num_published, num_tokens // self._book.block_tokens
+        if num_full <= begin:
+            return
         blocks = sequence.blocks
         before = blocks[begin - 1] if begin else None
         self._published.append(Publication(sequence.chain, begin, before, blocks[begin:num_full]))
         sequence.num_published = num_full
 
-    def publish_output(self, sequence: LiveSequence) -> None:
-        """Note that of a sequence which stops running also the output can be found, as far as it is computed.
+    def publish_committed(self, sequence: LiveSequence) -> None:
+        """Note that of a sequence which stops running all that is committed can be found, and nothing else.
 
-        Nobody asks for an answer that is not finished, but who was preempted for its own.
+        Its output, too, which nobody asks for earlier.
         """
-        if len(sequence.tokens) > sequence.num_prefill:
+        self.withdraw_planned(sequence)
+        if len(sequence.tokens) > sequence.num_prefill and sequence.slot is not None:
             self.publish(sequence, len(sequence.tokens) - 1)  # all but the last are computed
+
+    def withdraw_planned(self, sequence: LiveSequence) -> None:
+        """Note that blocks cannot be found any more whose content a sequence has in steps not committed."""
+        if blocks := sequence.blocks[sequence.num_confirmed : sequence.num_published]:
+            self._close()
+            self._closed.append(partial(self._book.withdraw, blocks))
 
     def release(self, blocks: Sequence[int]) -> None:
         """Note that a sequence lets go of its blocks, given head first."""
         self._released.append(blocks)
 
-    def withdraw(self, blocks: Sequence[int]) -> None:
-        """Note that blocks may be wrong: it depends on who holds them just then."""
+    def withdraw(self, sequence: LiveSequence) -> None:
+        """Note that the blocks of a sequence may be wrong."""
+        self.withdraw_planned(sequence)
         self._close()
-        self._closed.append(partial(self._book.withdraw, blocks))
+        self._closed.append(partial(self._book.withdraw_unshared, tuple(sequence.blocks)))
 
     def settle(self) -> None:
         """Change the book as was noted. A change that raises stays the next: no later one is ever made."""

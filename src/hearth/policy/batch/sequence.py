@@ -53,7 +53,10 @@ class LiveSequence:
     num_prefill: int = 0  #: length of `tokens` on admission; what comes later is decoded
     num_planned: int = 0  #: tokens whose KV is computed by the steps planned so far
     max_planned: int = 0  #: what `num_planned` may become before the next commit
-    num_published: int = 0  #: leading blocks that were offered to the prefix cache: those of its prompt
+    #: Leading blocks of its prompt that were offered to the prefix cache: all that are planned, and of these
+    #: how many it found there or are committed.
+    num_published: int = 0
+    num_confirmed: int = 0
     #: While `tokens` are fewer, one more that stops nothing does not complete the output, and no guide waits
     #: for it.
     quiet_until: int = 0
@@ -104,12 +107,21 @@ class LiveSequence:
         targets = () if num_logprobs is None else tuple(prompt[start + 1 : end + 1])
         return RowReading(pooling, num_logprobs, targets)
 
+    @property
+    def _max_known(self) -> int:
+        # At least one token is computed, for there must be something to sample from.
+        return 0 if self.reads_all else (len(self.tokens) - 1) // self.chain.block_tokens
+
     def known_prefix(self, index: PrefixIndex) -> KnownPrefix:
         """Return the blocks that the sequence, which waits, would find computed."""
-        # At least one token is computed, for there must be something to sample from.
-        num_most = 0 if self.reads_all else (len(self.tokens) - 1) // self.chain.block_tokens
-        self.prefix.follow(index, self.chain, num_most)
+        self.prefix.follow(index, self.chain, self._max_known)
         return self.prefix
+
+    @property
+    def first_unknown(self) -> bytes | None:
+        """The digest of the first block behind its known prefix; None: it needs to find no more."""
+        num_known = len(self.prefix)
+        return self.chain.digest(num_known) if num_known < self._max_known else None
 
     def allow_next(self) -> None:
         """Set how far steps may be planned, now that all of `tokens` is known.
@@ -338,9 +350,11 @@ class Sequences:
             assert s.room_tokens == len(s.blocks) * self._block_tokens, f"{s.arrival=} {s.room_tokens=}"
             assert s.num_planned <= min(s.room_tokens, s.max_planned), f"{s.arrival=} {s.num_planned=}"
             assert s.quiet_until < s.max_length, f"{s.arrival=} {s.quiet_until=}"
+            num_full = min(s.num_planned, s.num_prefill) // self._block_tokens
+            assert s.num_published == num_full, f"{s.arrival=} {s.num_published=} {num_full=}"
+            assert s.num_confirmed <= num_full, f"{s.arrival=} {s.num_confirmed=} {num_full=}"
             if len(s.tokens) > s.num_prefill:
-                num_full = s.num_prefill // self._block_tokens
-                assert s.num_published == num_full, f"{s.arrival=} {s.num_published=} {num_full=}"
+                assert s.num_confirmed == num_full, f"{s.arrival=} {s.num_confirmed=} {num_full=}"
         early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
         assert not early, f"could be admitted with a row in flight: {early}"
 

@@ -45,7 +45,7 @@ class StepCommit:
             if sequence.is_ended or num_samples in broken_rows:
                 self._lose(sequence)
             else:
-                self.books.publish(sequence, plan.prompts[-1].end)
+                sequence.num_confirmed = plan.prompts[-1].end // sequence.chain.block_tokens
         committed.request_ids, committed.tokens = plan.sampled_ids, tokens
         committed.sample_indices = range(num_samples)
         return committed.without(lost) if lost else committed
@@ -72,7 +72,7 @@ class StepCommit:
         """Give a sequence a token that is its first, may be its last, or that a guide waits for."""
         tokens = sequence.tokens
         if len(tokens) == sequence.num_prefill:
-            self.books.publish(sequence, len(tokens))
+            sequence.num_confirmed = sequence.num_published
         tokens.append(token)
         is_last = len(tokens) == sequence.max_length or token in sequence.stop_ids
         if is_last or sequence.guide is not None:
@@ -93,7 +93,7 @@ class StepCommit:
         if reason is None and stuck is None:
             sequence.allow_next()
             return
-        self.books.publish_output(sequence)
+        self.books.publish_committed(sequence)
         if reason is not None:
             self.committed.finished[sequence.request_id] = reason
             self.books.release(self.sequences.end(sequence))
@@ -103,7 +103,7 @@ class StepCommit:
     def _lose(self, sequence: LiveSequence) -> None:
         """Have the row of a sequence count for nothing: it has ended, or it fails now for its logits."""
         if not sequence.is_ended:
-            self.books.withdraw(tuple(sequence.blocks))
+            self.books.withdraw(sequence)
             self._fail(sequence, _not_finite(sequence))
 
     def _fail(self, sequence: LiveSequence, error: HearthError) -> None:
