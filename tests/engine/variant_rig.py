@@ -2,9 +2,9 @@
 
     python -m tests.engine.variant_rig DIRECTORY
 
-Prints as JSON, for several models, how many variants a dry run asks for, those that random traffic asks for
-besides, keys of launches that stand for more than one, and operations that a graph would capture with memory
-of their own; then what came of compiling and loading one
+Prints as JSON the kernels that are hashed in no fixed order; for several models how many variants a dry run
+asks for, those that random traffic asks for besides, keys of launches that stand for more than one, and
+operations that a graph would capture with memory of their own; then what came of compiling and loading one
 variant in DIRECTORY, of launching it on a device that only takes notes, of a file of it that was cut short,
 and of a compiler that crashes.
 """
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from hearth.engine.compile import compile_each, list_key
 from hearth.engine.dry_run import KernelNeeds, dry_run, dry_runner
-from hearth.kernels import jit
+from hearth.kernels import jit, lora_expand
 from hearth.kernels.activation import activate_triton
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import CachedVariant, KernelCache
@@ -75,7 +75,7 @@ def models() -> Iterator[tuple[str, Arch, str]]:
 
 def main(directory: Path) -> None:
     TargetDriver(90).activate()
-    report: dict[str, object] = {}
+    report: dict[str, object] = {"hashed_late": hashed_late()}
     found: dict[str, set[Variant]] = {}
     for name, arch, quant in models():
         needs = KernelNeeds.of(arch, "bfloat16", quant, LIMITS, 132, 90)
@@ -100,6 +100,13 @@ def main(directory: Path) -> None:
     ]
     report["crash"] = crash()
     print(json.dumps(report))
+
+
+def hashed_late() -> list[str]:
+    """Return kernels that another one calls, or that lie beside it, and that are not hashed with it."""
+    Variant(lora_expand.__name__, "_expand_kernel", "{}")._function()
+    kernels = [one for one in vars(lora_expand).values() if isinstance(one, triton.runtime.JITFunction)]
+    return [one.__name__ for one in kernels if one.hash is None]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ the code that serves names every variant that it will launch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ __all__ = [
     "capability",
     "cdiv",
     "has_large_memory",
+    "hash_kernels",
     "launch",
     "next_power_of_2",
     "num_processors",
@@ -107,12 +109,29 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
     key = launch_key(kernel, args, options, overlaps)
     if launches.launch(key, grid, args):
         return
+    hash_kernels(kernel.__module__)
     if "OVERLAPS" in kernel.arg_names and options.setdefault("OVERLAPS", overlaps):
         options["launch_pdl"] = True
     if out.is_meta:
         kernel.warmup(*args, grid=tuple(grid), **options)
     else:
         launches.remember(key, kernel, kernel[tuple(grid)](*args, **options), len(args), options)
+
+
+@cache
+def hash_kernels(module: str) -> None:
+    """Have Triton hash all kernels of an imported module in an order that is the same in every process.
+
+    Up to Triton 3.9 the hash of a kernel that calls another depends on which of the two is hashed first, if
+    the other reads constants of its module. Caches on disk and snapshots find kernels by their hashes.
+    """
+    if not HAS_TRITON:
+        return
+    for member in list(vars(sys.modules[module]).values()):
+        if isinstance(member, triton.runtime.JITFunction):
+            if member.__module__ != module:
+                hash_kernels(member.__module__)
+            _ = member.cache_key
 
 
 @cache

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hearth.kernels.jit import triton
+from hearth.kernels.jit import hash_kernels, triton
 
 #: Kernels are named by module, and only those of this package are ever imported for it.
 _PACKAGE = "hearth.kernels."
@@ -54,7 +54,9 @@ class Variant:
         return kernels
 
     def _function(self) -> Any:
-        return getattr(importlib.import_module(self.module), self.kernel)
+        function = getattr(importlib.import_module(self.module), self.kernel)
+        hash_kernels(self.module)
+        return function
 
     def _key(self) -> Any:
         return json.loads(self.specialization)["key"]
