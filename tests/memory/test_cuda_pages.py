@@ -143,8 +143,11 @@ def test_a_refused_call_says_which_it_was() -> None:
         pages.free(address)
 
 
-def test_a_budget_that_the_device_does_not_have_is_refused_with_what_it_has() -> None:
-    with pytest.raises(DeviceError, match=r"has only \d+ of the \d+ bytes"):
+def test_a_budget_that_the_device_does_not_have_is_refused_before_any_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CudaPages, "_create", lambda pages: pytest.fail("takes memory of other processes"))
+    with pytest.raises(DeviceError, match=rf"has only \d+ of the {1 << 42} bytes"):
         CudaPages(DEVICE, 1 << 42, 1 << 30)
 
 

@@ -183,6 +183,12 @@ class CudaPages:
                 f"a pool needs at least one page of {self._page_bytes} bytes, given: {budget_bytes}; "
                 "raise `service.memory_bytes`"
             )
+        total_bytes = torch.cuda.get_device_properties(self._device).total_memory
+        if budget_bytes > total_bytes:  # nothing is taken meanwhile from others who use the device
+            raise DeviceError(
+                f"{self._device} has only {total_bytes} of the {budget_bytes} bytes of the budget; "
+                "lower `service.memory_bytes`"
+            )
 
     def _create(self) -> None:
         try:
