@@ -204,15 +204,17 @@ def test_preempted_requests_come_back_with_the_best_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_prefix_hits_give_the_best_tokens(name: str) -> None:
+@pytest.mark.parametrize("is_known", [False, True], ids=["computed in the same step", "known"])
+def test_prefix_hits_give_the_best_tokens(name: str, is_known: bool) -> None:
     engine = engine_for(name)
     (shared,) = prompts(name, [16])
     tails = prompts(name, [1, 5, 9], seed=1)
-    ask(engine, [shared + tails[0]], greedy())
+    if is_known:
+        ask(engine, [shared + tails[0]], greedy())
     admissions = admissions_of(engine)
     answers = ask(engine, [shared + tail for tail in tails], greedy())
 
-    assert [admission.num_cached_tokens for admission in admissions] == [16, 16, 16]
+    assert [admission.num_cached_tokens for admission in admissions] == [16 if is_known else 0, 16, 16]
     for tail, answer in zip(tails, answers, strict=True):
         assert_greedy(name, shared + tail, answer.tokens)
 

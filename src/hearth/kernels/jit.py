@@ -122,8 +122,8 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
 def hash_kernels(module: str) -> None:
     """Have Triton hash all kernels of an imported module in an order that is the same in every process.
 
-    Up to Triton 3.9 the hash of a kernel that calls another depends on which of the two is hashed first, if
-    the other reads constants of its module. Caches on disk and snapshots find kernels by their hashes.
+    In Triton 3.6, not in 3.9, the hash of a kernel that calls another one depends on which of them is hashed
+    first, if the other reads constants of its module. The cache on disk and snapshots find kernels by hash.
     """
     if not HAS_TRITON:
         return
