@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -129,51 +129,26 @@ async def deploying(
         finally:
             process.stdin.close()
             try:
-                await asyncio.wait_for(process.wait(), _CLEARING_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), _CLEARING_S)
+            finally:  # also when cancelled while waiting
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
             if done is not None:
                 await asyncio.to_thread(_clear_refused, done.deployed, data_dir)
 
 
 def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEvent, None, None]:
-    """Carry out an order as `deploying` does, in a program without an event loop."""
-    done = None
-    with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as errors:
-        process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=_environment(),
-            pass_fds=(lock,),
-            start_new_session=True,  # Ctrl-C is for this process, which closes the other's input then
-        )
-        assert process.stdin is not None, "asked for as a pipe"
-        assert process.stdout is not None, "asked for as a pipe"
+    """Run `deploying` in a program that has no event loop."""
+    events = deploying(order, data_dir)
+    with asyncio.Runner() as runner:
         try:
-            process.stdin.write(_task_line(order, data_dir))
-            process.stdin.flush()
-            for line in process.stdout:
-                event = _event_of(line)
-                if isinstance(event, DeployProgress):
-                    yield event
-                else:
-                    done = event
-            if done is None:
-                raise _died(process.wait(), data_dir)
-            yield done
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(_CLEARING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-            if done is not None:
-                _clear_refused(done.deployed, data_dir)
+            while (event := runner.run(anext(events, None))) is not None:
+                yield event
+        except GeneratorExit:
+            runner.run(events.aclose())
+            raise
 
 
 def register(
