@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_columns
+from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_columns, warn
 from hearth.cli.environment import variable_of
 from hearth.cli.figures import count, duration
 from hearth.cli.tab_completion import complete_group, complete_key
@@ -200,19 +200,17 @@ def _tell_of_service(path: Path, data_dir: Path, effect: str) -> None:
     try:
         service = running_service(data_dir)
     except DataDirError as error:  # the keys are changed all the same
-        warning = f"whether a service runs that reads these keys cannot be told: {error}"
-        err.print(Text(warning, style="yellow"), soft_wrap=True)
+        warn(f"whether a service runs that reads these keys cannot be told: {error}")
         return
     if service is None:
         return
     if Path(service.keys_path).resolve() == path.resolve():
         err.print(Text(f"the service at {service.url} {effect}", style="dim"), soft_wrap=True)
     else:
-        warning = (
+        warn(
             f"the service at {service.url} has other keys: it reads `{service.keys_path}`, and this was "
             f"`{path}`; name that with `--api-keys-file`"
         )
-        err.print(Text(warning, style="yellow"), soft_wrap=True)
 
 
 def _changed(
@@ -264,7 +262,7 @@ def _usage(data_dir: Path) -> UsageRecord:
     try:
         return read_usage(DataDir(data_dir.expanduser().absolute()).usage_path)
     except ConfigError as error:  # the keys can be listed all the same
-        err.print(Text(str(error), style="yellow"), soft_wrap=True)
+        warn(str(error))
         return UsageRecord()
 
 

@@ -32,6 +32,7 @@ import msgspec
 
 from hearth.control.datadir import DataDir, is_locked
 from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
+from hearth.control.names import listed
 from hearth.control.registry import Registry
 from hearth.errors import DataDirError, ServiceError, StoreError, error_of
 from hearth.snapshot.directory import keep_quota, remove_others, remove_unfinished
@@ -81,6 +82,14 @@ class DeployDone:
 
 
 DeployEvent = DeployProgress | DeployDone
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The result of registering a model or an adapter."""
+
+    replaced: ModelLocation | None  #: the files of what had its name before
+    warning: str | None  #: names the adapters that were trained on other weights than their base has now
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +162,7 @@ def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEve
 
 def register(
     deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry, data_dir: DataDir
-) -> None:
+) -> Registered:
     """Register a model or an adapter instead of what had its name, whose files go.
 
     Raises:
@@ -162,23 +171,25 @@ def register(
         StoreError: files cannot be deleted.
     """
     with registry.transaction():
-        before = switch(deployed, overwrite, registry)
-    if before is not None:
-        remove_files(before, data_dir)
+        registered = switch(deployed, overwrite, registry)
+    if registered.replaced is not None:
+        remove_files(registered.replaced, data_dir)
         collect_snapshots(data_dir, registry)
+    return registered
 
 
-def switch(deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry) -> ModelLocation | None:
-    """Register a model or an adapter, within a transaction, and return where what had its name lies.
-
-    Raises as `register` does.
-    """
-    before = registry.location(deployed.name)
+def switch(deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry) -> Registered:
+    """Register a model or an adapter within a transaction. Raises as `register` does."""
+    before, outdated = registry.location(deployed.name), registry.outdated_adapters(deployed)
     if overwrite:
         registry.replace(deployed)
     else:
         registry.add(deployed)
-    return before
+    warning = (
+        f"`{deployed.name}` has changed, but adapters trained on its previous weights are still deployed: "
+        f"{listed(outdated)}; redeploy them with `--overwrite`, or remove them with `hearth rm`"
+    )
+    return Registered(before, warning if outdated else None)
 
 
 def remove_files(location: ModelLocation, data_dir: DataDir) -> None:
