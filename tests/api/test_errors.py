@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import schemathesis
 from fastapi.exceptions import RequestValidationError
 
+from hearth.api.guard import MAX_HEADER_BYTES, OPEN_PATHS
 from hearth.errors import (
     GuideStuck,
     HearthError,
@@ -16,8 +18,8 @@ from hearth.errors import (
     StoreError,
     UnknownModel,
 )
-from tests.api.conftest import chat, complete, request
-from tests.api.fake import FakeGateway
+from tests.api.conftest import app_of, chat, complete, request
+from tests.api.fake import FakeGateway, FakeKeys
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -195,6 +197,40 @@ def test_each_api_has_errors_in_its_own_words(gateway: FakeGateway) -> None:
         },
         "/api/x": {"error": message.format("/api/x")},
     }
+
+
+def test_errors_of_every_route_are_as_documented(gateway: FakeGateway) -> None:
+    """Errors that need no example of a route's own, in each way in which errors are made."""
+    schema = schemathesis.openapi.from_dict(app_of(gateway).openapi())
+    gateway.keys = FakeKeys()
+    admin = {"authorization": "Bearer admin-key"}
+    broken = FakeGateway(gateway.tokenizer_, admin_token=None)  # type: ignore[arg-type] # it fails inside
+    for operation in (found.ok() for found in schema.get_all_operations()):
+        method, path = operation.method.upper(), operation.path
+        refused = {
+            405: request(gateway, "PATCH", path, headers=admin),
+            413: request(
+                gateway, method, path, headers=admin | {"content-length": str(1 << 30)}, content=" "
+            ),
+            431: request(gateway, method, path, headers=admin | {"x-long": "x" * MAX_HEADER_BYTES}),
+        }
+        if operation.body:
+            wrong = {"content-type": "application/json"}
+            refused[400] = request(gateway, method, path, headers=admin | wrong, content="{")
+        if path not in OPEN_PATHS:
+            refused[401] = request(gateway, method, path)
+            refused[500] = request(broken, method, path)
+        for status, response in refused.items():
+            assert response.status_code == status, (operation.label, response.text)
+            operation.validate_response(response)
+
+
+def test_routes_that_answer_with_text_are_documented_so(gateway: FakeGateway) -> None:
+    documented = app_of(gateway).openapi()["paths"]
+    for path in ("/", "/metrics"):
+        response = request(gateway, "GET", path)
+        assert [*documented[path]["get"]["responses"]["200"]["content"]] == ["text/plain"]
+        assert response.headers["content-type"].startswith("text/plain")
 
 
 @pytest.mark.parametrize(

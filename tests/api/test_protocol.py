@@ -385,6 +385,17 @@ def test_a_body_that_drips_in_is_refused(
     assert [(record.status, record.is_whole) for record in gateway.ended] == [(408, True)]
 
 
+def test_a_body_that_drips_in_is_refused_in_the_words_of_its_api(
+    hurry: None, connection: socket.socket
+) -> None:
+    head = POST.replace(b"/v1/completions", b"/v1/messages")
+    connection.sendall(head + b"content-length: 50000\r\n\r\n{")
+
+    told = json.loads(rest_of(connection).partition(b"\r\n\r\n")[2])
+
+    assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+
+
 def test_a_client_that_leaves_amid_its_body_is_noted_as_gone(
     gateway: FakeGateway, connection: socket.socket
 ) -> None:

@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from hearth.cli import local_models
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder
@@ -46,6 +48,17 @@ def test_rm_takes_adapters_only_if_that_is_said(
     removed = hearth("rm", "tiny", "--yes", "--with-adapters")
     assert (removed.code, removed.out) == (0, "removed tiny, shop\n")
     assert local_models.names(data_dir) == []
+
+
+@pytest.mark.e2e
+def test_deploy_warns_of_adapters_whose_base_has_changed(
+    hearth: Hearth, tiny: Path, shop: DeployedAdapter
+) -> None:
+    replaced = hearth("deploy", str(tiny), "--name", "tiny", "--quant", "int8", "--overwrite")
+    assert (replaced.code, replaced.out.partition(":")[0]) == (0, "deployed tiny")
+    assert "warning: `tiny` has changed" in replaced.err
+    assert "still deployed: shop; redeploy them with `--overwrite`, or remove" in replaced.err
+    assert "warning" not in hearth("show", "tiny").out
 
 
 def test_rm_takes_an_adapter_alone(hearth: Hearth, data_dir: Path, shop: DeployedAdapter) -> None:

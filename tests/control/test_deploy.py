@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import gc
 import importlib.util
 import json
 import os
@@ -38,6 +39,7 @@ from hearth.control.deploy import (
     DeployEvent,
     DeployOrder,
     DeployProgress,
+    Task,
     collect,
     collect_snapshots,
     deploying,
@@ -694,16 +696,39 @@ def test_a_reason_fits_a_line_of_the_parent_whatever_a_file_has_put_into_it() ->
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("source", ["/nowhere", "/nowhere" * (1 << 17)], ids=["small", "beyond_the_pipe"])
 def test_a_process_that_dies_without_a_word_is_told(
-    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
+    """Also before it has read its task: what a pipe cannot hold is still being written then."""
     dying = "import os; os.write(2, b'last words'); os._exit(9)"
     monkeypatch.setattr("hearth.control.deploy._COMMAND", (sys.executable, "-c", dying))
     with pytest.raises(ServiceError, match="ended with code 9 and without a word"):
-        asyncio.run(all_of(DeployOrder("/nowhere"), data_dir))
+        asyncio.run(all_of(DeployOrder(source), data_dir))
     with pytest.raises(ServiceError, match=r"ended with code 9 and without a word; see `.*service.log`"):
-        list(deploying_here(DeployOrder("/nowhere"), data_dir))
+        list(deploying_here(DeployOrder(source), data_dir))
     assert data_dir.log_path.read_text() == "last words" * 2
+    gc.collect()  # of what is left open, warnings are errors
+
+
+@pytest.mark.e2e
+def test_a_process_whose_parent_died_ends_without_a_traceback(data_dir: DataDir) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hearth.control.deployer"],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+    os.close(writer)
+    with process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(msgspec.json.encode(Task(DeployOrder("/nowhere"), str(data_dir.path))) + b"\n")
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 async def leave_at_first(order: DeployOrder, data_dir: DataDir) -> DeployEvent:
@@ -732,6 +757,30 @@ def test_leaving_early_ends_the_input_of_the_process_and_waits_for_its_end(
         events.close()
     assert event == DeployProgress("converting", 1, 2)
     assert (tmp_path / "cleared").exists()
+
+
+@pytest.mark.e2e
+def test_cancelling_the_wait_for_a_process_that_was_called_off_kills_it(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "{'event': 'progress', 'phase': 'x', 'done_bytes': os.getpid(), 'total_bytes': 0}"
+    stubborn = f"import json, os, time; print(json.dumps({line}), flush=True); time.sleep(60)"
+    monkeypatch.setattr("hearth.control.deploy._COMMAND", (sys.executable, "-c", stubborn))
+
+    async def scene() -> int:
+        events = deploying(DeployOrder("/nowhere"), data_dir)
+        first = await anext(events)
+        assert isinstance(first, DeployProgress)
+        leaving = asyncio.create_task(events.aclose())
+        await asyncio.sleep(0)  # it waits for the end of the process now
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        return first.done_bytes
+
+    pid = asyncio.run(scene())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.e2e

@@ -14,9 +14,9 @@ import pytest
 
 from hearth.config import HearthConfig, ModelConfig
 from hearth.control import deployments as deployments_module
-from hearth.control.catalog import Catalog, CatalogEntry
+from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployOrder, remove_files
+from hearth.control.deploy import DeployOrder, register, remove_files
 from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.deployer import carry_out
 from hearth.control.deployments import Deployments
@@ -28,7 +28,7 @@ from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import Registry
 from hearth.control.snapshots import Snapshots
 from hearth.control.upstream_looks import UpstreamLooks
-from hearth.control.views import UpstreamView
+from hearth.control.views import ModelView, UpstreamView
 from hearth.errors import ConfigError, HasAdapters, NameTaken, StoreError, UnknownModel
 from hearth.messages import AdapterOrder
 from hearth.policy.fleet.events import BrainConfig
@@ -91,11 +91,11 @@ class DeploymentsRig:
 
     async def deploy(
         self, source: Path, name: str, quant: str = "none", overwrite: bool = False
-    ) -> CatalogEntry:
+    ) -> ModelView:
         order = DeployOrder(str(source), name, quant=quant, overwrite=overwrite)
-        *_, entry = [event async for event in self.deployments.deploy(order)]
-        assert isinstance(entry, CatalogEntry)
-        return entry
+        *_, view = [event async for event in self.deployments.deploy(order)]
+        assert isinstance(view, ModelView)
+        return view
 
     def close(self) -> None:
         self.registry.close()
@@ -131,11 +131,11 @@ def test_a_model_is_replaced_at_once_and_its_old_files_go(data_dir: DataDir, che
             await rig.deploy(checkpoint, "tiny")
         assert rig.deployments.find("tiny").deployed == old
         new = await rig.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
-        assert rig.deployments.find("tiny") == new
-        assert new.deployed.digest != old.digest
-        assert list(data_dir.models_path.iterdir()) == [Path(new.deployed.directory)]
+        assert rig.deployments.find("tiny").deployed.digest == new.digest != old.digest
+        assert new.warning is None
+        assert list(data_dir.models_path.iterdir()) == [Path(new.where)]
         assert rig.keeper.forgotten == [old.where]
-        assert rig.driver.fleet.models["tiny"].profile.digest == new.deployed.digest
+        assert rig.driver.fleet.models["tiny"].profile.digest == new.digest
 
     with_shop(data_dir, scene)
 
@@ -316,9 +316,9 @@ def test_of_two_deployments_of_a_name_at_once_one_is_refused_and_leaves_nothing(
         outcomes = await asyncio.gather(
             *(rig.deploy(checkpoint, "tiny") for _ in range(2)), return_exceptions=True
         )
-        (entry,) = [one for one in outcomes if isinstance(one, CatalogEntry)]
-        assert [type(one) for one in outcomes if one is not entry] == [NameTaken]
-        assert list(data_dir.models_path.iterdir()) == [Path(entry.deployed.directory)]
+        (view,) = [one for one in outcomes if isinstance(one, ModelView)]
+        assert [type(one) for one in outcomes if one is not view] == [NameTaken]
+        assert list(data_dir.models_path.iterdir()) == [Path(view.where)]
 
     with_shop(data_dir, scene)
 
@@ -404,6 +404,26 @@ def test_a_row_that_cannot_be_read_can_be_removed(data_dir: DataDir, checkpoint:
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
+
+
+@pytest.mark.e2e
+def test_a_base_that_changes_keeps_its_adapters_and_warns_of_them(
+    data_dir: DataDir, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = made(data_dir, checkpoint, "tiny")
+    order = DeployOrder(str(write_peft(tmp_path / "lora", targets=["q_proj"])), "shop", base="tiny")
+    with Registry.open(data_dir) as registry:
+        registry.add(carry_out(order, data_dir, lambda *_: None))
+        assert register(base, True, registry, data_dir).warning is None, "its weights are the same"
+
+    async def scene(rig: DeploymentsRig) -> None:
+        view = await rig.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
+        assert view.warning is not None
+        assert "adapters trained on its previous weights are still deployed: shop; redeploy" in view.warning
+        assert f"adapters_outdated base=tiny reason={view.warning}" in caplog.messages
+        assert [entry.name for entry in rig.deployments.adapters()] == ["shop"]
+
+    with_shop(data_dir, scene)
 
 
 def test_a_base_goes_with_its_adapters_and_their_files_and_memory(

@@ -158,6 +158,7 @@ def _assert_never_fails(service: Service, operation: APIOperation, mode: Generat
         if has_failed or (is_refused and not _message(response.json()["error"])):
             told = f"{response.status_code} {response.text[:500]}"
             pytest.fail(f"{told} after {case.as_curl_command()}")  # which takes a while to spell
+        operation.validate_response(response)
 
     check()
     return statuses

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer import SSE_TYPE, STREAM_HEADERS, WAITING, unless_gone
+from hearth.api.answers import PLAIN_TEXT
 from hearth.api.anthropic.message_format import MESSAGE_PREFIX
 from hearth.api.body import OwnBody, Text
 from hearth.api.error_spelling import spell
@@ -112,7 +113,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
         view = gateway.health()
         return as_json(view, 200 if view.status == "ok" else 503)
 
-    @routes.get("/metrics", summary="Prometheus metrics")
+    @routes.get("/metrics", summary="Prometheus metrics", response_class=Response, responses=PLAIN_TEXT)
     async def metrics() -> Response:
         return Response(await gateway.measure(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
     200: {"description": "The answer.", "content": {"application/json": {}, "text/event-stream": {}}}
 }
+#: Of a route whose class of responses is `Response`: any other would be documented, too.
+PLAIN_TEXT: dict[int | str, dict[str, object]] = {
+    200: {"description": "The answer.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
 
 
 class Answers:

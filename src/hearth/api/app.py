@@ -13,7 +13,7 @@ from hearth.api.admin import model_routes, service_routes
 from hearth.api.answers import Answers
 from hearth.api.anthropic.routes import anthropic_routes
 from hearth.api.cors import AllowedOrigins
-from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_invalid_body
+from hearth.api.errors import ErrorBody, error_responses, on_hearth_error, on_http_error, on_invalid_body
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
 from hearth.api.ollama.routes import ollama_routes
@@ -48,10 +48,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         # Its pages would load scripts from elsewhere, with the rights of this origin.
         docs_url=None,
         redoc_url=None,
-        responses={
-            "4XX": {"model": ErrorBody, "description": "The request is wrong, or not allowed."},
-            "5XX": {"model": ErrorBody, "description": "The service cannot answer it now."},
-        },
+        responses=error_responses(ErrorBody),
         exception_handlers={
             HearthError: on_hearth_error,
             HTTPException: on_http_error,

@@ -32,6 +32,14 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+def error_responses(model: type[BaseModel]) -> dict[int | str, dict[str, object]]:
+    """Return how the OpenAPI document describes the errors of routes that answer with such an object."""
+    return {
+        "4XX": {"model": model, "description": "The request is wrong, or not allowed."},
+        "5XX": {"model": model, "description": "The service cannot answer it now."},
+    }
+
+
 #: The codes of errors that clients know by another name than our label.
 _CODES = {"prompt_too_long": "context_length_exceeded", "unauthorized": "invalid_api_key"}
 _CODE_BY_STATUS = {

@@ -248,7 +248,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_expected:
             exchange = Exchange() if self._is_in_head else exchange_of(self.cycle.scope)
             log.debug("refused id=%s status=%d%s", exchange.own_id, status, exchange.correlation.log_fields)
-            body = spell(Fault(status, message, code), path="")
+            path = "" if self._is_in_head else self.cycle.scope["path"]
+            body = spell(Fault(status, message, code), path)
             record = exchange.record
             record.status, record.num_sent_bytes, record.is_whole = status, len(body), True
             if self._is_in_head:  # else the application ends the exchange when it finds the client gone

@@ -143,6 +143,10 @@ def named(text: str) -> Iterator[None]:
         raise UnknownModel(f"{error}; for the files here, name them as `./{text}`") from error
 
 
+def warn(message: str) -> None:
+    err.print(Text(message, style="yellow"), soft_wrap=True)
+
+
 def existing(path: Path) -> Path:
     if not path.exists() and (url := url_of(path)):
         raise ModelError(f"`{url}` is a URL, but this command reads local models; `hearth run` takes URLs")
@@ -161,7 +165,7 @@ class Configuration:
 
     def print_notes(self) -> None:
         for note in self.notes:
-            err.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+            warn(f"note: {note}")
 
 
 def told_origins(origins: Mapping[str, str]) -> str:

@@ -252,7 +252,7 @@ def show(
 
 def _print_view(view: ModelView) -> None:
     facts: dict[str, object] = asdict(view)
-    del facts["created_at_s"], facts["keep_alive_s"], facts["upstream"]
+    del facts["created_at_s"], facts["keep_alive_s"], facts["upstream"], facts["warning"]
     facts["aliases"] = list(view.aliases)
     if view.base is None:
         del facts["base"], facts["max_rank"], facts["targets"]

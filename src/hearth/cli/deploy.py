@@ -25,6 +25,7 @@ from hearth.cli.console import (
     app,
     existing,
     print_columns,
+    warn,
 )
 from hearth.cli.convert import Quant
 from hearth.cli.endpoint import reached, running
@@ -110,6 +111,8 @@ def deploy(
         took_s = time.perf_counter() - started_s
         of = "" if model.base is None else f"adapter of {model.base}, rank {model.max_rank}, "
         typer.echo(f"deployed {model.name}: {of}{size(model.num_bytes)}, {model.dtype}, in {took_s:.1f} s")
+    if model.warning is not None:
+        warn(f"warning: {model.warning}")
     if with_snapshot:
         with reached(context, url, api_key, data_dir) as client:
             view = snapshot.made(client, model.name)

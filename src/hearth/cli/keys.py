@@ -11,7 +11,8 @@ import msgspec
 import typer
 from rich.text import Text
 
-from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_columns
+from hearth.cli import local_models
+from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_columns, warn
 from hearth.cli.environment import variable_of
 from hearth.cli.figures import count, duration
 from hearth.cli.tab_completion import complete_group, complete_key
@@ -20,7 +21,7 @@ from hearth.control.caller import SERVICE_CLASSES, KeyTerms, Role
 from hearth.control.datadir import DataDir, running_service
 from hearth.control.key_usage import KeyUse, UsageRecord, read_usage
 from hearth.control.keys import KeyInfo
-from hearth.errors import ConfigError, DataDirError
+from hearth.errors import ConfigError, DataDirError, HearthError
 
 KeysFile = Annotated[
     Path | None,
@@ -122,6 +123,7 @@ def add(
     terms = _changed(KeyTerms(), rpm, tpm, concurrent, models, service_class)
     typer.echo(keys.add(path, name, role, group, terms))
     err.print(Text("keep it: it is not shown again", style="dim"))
+    _note_unknown_models(terms, data_dir)
     _tell_of_service(path, data_dir, "asks everybody for a key from now on, and takes this one")
 
 
@@ -153,6 +155,7 @@ def set_limits(
         path, name, lambda before: _changed(before, rpm, tpm, concurrent, models, service_class)
     )
     typer.echo(f"{name}: {_spell_terms(terms)}")
+    _note_unknown_models(terms, data_dir)
     _tell_of_service(path, data_dir, "goes by that from the next request on")
 
 
@@ -195,24 +198,31 @@ def rm(name: KnownKey, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_
         )
 
 
+def _note_unknown_models(terms: KeyTerms, data_dir: Path) -> None:
+    """Name the models of a key that are not deployed here; such a name may be an alias of a service."""
+    for name in terms.models or ():
+        try:
+            local_models.find(data_dir, name)
+        except HearthError as error:  # the key is made all the same
+            warn(f"note: {error}")
+
+
 def _tell_of_service(path: Path, data_dir: Path, effect: str) -> None:
     """Say what a change of keys means for the service on the data directory, which may have other keys."""
     try:
         service = running_service(data_dir)
     except DataDirError as error:  # the keys are changed all the same
-        warning = f"whether a service runs that reads these keys cannot be told: {error}"
-        err.print(Text(warning, style="yellow"), soft_wrap=True)
+        warn(f"whether a service runs that reads these keys cannot be told: {error}")
         return
     if service is None:
         return
     if Path(service.keys_path).resolve() == path.resolve():
         err.print(Text(f"the service at {service.url} {effect}", style="dim"), soft_wrap=True)
     else:
-        warning = (
+        warn(
             f"the service at {service.url} has other keys: it reads `{service.keys_path}`, and this was "
             f"`{path}`; name that with `--api-keys-file`"
         )
-        err.print(Text(warning, style="yellow"), soft_wrap=True)
 
 
 def _changed(
@@ -264,7 +274,7 @@ def _usage(data_dir: Path) -> UsageRecord:
     try:
         return read_usage(DataDir(data_dir.expanduser().absolute()).usage_path)
     except ConfigError as error:  # the keys can be listed all the same
-        err.print(Text(str(error), style="yellow"), soft_wrap=True)
+        warn(str(error))
         return UsageRecord()
 
 

@@ -106,9 +106,10 @@ def deploy(
     with Registry.open(opened) as registry, closing(deploying_here(order, opened)) as events:
         for event in events:
             if isinstance(event, DeployDone):
-                register(event.deployed, overwrite, registry, opened)
+                registered = register(event.deployed, overwrite, registry, opened)
                 catalog = _catalog(registry)
-                yield catalog.view(catalog.find(event.deployed.name))
+                view = catalog.view(catalog.find(event.deployed.name))
+                yield replace(view, warning=registered.warning)
             else:
                 yield event
 

@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ import msgspec
 
 from hearth.control.datadir import DataDir, is_locked
 from hearth.control.deployed import Deployed, DeployedAdapter, ModelLocation
+from hearth.control.names import listed
 from hearth.control.registry import Registry
 from hearth.errors import DataDirError, ServiceError, StoreError, error_of
 from hearth.snapshot.directory import keep_quota, remove_others, remove_unfinished
@@ -84,6 +85,14 @@ DeployEvent = DeployProgress | DeployDone
 
 
 @dataclass(frozen=True, slots=True)
+class Registered:
+    """The result of registering a model or an adapter."""
+
+    replaced: ModelLocation | None  #: the files of what had its name before
+    warning: str | None  #: names the adapters that were trained on other weights than their base has now
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """The first line that the deploying process reads from its standard input."""
 
@@ -129,56 +138,31 @@ async def deploying(
         finally:
             process.stdin.close()
             try:
-                await asyncio.wait_for(process.wait(), _CLEARING_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), _CLEARING_S)
+            finally:  # also when cancelled while waiting
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
             if done is not None:
                 await asyncio.to_thread(_clear_refused, done.deployed, data_dir)
 
 
 def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEvent, None, None]:
-    """Carry out an order as `deploying` does, in a program without an event loop."""
-    done = None
-    with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as errors:
-        process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=_environment(),
-            pass_fds=(lock,),
-            start_new_session=True,  # Ctrl-C is for this process, which closes the other's input then
-        )
-        assert process.stdin is not None, "asked for as a pipe"
-        assert process.stdout is not None, "asked for as a pipe"
+    """Run `deploying` in a program that has no event loop."""
+    events = deploying(order, data_dir)
+    with asyncio.Runner() as runner:
         try:
-            process.stdin.write(_task_line(order, data_dir))
-            process.stdin.flush()
-            for line in process.stdout:
-                event = _event_of(line)
-                if isinstance(event, DeployProgress):
-                    yield event
-                else:
-                    done = event
-            if done is None:
-                raise _died(process.wait(), data_dir)
-            yield done
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(_CLEARING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-            if done is not None:
-                _clear_refused(done.deployed, data_dir)
+            while (event := runner.run(anext(events, None))) is not None:
+                yield event
+        except GeneratorExit:
+            runner.run(events.aclose())
+            raise
 
 
 def register(
     deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry, data_dir: DataDir
-) -> None:
+) -> Registered:
     """Register a model or an adapter instead of what had its name, whose files go.
 
     Raises:
@@ -187,23 +171,25 @@ def register(
         StoreError: files cannot be deleted.
     """
     with registry.transaction():
-        before = switch(deployed, overwrite, registry)
-    if before is not None:
-        remove_files(before, data_dir)
+        registered = switch(deployed, overwrite, registry)
+    if registered.replaced is not None:
+        remove_files(registered.replaced, data_dir)
         collect_snapshots(data_dir, registry)
+    return registered
 
 
-def switch(deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry) -> ModelLocation | None:
-    """Register a model or an adapter, within a transaction, and return where what had its name lies.
-
-    Raises as `register` does.
-    """
-    before = registry.location(deployed.name)
+def switch(deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry) -> Registered:
+    """Register a model or an adapter within a transaction. Raises as `register` does."""
+    before, outdated = registry.location(deployed.name), registry.outdated_adapters(deployed)
     if overwrite:
         registry.replace(deployed)
     else:
         registry.add(deployed)
-    return before
+    warning = (
+        f"`{deployed.name}` has changed, but adapters trained on its previous weights are still deployed: "
+        f"{listed(outdated)}; redeploy them with `--overwrite`, or remove them with `hearth rm`"
+    )
+    return Registered(before, warning if outdated else None)
 
 
 def remove_files(location: ModelLocation, data_dir: DataDir) -> None:

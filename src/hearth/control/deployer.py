@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -279,7 +279,8 @@ class _Reporter:
                 self.write(event="progress", phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
 
     def write(self, **fields: object) -> None:
-        self._file.write(msgspec.json.encode(fields) + b"\n")
+        with suppress(BrokenPipeError):  # the parent died; standard input ends too, which ends this process
+            self._file.write(msgspec.json.encode(fields) + b"\n")
 
 
 def _end_with_input() -> None:

@@ -18,6 +18,7 @@ from hearth.control.deploy import (
     DeployDone,
     DeployOrder,
     DeployProgress,
+    Registered,
     clear_snapshots,
     deploying,
     remove_files,
@@ -28,7 +29,7 @@ from hearth.control.driver import Driver
 from hearth.control.registry import Registry
 from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.upstream_view import upstream_view
-from hearth.control.views import UpstreamView
+from hearth.control.views import ModelView, UpstreamView
 from hearth.errors import ConfigError, DataDirError, HearthError, StoreError
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import ModelProfile
@@ -81,7 +82,7 @@ class Deployments:
         self._follow()
         return self._catalog.find(name, allowed)
 
-    async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | CatalogEntry, None]:
+    async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | ModelView, None]:
         """Yield progress as it is made, and last what is offered then. Leaving calls it off.
 
         Raises:
@@ -94,13 +95,14 @@ class Deployments:
                     yield event
                     continue
                 async with self._files:
-                    before = self._register(event.deployed, order.overwrite)
-                if before is not None and before != event.deployed.location:
+                    registered = self._register(event.deployed, order.overwrite)
+                if registered.replaced not in (None, event.deployed.location):
                     try:
-                        await self._clear(event.deployed.name, [before])
+                        await self._clear(event.deployed.name, [registered.replaced])
                     except StoreError as error:  # what was ordered is done all the same
                         log.warning("files_left reason=%s", error)
-                yield self._catalog.find(event.deployed.name)
+                view = self._catalog.view(self._catalog.find(event.deployed.name))
+                yield replace(view, warning=registered.warning)
 
     async def remove(self, name: str, *, with_adapters: bool = False) -> None:
         """Remove a model or an adapter, and those of its files that were made for it.
@@ -140,8 +142,8 @@ class Deployments:
         seen = await asyncio.to_thread(note_version, directory, version) or known
         return upstream_view(deployed, seen, has_looked=True, failure=None)
 
-    def _register(self, deployed: Deployed | DeployedAdapter, overwrite: bool) -> ModelLocation | None:
-        """Register a model or an adapter, and return where what had its name lies.
+    def _register(self, deployed: Deployed | DeployedAdapter, overwrite: bool) -> Registered:
+        """Register a model or an adapter.
 
         Raises:
             NameTaken: another model has the name.
@@ -153,14 +155,16 @@ class Deployments:
         known, adapters, bases = self._profiles(), self._catalog.adapter_ids(), self._catalog.bases()
         try:
             with self._registry.transaction():
-                before = switch(deployed, overwrite, self._registry)
+                registered = switch(deployed, overwrite, self._registry)
                 self._catalog.refresh()
         except BaseException:
             self._catalog.refresh()  # to what it was
             raise
         known.pop(ModelId(deployed.name), None)  # the same once more is news, too
         self._post_changes(known, adapters, bases)
-        return before
+        if registered.warning is not None:
+            log.warning("adapters_outdated base=%s reason=%s", deployed.name, registered.warning)
+        return registered
 
     def _follow(self) -> None:
         """Follow the registry: models may come and go without the service, as while it was starting."""

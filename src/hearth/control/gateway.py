@@ -309,7 +309,7 @@ class Gateway:
                 if isinstance(event, DeployProgress):
                     yield {"event": "progress", **event.as_json()}
                 else:
-                    yield {"event": "done", "model": self._catalog.view(event)}
+                    yield {"event": "done", "model": event}
 
     async def make_snapshot(self, name: str, caller: Caller) -> AsyncGenerator[dict[str, object], None]:
         """Have a snapshot of a model made now; yields progress, and last what was made.

@@ -187,6 +187,16 @@ class Registry:
         """Return all adapters as `all` does, also those whose base an older Hearth has removed."""
         return [one for one in self._read("base is not null") if isinstance(one, DeployedAdapter)]
 
+    def outdated_adapters(self, new: Deployed | DeployedAdapter) -> list[str]:
+        """Return the adapters of the model that `new` is about to replace, if its digest differs."""
+        rows = self._execute(
+            "select name from models where base = (select name from models where name = ? and digest <> ?) "
+            "order by name",
+            new.name,
+            new.digest,
+        )
+        return [name for (name,) in rows.fetchall()]
+
     def space_slots(self) -> dict[str, int]:
         """Return by name which slot of device addresses each model has; none where all are taken."""
         return dict(self._execute("select name, slot from space_slots").fetchall())

@@ -47,6 +47,7 @@ class ModelView:
     base: str | None = None  #: the model that it is an adapter of; None: it is a model itself
     max_rank: int | None = None  #: this and the next of an adapter alone
     targets: tuple[str, ...] = ()  #: the projections that it changes: qkv, o, up, down
+    warning: str | None = None  #: of the deployment just made; None: there is none, or it is only listed
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
-from hearth.api.answers import Answers
+from hearth.api.answers import PLAIN_TEXT, Answers
 from hearth.api.body import ModelName, Strict
+from hearth.api.errors import ErrorBody, error_responses
 from hearth.api.guard import caller_of
 from hearth.api.json_body import CurlRoute, off_loop_if_large
 from hearth.api.json_response import as_json
@@ -67,16 +68,14 @@ class NamedModelBody(Strict):
 
 
 def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
-    routes = APIRouter(
-        tags=["Ollama"],
-        route_class=CurlRoute,
-        responses={
-            "4XX": {"model": OllamaError, "description": "The request is wrong, or not allowed."},
-            "5XX": {"model": OllamaError, "description": "The service cannot answer it now."},
-        },
-    )
+    routes = APIRouter(tags=["Ollama"], route_class=CurlRoute, responses=error_responses(OllamaError))
 
-    @routes.get("/", summary="Whether the service is up, for clients of Ollama")
+    @routes.get(
+        "/",
+        summary="Whether the service is up, for clients of Ollama",
+        response_class=Response,
+        responses=PLAIN_TEXT | error_responses(ErrorBody),
+    )
     async def greet() -> Response:
         return PlainTextResponse(GREETING)
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
+from hearth.api.answers import PLAIN_TEXT
 from hearth.api.body import OwnBody, Text
 from hearth.api.guard import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, caller_of
 from hearth.api.json_body import JsonRoute
@@ -45,7 +46,12 @@ class UnloadAdapterBody(OwnBody):
 def adapter_routes(gateway: Gateway) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
-    @routes.post(LOAD_ADAPTER_PATH, summary="Deploy a LoRA adapter, as vLLM's users do")
+    @routes.post(
+        LOAD_ADAPTER_PATH,
+        summary="Deploy a LoRA adapter, as vLLM's users do",
+        response_class=Response,
+        responses=PLAIN_TEXT,
+    )
     async def load(body: LoadAdapterBody) -> Response:
         """Needs the rights to deploy. The adapter is there when this answers, and after a restart, too.
 
@@ -72,7 +78,12 @@ def adapter_routes(gateway: Gateway) -> APIRouter:
             raise RequestError(str(error)) from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @routes.post(UNLOAD_ADAPTER_PATH, summary="Remove a LoRA adapter, as vLLM's users do")
+    @routes.post(
+        UNLOAD_ADAPTER_PATH,
+        summary="Remove a LoRA adapter, as vLLM's users do",
+        response_class=Response,
+        responses=PLAIN_TEXT,
+    )
     async def unload(body: UnloadAdapterBody, request: Request) -> Response:
         """Needs the rights to deploy. Requests that run are finished."""
         try:
