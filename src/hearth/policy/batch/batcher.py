@@ -235,18 +235,22 @@ class Batcher:
     def _admit_waiting(self, draft: PlanDraft) -> None:
         """Start waiting sequences, in line, as long as there is room."""
         next_to_start, num_committed = self._sequences.next_to_start, self._num_committed
+        prefixes, num_blocks_of = self.blocks.prefixes, self.blocks.num_blocks_of
         started, digests, num_promised = list[LiveSequence](), set[bytes](), 0
         while draft.has_room and (first := next_to_start(num_committed)) is not None:
-            self.settle()  # publishes the prompt that was continued, and those that got their blocks below
-            hits, digest = first.known_prefix(self.blocks.prefixes).blocks, first.first_unknown
-            if digest in digests:  # computed in this very step, by a prompt that has no blocks yet
+            if not started:
+                self.settle()  # publishes prompts of this very step
+            hits = first.known_prefix(prefixes).blocks
+            # Of the first block that is not known, if it was looked for.
+            digest = first.chain.computed(len(hits))
+            if digest in digests:  # one that starts in this step computes it, and has no blocks yet
                 self._allocate_first(started, draft)
                 started, digests, num_promised = [], set(), 0
                 continue
             if not self._admit(first, hits, draft, num_promised):
                 break
             started.append(first)
-            num_promised += self.blocks.num_blocks_of(first.num_planned) - len(hits)
+            num_promised += num_blocks_of(first.num_planned) - len(hits)
             if digest is not None:
                 digests.add(digest)
         if started:

@@ -48,6 +48,10 @@ class DigestChain:
             digests += chained_digests(parent, self.tokens[first:last], self.block_tokens)
         return digests[block]
 
+    def computed(self, block: int) -> bytes | None:
+        """Return the digest of a block if it was needed before."""
+        return self._digests[block] if block < len(self._digests) else None
+
     def adopt(self, first: int, digests: Sequence[bytes]) -> None:
         """Take digests of equal tokens from elsewhere, of blocks from `first` on: those before are known."""
         assert first <= len(self._digests), f"{first=} {len(self._digests)=}"

@@ -107,21 +107,12 @@ class LiveSequence:
         targets = () if num_logprobs is None else tuple(prompt[start + 1 : end + 1])
         return RowReading(pooling, num_logprobs, targets)
 
-    @property
-    def _max_known(self) -> int:
-        # At least one token is computed, for there must be something to sample from.
-        return 0 if self.reads_all else (len(self.tokens) - 1) // self.chain.block_tokens
-
     def known_prefix(self, index: PrefixIndex) -> KnownPrefix:
         """Return the blocks that the sequence, which waits, would find computed."""
-        self.prefix.follow(index, self.chain, self._max_known)
+        # At least one token is computed, for there must be something to sample from.
+        num_most = 0 if self.reads_all else (len(self.tokens) - 1) // self.chain.block_tokens
+        self.prefix.follow(index, self.chain, num_most)
         return self.prefix
-
-    @property
-    def first_unknown(self) -> bytes | None:
-        """The digest of the first block behind its known prefix; None: it needs to find no more."""
-        num_known = len(self.prefix)
-        return self.chain.digest(num_known) if num_known < self._max_known else None
 
     def allow_next(self) -> None:
         """Set how far steps may be planned, now that all of `tokens` is known.
