@@ -12,7 +12,9 @@ from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.dialect import CompletionDialect
 from hearth.control.generation import ChatPrompt
 from hearth.errors import BadGuide, NoCapacity
+from hearth.text.chat_template import Json
 from hearth.text.tokenizer import Tokenizer
+from hearth.text.tool_calls import Tool, ToolFormat, call_grammar
 from hearth.types import FinishReason
 from tests.api.conftest import chat, complete, events
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
@@ -259,21 +261,17 @@ def test_a_guide_beyond_its_limits_is_refused(gateway: FakeGateway, field: str, 
     assert len(response.text) < 1000
 
 
-def test_a_schema_that_is_nested_too_deep_is_refused(hermes: FakeGateway) -> None:
+def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
     """Python can read a little more than it can write."""
-    schema: dict[str, object] = {"type": "object"}
-    for _ in range(400):
-        schema = {"type": "object", "properties": {"a": schema}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    response = chat(hermes, tools=[tool], tool_choice="required")
-
-    assert response.status_code == 400
-    assert "nested too deep" in response.json()["error"]["message"]
+    schema: dict[str, Json] = {"type": "object"}
     for _ in range(5000):
         schema = {"a": schema}
     needed = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
     with pytest.raises(BadGuide, match="nested too deep"):
         ChatBody.model_validate(needed | {"guided_json": schema}).guide()
+    with pytest.raises(BadGuide, match="nested too deep"):
+        call_grammar(ToolFormat.JSON, [Tool("f", schema)], may_repeat=False, tags_are_tokens=False)
 
 
 def test_an_empty_guide_asks_for_nothing(gateway: FakeGateway) -> None:
@@ -466,7 +464,7 @@ def test_a_demanded_call_becomes_a_grammar(hermes: FakeGateway) -> None:
     either, one = (request.guide for request in hermes.requests)
     assert either is not None
     assert one is not None
-    assert (either.kind, '"other"' in either.text, '"other"' in one.text) == ("lark", True, False)
+    assert (either.kind, "other" in either.text, "other" in one.text) == ("lark", True, False)
     assert 'tagged: <tool_call> "\\n" call' in one.text
 
 
