@@ -274,8 +274,27 @@ def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
         call_grammar(ToolFormat.JSON, [Tool("f", schema)], may_repeat=False, tags_are_tokens=False)
 
 
-def test_an_empty_guide_asks_for_nothing(gateway: FakeGateway) -> None:
-    chat(gateway, guided_regex="", guided_grammar="", guided_json="", structured_outputs={})
+def test_an_empty_schema_asks_for_any_json_value(gateway: FakeGateway) -> None:
+    for fields in ({"guided_json": {}}, {"structured_outputs": {"json": {}}}):
+        chat(gateway, **fields)
+
+    assert [r.guide and (r.guide.kind, r.guide.text) for r in gateway.requests] == [("json_schema", "{}")] * 2
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "grammar"])
+def test_an_empty_guide_is_refused(gateway: FakeGateway, name: str) -> None:
+    for fields, field in (
+        ({f"guided_{name}": ""}, f"guided_{name}"),
+        ({"structured_outputs": {name: ""}}, f"structured_outputs.{name}"),
+    ):
+        response = chat(gateway, **fields)
+
+        assert response.status_code == 400
+        assert f"`{field}" in response.json()["error"]["message"]
+
+
+def test_a_request_may_name_no_form(gateway: FakeGateway) -> None:
+    chat(gateway, structured_outputs={}, guided_regex=None)
 
     assert gateway.requests[0].guide is None
 
