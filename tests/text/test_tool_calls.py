@@ -337,3 +337,27 @@ def test_references_in_the_parameters_of_a_tool_are_those_of_a_document(referenc
 
     texts = [WEATHER, WEATHER.replace("Paris", "London")]
     assert [accepts(grammar, text, tags_are_tokens=False) for text in texts] == [True, False]
+
+
+def test_a_key_of_a_call_in_escapes_does_not_stand_for_another_argument() -> None:
+    parameters: dict[str, Json] = {"properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+    grammar = call_grammar(
+        ToolFormat.JSON, [Tool("add", parameters)], may_repeat=False, tags_are_tokens=False
+    )
+
+    texts = [f'{{"name": "add", "arguments": {{{key}: "x"}}}}' for key in ('"b"', '"\\u0061"')]
+    assert [accepts(grammar, text, tags_are_tokens=False) for text in texts] == [True, False]
+
+
+def test_the_parameters_of_a_tool_may_set_options_of_llguidance() -> None:
+    either: Json = {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}
+    parameters: dict[str, Json] = {
+        "type": "object",
+        "properties": {"a": either},
+        "x-guidance": {"coerce_one_of": True},
+    }
+    grammar = call_grammar(
+        ToolFormat.JSON, [Tool("add", parameters)], may_repeat=False, tags_are_tokens=False
+    )
+
+    assert accepts(grammar, '{"name": "add", "arguments": {"a": "x"}}', tags_are_tokens=False)

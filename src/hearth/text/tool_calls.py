@@ -21,6 +21,7 @@ from enum import StrEnum
 
 from hearth.errors import BadGuide
 from hearth.text.chat_template import Json
+from hearth.text.grammar import allowed_escapes
 from hearth.text.template_tools import TemplateTools
 
 
@@ -115,17 +116,21 @@ def call_grammar(
 
 
 #: Without this a small model may write white space until the context is full.
-_SPACING: Json = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+_SPACING: Mapping[str, Json] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
 
 def _call_rule(tool: Tool, key: str) -> str:
     """Return a rule of the calls of one tool. Its schema is a document of its own, as references need it."""
     parameters = tool.parameters or {"type": "object", "properties": {}}
+    text = json.dumps(parameters)
     # What `allOf` puts together stays open, since each part would forbid the properties of the others.
-    schema = parameters if "allOf" in json.dumps(parameters) else _closed(parameters)
+    schema = parameters if "allOf" in text else _closed(parameters)
     assert isinstance(schema, Mapping), f"parameters of `{tool.name}`: {schema!r:.80}"
+    given = parameters.get("x-guidance")
+    options = {**given, **_SPACING} if isinstance(given, Mapping) else dict(_SPACING)
+    options["json_allowed_escapes"] = allowed_escapes(text)
     before = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
-    return f'{json.dumps(before)} %json {json.dumps({**schema, "x-guidance": _SPACING})} "}}"'
+    return f'{json.dumps(before)} %json {json.dumps({**schema, "x-guidance": options})} "}}"'
 
 
 #: Keywords whose value is data, and those whose value maps names to schemas.
