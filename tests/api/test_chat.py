@@ -12,7 +12,9 @@ from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.dialect import CompletionDialect
 from hearth.control.generation import ChatPrompt
 from hearth.errors import BadGuide, NoCapacity
+from hearth.text.chat_template import Json
 from hearth.text.tokenizer import Tokenizer
+from hearth.text.tool_calls import Tool, ToolFormat, call_grammar
 from hearth.types import FinishReason
 from tests.api.conftest import chat, complete, events
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
@@ -259,25 +261,40 @@ def test_a_guide_beyond_its_limits_is_refused(gateway: FakeGateway, field: str, 
     assert len(response.text) < 1000
 
 
-def test_a_schema_that_is_nested_too_deep_is_refused(hermes: FakeGateway) -> None:
+def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
     """Python can read a little more than it can write."""
-    schema: dict[str, object] = {"type": "object"}
-    for _ in range(400):
-        schema = {"type": "object", "properties": {"a": schema}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    response = chat(hermes, tools=[tool], tool_choice="required")
-
-    assert response.status_code == 400
-    assert "nested too deep" in response.json()["error"]["message"]
+    schema: dict[str, Json] = {"type": "object"}
     for _ in range(5000):
         schema = {"a": schema}
     needed = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
     with pytest.raises(BadGuide, match="nested too deep"):
         ChatBody.model_validate(needed | {"guided_json": schema}).guide()
+    with pytest.raises(BadGuide, match="nested too deep"):
+        call_grammar(ToolFormat.JSON, [Tool("f", schema)], may_repeat=False, tags_are_tokens=False)
 
 
-def test_an_empty_guide_asks_for_nothing(gateway: FakeGateway) -> None:
-    chat(gateway, guided_regex="", guided_grammar="", guided_json="", structured_outputs={})
+def test_an_empty_schema_asks_for_any_json_value(gateway: FakeGateway) -> None:
+    for fields in ({"guided_json": {}}, {"structured_outputs": {"json": {}}}):
+        chat(gateway, **fields)
+
+    assert [r.guide and (r.guide.kind, r.guide.text) for r in gateway.requests] == [("json_schema", "{}")] * 2
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "grammar"])
+def test_an_empty_guide_is_refused(gateway: FakeGateway, name: str) -> None:
+    for fields, field in (
+        ({f"guided_{name}": ""}, f"guided_{name}"),
+        ({"structured_outputs": {name: ""}}, f"structured_outputs.{name}"),
+    ):
+        response = chat(gateway, **fields)
+
+        assert response.status_code == 400
+        assert f"`{field}" in response.json()["error"]["message"]
+
+
+def test_a_request_may_name_no_form(gateway: FakeGateway) -> None:
+    chat(gateway, structured_outputs={}, guided_regex=None)
 
     assert gateway.requests[0].guide is None
 
@@ -466,7 +483,7 @@ def test_a_demanded_call_becomes_a_grammar(hermes: FakeGateway) -> None:
     either, one = (request.guide for request in hermes.requests)
     assert either is not None
     assert one is not None
-    assert (either.kind, '"other"' in either.text, '"other"' in one.text) == ("lark", True, False)
+    assert (either.kind, "other" in either.text, "other" in one.text) == ("lark", True, False)
     assert 'tagged: <tool_call> "\\n" call' in one.text
 
 

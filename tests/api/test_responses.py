@@ -424,6 +424,7 @@ REFUSED = [
     ({"messages": [{}]}, "messages", "send them as `input`"),
     ({"max_tokens": 3}, "max_tokens", "use `max_output_tokens`"),
     ({"response_format": {"type": "json_object"}}, "response_format", "by `text.format`"),
+    ({"guided_regex": ""}, "guided_regex", "by `text.format`"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "use `reasoning.effort`"),
     ({"n": 2}, "n", "send several requests"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "chat_template_kwargs"),

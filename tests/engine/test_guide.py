@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,10 @@ from hearth.policy.batch.plan import EngineRequest
 from hearth.sizes import StepLimits
 from hearth.store.convert import open_source
 from hearth.store.source import ModelSource
+from hearth.text.grammar import choice_grammar
 from hearth.text.tokenizer import Tokenizer
+from hearth.text.tool_calls import Tool, ToolFormat, call_grammar
+from hearth.text.transcript import Transcript
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams
 from tests.engine.harness import ROOMY, Answer, admissions_of, engine_over, kv_bytes, new_id, run
 from tests.models.zoo import save, tiny
@@ -180,6 +184,96 @@ def test_a_grammar_is_followed(parts: Parts, engine: Engine) -> None:
         text = parts.text(answer)
         assert text.startswith(("<call>left", "<call>right"))
         assert text.endswith("</call>")
+
+
+@pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_end|>", "<|im_start|>", "é<|endoftext|><|im_end|>"])
+@pytest.mark.parametrize("kind", ["const", "enum", "choice", "regex", "grammar", "call"])
+def test_text_that_spells_a_special_token_is_written_out(
+    parts: Parts, engine: Engine, kind: str, text: str
+) -> None:
+    tool = Tool("f", {"type": "object", "properties": {"x": {"enum": [text]}}, "required": ["x"]})
+    guide = {
+        "const": GuideSpec("json_schema", json.dumps({"const": text})),
+        "enum": GuideSpec("json_schema", json.dumps({"enum": [text, f"b{text}"]})),
+        "choice": GuideSpec("lark", choice_grammar([text, f"b{text}"])),
+        "regex": GuideSpec("regex", f"b?{re.escape(text)}"),
+        "grammar": GuideSpec("grammar", f'root ::= "{text}" | "b{text}"'),
+        "call": GuideSpec(
+            "lark", call_grammar(ToolFormat.JSON, [tool], may_repeat=False, tags_are_tokens=False)
+        ),
+    }[kind]
+
+    for answer in ask(engine, [sampling(0), sampling(1, ignore_eos=True)], guide):
+        transcript = Transcript(parts.tokenizer, sampling(0), [5])
+        written = transcript.push_all(answer.tokens, answer.finish_reason)
+
+        assert answer.finish_reason is FinishReason.STOP
+        if kind == "call":
+            assert json.loads(written) == {"name": "f", "arguments": {"x": text}}
+        else:
+            given = json.loads(written) if guide.kind == "json_schema" else written
+            assert given.removeprefix("b") == text
+
+
+def test_a_spelled_special_token_resumes_at_every_token(parts: Parts, engine: Engine) -> None:
+    guide = GuideSpec("json_schema", json.dumps({"const": "a<|im_end|>b"}))
+    (whole,) = ask(engine, [sampling(0)], guide)
+
+    for cut in range(len(whole.tokens)):
+        resumed = engine.request(new_id(), [5, 6, 7, 0], sampling(0), output=whole.tokens[:cut], guide=guide)
+        (rest,) = run(engine, [resumed])
+        assert whole.tokens[:cut] + rest.tokens == whole.tokens
+
+
+def test_text_that_the_tokenizer_normalises_is_written_as_demanded(parts: Parts, tmp_path: Path) -> None:
+    content = json.loads(parts.tokenizer_json.read_text())
+    composing = tmp_path / "tokenizer.json"
+    composing.write_text(json.dumps(content | {"normalizer": {"type": "NFC"}}))
+    guide = Guides(composing, 49_152, frozenset([2])).guide(
+        GuideSpec("regex", "cafe\u0301!"), ignore_eos=False
+    )
+
+    assert parts.tokenizer.decode(forced_tokens(guide)) == "cafe\u0301!"
+
+
+@pytest.mark.parametrize("flags", [None, {"special": False, "content": "<|im_end|>"}])
+def test_an_end_token_that_is_not_special_does_not_end_a_string(
+    parts: Parts, tmp_path: Path, flags: dict[str, object] | None
+) -> None:
+    """Converters forget the flag, and `tokenizer_config.json` names the end token all the same."""
+    content = json.loads(parts.tokenizer_json.read_text())
+    content["added_tokens"] = [
+        token | (flags or {}) for token in content["added_tokens"] if token["id"] != 2 or flags is not None
+    ]
+    plain = tmp_path / "tokenizer.json"
+    plain.write_text(json.dumps(content))
+    guides = Guides(plain, 49_152, frozenset([2]))
+
+    string = guides.guide(GuideSpec("json_schema", '{"type": "string"}'), ignore_eos=False)
+    string.take_all(parts.tokenizer.encode('"a'))
+    spelled = guides.guide(GuideSpec("regex", r"a<\|im_end\|>"), ignore_eos=False)
+
+    assert not string.mask[0] & 1 << 2
+    assert parts.tokenizer.decode(forced_tokens(spelled)) == "a<|im_end|>"
+
+
+def forced_tokens(guide: GrammarGuide) -> list[int]:
+    """Return the output of a guide that leaves one token at a time, without the end token."""
+    tokens: list[int] = []
+    while True:
+        (byte,) = guide.mask.replace(b"\0", b"")
+        token = guide.mask.index(byte) * 8 + byte.bit_length() - 1
+        if guide.take(token) is not None:
+            return tokens
+        tokens.append(token)
+
+
+def test_a_grammar_may_name_the_end_token(parts: Parts) -> None:
+    guides = Guides(parts.tokenizer_json, 49_152, frozenset([2]))
+
+    guide = guides.guide(GuideSpec("lark", 'start: "yes" <|im_end|>'), ignore_eos=False)
+
+    assert parts.tokenizer.decode(forced_tokens(guide)) == "yes"
 
 
 def test_a_model_in_love_with_whitespace_is_not_held_up(parts: Parts, engine: Engine) -> None:
@@ -355,7 +449,7 @@ def test_a_grammar_that_becomes_too_costly_says_so(parts: Parts) -> None:
     limits = LLParserLimits(max_items_in_row=30)
     ambiguous = "start: a\na: a a | /[a-z]/ | b\nb: b a | a b | /[a-z]/"
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(ambiguous), log_level=0, limits=limits)
-    guide = GrammarGuide(matcher, [2], avoids_end=False)
+    guide = GrammarGuide(matcher, tokenizer, avoids_end=False)
     (letter,) = parts.tokenizer.encode("a")
 
     with pytest.raises(GuideStuck, match=r"cannot be followed beyond token \d+ of the output") as caught:
@@ -367,6 +461,9 @@ def test_a_grammar_that_becomes_too_costly_says_so(parts: Parts) -> None:
 
 class PanickingMatcher:
     """A matcher that panics at the first token, as code in Rust may."""
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []
 
     def compute_bitmask(self) -> bytes:
         return b"\xff" * 4
@@ -382,8 +479,9 @@ class Panic(BaseException):
     """An error like those of packages in Rust, which are no Exceptions."""
 
 
-def test_a_guide_that_breaks_is_stuck() -> None:
-    guide = GrammarGuide(PanickingMatcher(), [2], avoids_end=False)  # type: ignore[arg-type] # it plays one
+def test_a_guide_that_breaks_is_stuck(parts: Parts) -> None:
+    tokenizer = LLTokenizer(parts.tokenizer_json.read_text(), 49_152, [2])
+    guide = GrammarGuide(PanickingMatcher(), tokenizer, avoids_end=False)  # type: ignore[arg-type] # a fake
 
     with pytest.raises(GuideStuck, match="beyond token 1 of the output: llguidance broke by Panic"):
         guide.take(5)

@@ -278,6 +278,31 @@ def test_guides_of_vllm_hold_the_output(client: openai.OpenAI) -> None:
     assert json.loads(said(guided_json={"enum": [{"a": 1}, {"b": 2}]})) in ({"a": 1}, {"b": 2})
 
 
+def test_text_that_spells_a_special_token_arrives_whole(client: openai.OpenAI) -> None:
+    text = "yes<|im_end|>no"
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        max_completion_tokens=80,
+        tools=[tool("say", "words", [text])],
+        tool_choice="required",
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    stream = client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        max_completion_tokens=80,
+        stream=True,
+        extra_body={"guided_choice": [text]},
+    )
+    choices = [chunk.choices[0] for chunk in stream]
+
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert json.loads(call.function.arguments) == {"words": text}
+    assert "".join(choice.delta.content or "" for choice in choices) == text
+    assert choices[-1].finish_reason == "stop"
+
+
 @pytest.mark.client(
     "openai",
     "two guides at once",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
@@ -97,3 +99,19 @@ def test_an_expression_of_very_many_states_is_given_up_before_it_is_built(spec: 
 
     assert following.is_error()
     assert "too many expressions" in following.get_error()
+
+
+def test_a_key_in_escapes_does_not_stand_for_another_property() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "é": {"type": "integer"}}}
+    guide = GuideSpec("json_schema", json.dumps(schema))
+
+    wrong = ['{"\\u0061": "x"}', '{"\\u00e9": "x"}', '{"a": "x"}']
+    assert [accepts(guide, text) for text in wrong] == [False] * 3
+    assert accepts(guide, '{"a": 1, "é": 2, "b\\n\\"": "x"}')
+
+
+@pytest.mark.parametrize("text", ["a\u001bb", "a\x7fb"])
+def test_a_schema_may_demand_control_characters(text: str) -> None:
+    guide = GuideSpec("json_schema", json.dumps({"const": text}))
+
+    assert accepts(guide, json.dumps(text).replace("\x7f", "\\u007f"))

@@ -271,3 +271,93 @@ def test_a_call_has_no_arguments_but_those_that_are_named_unless_the_schema_says
         ToolFormat.JSON, [Tool("add", with_required)], may_repeat=False, tags_are_tokens=False
     )
     assert accepts(grammar, '{"name": "add", "arguments": {"a": 1, "b": 2}}', tags_are_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$ref": "#/a", "type": "object", "properties": {}},
+        {"const": {"$ref": "#/b"}, "enum": [{"type": "object", "properties": {"$ref": "#/c"}}]},
+    ],
+)
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_data_in_the_parameters_of_a_tool_is_kept_as_it_is(keyword: str, value: Json) -> None:
+    schema: Json = {keyword: [value] if keyword == "enum" else value, "default": value, "examples": [value]}
+    parameters: dict[str, Json] = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    grammar = call_grammar(
+        ToolFormat.JSON, [Tool("put", parameters)], may_repeat=False, tags_are_tokens=False
+    )
+
+    call = json.dumps({"name": "put", "arguments": {"a": value}})
+    assert accepts(grammar, call, tags_are_tokens=False)
+
+
+def test_parameters_may_be_named_like_keywords() -> None:
+    nested: Json = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    names = ["$ref", "const", "enum", "default", "properties"]
+    parameters: dict[str, Json] = {
+        "type": "object",
+        "properties": dict.fromkeys(names, nested),
+        "required": list[Json](names),
+    }
+    grammar = call_grammar(
+        ToolFormat.JSON, [Tool("put", parameters)], may_repeat=False, tags_are_tokens=False
+    )
+
+    def call(value: Json) -> str:
+        return json.dumps({"name": "put", "arguments": dict.fromkeys(names, value)})
+
+    assert accepts(grammar, call({"a": 1}), tags_are_tokens=False)
+    assert not accepts(grammar, call({"a": 1, "b": 2}), tags_are_tokens=False), "nested objects are closed"
+
+
+@pytest.mark.parametrize(
+    "references",
+    [
+        {"$id": "https://example.com/city", "$ref": "#/$defs/City"},
+        {"$id": "https://example.com/city", "$ref": "https://example.com/city#/$defs/City"},
+        {"$ref": "#city"},
+        {"$id": "https://example.com/city", "$ref": "#city"},
+    ],
+)
+def test_references_in_the_parameters_of_a_tool_are_those_of_a_document(references: dict[str, str]) -> None:
+    parameters: dict[str, Json] = {
+        "type": "object",
+        "properties": {"city": {"$ref": references["$ref"]}},
+        "required": ["city"],
+        "$defs": {"City": {"$anchor": "city", "enum": ["Paris", "Rome"]}},
+        **{name: value for name, value in references.items() if name == "$id"},
+    }
+    # Two tools of one `$id`, as of two versions of one schema, do not meet.
+    tools = [
+        Tool("other", {"$id": "https://example.com/city", "type": "object"}),
+        Tool("weather", parameters),
+    ]
+    grammar = call_grammar(ToolFormat.JSON, tools, may_repeat=False, tags_are_tokens=False)
+
+    texts = [WEATHER, WEATHER.replace("Paris", "London")]
+    assert [accepts(grammar, text, tags_are_tokens=False) for text in texts] == [True, False]
+
+
+def test_a_key_of_a_call_in_escapes_does_not_stand_for_another_argument() -> None:
+    parameters: dict[str, Json] = {"properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+    grammar = call_grammar(
+        ToolFormat.JSON, [Tool("add", parameters)], may_repeat=False, tags_are_tokens=False
+    )
+
+    texts = [f'{{"name": "add", "arguments": {{{key}: "x"}}}}' for key in ('"b"', '"\\u0061"')]
+    assert [accepts(grammar, text, tags_are_tokens=False) for text in texts] == [True, False]
+
+
+def test_the_parameters_of_a_tool_may_set_options_of_llguidance() -> None:
+    either: Json = {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}
+    parameters: dict[str, Json] = {
+        "type": "object",
+        "properties": {"a": either},
+        "x-guidance": {"coerce_one_of": True},
+    }
+    grammar = call_grammar(
+        ToolFormat.JSON, [Tool("add", parameters)], may_repeat=False, tags_are_tokens=False
+    )
+
+    assert accepts(grammar, '{"name": "add", "arguments": {"a": "x"}}', tags_are_tokens=False)

@@ -78,8 +78,8 @@ def _few_stops(stops: object) -> object:
 Text = Annotated[str, AfterValidator(_whole_characters)]
 Stop = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
-GuideJson = dict[str, object] | Text
-GuideText = Annotated[Text, Field(max_length=MAX_GRAMMAR_CHARS)]
+GuideJson = dict[str, object] | Annotated[Text, Field(min_length=1)]
+GuideText = Annotated[Text, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 GuideChoice = Annotated[
     list[Annotated[Text, Field(max_length=MAX_CHOICE_CHARS)]],
     Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES),
@@ -387,15 +387,15 @@ def _guides(
     grammar: str | None,
     is_object: bool | None = False,
 ) -> dict[str, GuideOrder]:
-    """Return the forms that fields of vLLM ask for, by name behind `prefix`; an empty text asks for none."""
+    """Return the forms that fields of vLLM ask for, by name behind `prefix`."""
     guides = {}
-    if schema is not None and schema != "":
+    if schema is not None:
         guides[f"{prefix}json"] = GuideOrder("json_schema", _schema_text(schema))
-    if regex:
+    if regex is not None:
         guides[f"{prefix}regex"] = GuideOrder("regex", regex)
-    if choice:
+    if choice is not None:
         guides[f"{prefix}choice"] = GuideOrder("lark", choice_grammar(choice))
-    if grammar:
+    if grammar is not None:
         guides[f"{prefix}grammar"] = GuideOrder("grammar", grammar)
     if is_object:
         guides[f"{prefix}json_object"] = GuideOrder("json_object")

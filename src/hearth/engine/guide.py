@@ -43,7 +43,7 @@ class Guides:
         tokenizer = self._built_tokenizer()
         matcher = LLMatcher(tokenizer, grammar_of(spec), log_level=0, limits=parser_limits())
         # Where the model has no end token at all, llguidance has chosen one.
-        guide = GrammarGuide(matcher, tokenizer.eos_tokens, avoids_end=ignore_eos or not self._eos_ids)
+        guide = GrammarGuide(matcher, tokenizer, avoids_end=ignore_eos or not self._eos_ids)
         if guide.is_stuck:
             raise refusal(spec, _said(matcher))
         return guide
@@ -73,10 +73,12 @@ class Guides:
 class GrammarGuide:
     """A `plan.Guide` of an output that ends with an end token. Mutable; one thread at a time calls it."""
 
-    def __init__(self, matcher: LLMatcher, end_ids: Sequence[int], *, avoids_end: bool) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, avoids_end: bool) -> None:
         """Begin an output. `avoids_end`: an end token is allowed only where nothing else is."""
-        self._matcher = matcher
-        self._end_ids = end_ids
+        self._matcher, self._tokenizer = matcher, tokenizer
+        self._end_ids = tokenizer.eos_tokens
+        #: End tokens that `tokenizer.json` does not list as special. llguidance allows them as text.
+        self._plain_end_ids = [token for token in self._end_ids if not tokenizer.is_special_token(token)]
         self._avoids_end = avoids_end
         self._num_taken = 0
         self._mask = self._next_mask()
@@ -127,16 +129,39 @@ class GrammarGuide:
         )
 
     def _next_mask(self) -> bytes:
+        forced = self._matcher.compute_ff_tokens()[:1]
         mask = self._matcher.compute_bitmask()
-        if not self._avoids_end:
-            return mask
-        others = bytearray(mask)
-        for token in self._end_ids:
-            others[token // 8] &= ~(1 << token % 8)
-        return bytes(others) if _allows_any(others) else mask
+        if forced and not self._matcher.validate_tokens(forced):
+            mask = self._respelled(mask)
+        if self._plain_end_ids and not self._matcher.is_accepting():
+            mask = _without(mask, self._plain_end_ids)
+        if self._avoids_end and _allows_any(others := _without(mask, self._end_ids)):
+            mask = others
+        return mask
+
+    def _respelled(self, mask: bytes) -> bytes:
+        """Return the mask where llguidance forces a token that its own grammar does not accept.
+
+        llguidance tokenises forced text like a prompt: `<|im_end|>` becomes the special token, and Unicode is
+        normalised. The first character alone becomes an ordinary token, and the rest is tokenised without it.
+        """
+        text, is_token, _ = self._matcher.compute_ff_bytes().partition(b"\xff")
+        if not text and is_token:
+            return mask  # the grammar names an end token, `<|im_end|>` without quotes
+        first = self._tokenizer.greedy_tokenize(text.decode(errors="ignore")[:1])[0]
+        spelled = bytearray(len(mask))
+        spelled[first // 8] = 1 << first % 8
+        return bytes(spelled)
 
 
-def _allows_any(mask: bytes | bytearray) -> bool:
+def _without(mask: bytes, tokens: Sequence[int]) -> bytes:
+    others = bytearray(mask)
+    for token in tokens:
+        others[token // 8] &= ~(1 << token % 8)
+    return bytes(others)
+
+
+def _allows_any(mask: bytes) -> bool:
     return mask.count(0) < len(mask)  # `any` would take its time over thousands of bytes, at every token
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 #: The space between the parts of a JSON value: at most one. A model that may write more can do so for ever.
 _WHITESPACE = "[ ]?"
 _ANY_OBJECT = '{"type": "object"}'
+#: Control characters in the text of a JSON schema that only `\\uXXXX` can write.
+_CONTROL = re.compile(r"\\u00[01]|\\u007f|\x7f", re.IGNORECASE)
 #: The most that llguidance may make of the expressions of a guide, in its own unit. By its default, which is
 #: ten times as much, `(a{1000}){1000}` held up a worker's steps for seconds. 5,000 words take more than half.
 _LEXER_FUEL = 100_000
@@ -37,12 +39,25 @@ def grammar_of(spec: GuideSpec) -> str:
                 return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
             case "regex":
                 return LLMatcher.grammar_from_regex(spec.text)
+        schema = _ANY_OBJECT if spec.kind == "json_object" else spec.text
         return LLMatcher.grammar_from_json_schema(
-            _ANY_OBJECT if spec.kind == "json_object" else spec.text,
-            overrides={"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE},
+            schema,
+            overrides={
+                "whitespace_flexible": True,
+                "whitespace_pattern": _WHITESPACE,
+                "json_allowed_escapes": allowed_escapes(schema),
+            },
         )
     except Exception as error:  # the reader of GBNF has no class of its own for all that it finds
         raise refusal(spec, f"{error}") from error
+
+
+def allowed_escapes(schema: str) -> str:
+    """Return the characters that may follow a backslash in JSON under a schema, as llguidance takes them.
+
+    With `u`, llguidance takes the key `"\\u0061"` for a property other than `a`, which may have any value.
+    """
+    return 'nrbtf\\"u' if _CONTROL.search(schema) else 'nrbtf\\"'
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from enum import StrEnum
 
 from hearth.errors import BadGuide
 from hearth.text.chat_template import Json
+from hearth.text.grammar import allowed_escapes
 from hearth.text.template_tools import TemplateTools
 
 
@@ -100,11 +101,12 @@ def call_grammar(
     """
     key = "parameters" if format is ToolFormat.LLAMA3 else "arguments"
     try:
-        call = f"call: %json {json.dumps(_call_schema(tools, key))}\n"
+        calls = " | ".join(_call_rule(tool, key) for tool in tools)
     except RecursionError:
         raise BadGuide(
             "the `parameters` of a tool are nested too deep to guide a call; flatten them"
         ) from None
+    call = f"call: {calls}\n"
     if format is not ToolFormat.HERMES:
         several = ' ("\\n" call)*' if may_repeat and format is ToolFormat.JSON else ""
         return f"start: call{several}\n{call}"
@@ -113,46 +115,49 @@ def call_grammar(
     return f'start: tagged{again}\ntagged: {begin} "\\n" call "\\n" {end}\n{call}'
 
 
-def _call_schema(tools: Sequence[Tool], key: str) -> Json:
-    calls: list[Json] = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, key: {"$ref": f"#/$defs/{tool.name}"}},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schemas = {tool.name: _moved(tool.parameters, f"#/$defs/{tool.name}") for tool in tools}
-    # Without this a small model may write white space until the context is full.
-    spacing: Json = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-    return {"x-guidance": spacing, "anyOf": calls, "$defs": schemas}
+#: Without this a small model may write white space until the context is full.
+_SPACING: Mapping[str, Json] = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
 
-def _moved(parameters: Mapping[str, Json] | None, root: str) -> Json:
-    """Return a tool's schema for a place inside another, with its references moved to `root`.
+def _call_rule(tool: Tool, key: str) -> str:
+    """Return a rule of the calls of one tool. Its schema is a document of its own, as references need it."""
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    text = json.dumps(parameters)
+    # What `allOf` puts together stays open, since each part would forbid the properties of the others.
+    schema = parameters if "allOf" in text else _closed(parameters)
+    assert isinstance(schema, Mapping), f"parameters of `{tool.name}`: {schema!r:.80}"
+    given = parameters.get("x-guidance")
+    options = {**given, **_SPACING} if isinstance(given, Mapping) else dict(_SPACING)
+    options["json_allowed_escapes"] = allowed_escapes(text)
+    before = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
+    return f'{json.dumps(before)} %json {json.dumps({**schema, "x-guidance": options})} "}}"'
 
-    Objects that do not say otherwise have no properties but those that are named: a small model would invent
-    more and more of them. What `allOf` puts together stays open, since each part would forbid the others.
+
+#: Keywords whose value is data, and those whose value maps names to schemas.
+_DATA = frozenset(["const", "enum", "default", "examples"])
+_SCHEMAS_BY_NAME = frozenset(["properties", "patternProperties", "dependentSchemas", "$defs", "definitions"])
+
+
+def _closed(node: Json) -> Json:
+    """Return a schema whose objects have only the properties that are named, unless they say otherwise.
+
+    Otherwise a small model invents more and more properties.
     """
-    is_closed = "allOf" not in json.dumps(parameters)
-
-    def moved(node: Json) -> Json:
-        if isinstance(node, Mapping):
-            result: dict[str, Json] = {
-                name: root + value[1:]
-                if name == "$ref" and isinstance(value, str) and value.startswith("#")
-                else moved(value)
-                for name, value in node.items()
-            }
-            if is_closed and _is_silent_object(node):
-                result["additionalProperties"] = False
-            return result
-        if isinstance(node, list):
-            return [moved(item) for item in node]
+    if isinstance(node, list):
+        return [_closed(item) for item in node]
+    if not isinstance(node, Mapping):
         return node
-
-    return moved(parameters or {"type": "object", "properties": {}})
+    result: dict[str, Json] = {}
+    for keyword, value in node.items():
+        if keyword in _DATA:
+            result[keyword] = value
+        elif keyword in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            result[keyword] = {name: _closed(schema) for name, schema in value.items()}
+        else:
+            result[keyword] = _closed(value)
+    if _is_silent_object(node):
+        result["additionalProperties"] = False
+    return result
 
 
 #: Keywords by which an object has, or may have, more properties than those that are named.
