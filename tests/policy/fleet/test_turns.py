@@ -65,6 +65,28 @@ def test_a_model_without_room_beside_a_busy_one_is_hosted_to_take_turns_with_it(
     assert (dispatch.worker, dispatch.why, dispatch.waited_s) == ("w1", Why.TURNS, 0.0)
 
 
+def test_on_an_arena_a_model_out_of_turn_is_charged_no_workspace_so_that_three_can_take_turns() -> None:
+    desk = TurnsDesk()
+    desk.deploy(*(profile(name, 22, workspace_bytes=50, sink_bytes=1) for name in "abc"))
+    desk.join("w1", 80, kind="cpu")
+    desk.run("r1", "a")
+    for request, model in (("r2", "b"), ("r3", "c")):
+        _, dispatch = desk.ask(request, model)
+        assert isinstance(dispatch, Dispatch)
+        assert dispatch.why is Why.TURNS
+
+
+def test_on_an_arena_a_pinned_model_keeps_its_workspace_for_ever() -> None:
+    for budget_bytes, has_room in ((77 + 77, True), (77 + 76, False)):
+        desk = TurnsDesk()
+        desk.deploy(profile("a", 22, workspace_bytes=50, sink_bytes=1, is_pinned=True))
+        desk.deploy(profile("b", 22, workspace_bytes=50, sink_bytes=1))
+        desk.join("w1", budget_bytes, kind="cpu")
+        desk.begin("a")
+        desk.ready("a", "w1")
+        assert bool(of(Dispatch, desk.ask("r1", "b"))) is has_room
+
+
 def test_without_turns_it_waits_for_room() -> None:
     desk = Desk()
     desk.deploy(profile("a", 60), profile("b", 60))
