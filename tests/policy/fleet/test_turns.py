@@ -21,7 +21,8 @@ from hearth.policy.fleet.events import (
     Why,
 )
 from hearth.policy.fleet.records import Replica
-from hearth.types import Hold, ModelId, TurnEnd, WorkerId
+from hearth.policy.fleet.routing import explain_wait
+from hearth.types import Hold, ModelId, RequestId, TurnEnd, WorkerId
 from tests.policy.fleet.test_brain import Desk, evicted, of, profile, regards, sent
 
 TURNS = BrainConfig(takes_turns=True)
@@ -93,6 +94,26 @@ def test_without_turns_it_waits_for_room() -> None:
     desk.join("w1")
     desk.ask("r1", "a")
     assert of(Dispatch, desk.ask("r2", "b")) == []
+    assert explain_wait(desk.fleet, RequestId("r1")) is None
+    assert explain_wait(desk.fleet, RequestId("r2")) == "w1: needs 65 bytes, 35 bytes can be freed; busy: a"
+
+
+def test_a_request_says_why_it_waits() -> None:
+    desk = TurnsDesk()
+    desk.deploy(
+        profile("a", 60, sink_bytes=5, max_seqs=1), profile("big", 94, 5), profile("c", 60, sink_bytes=5)
+    )
+    desk.ask("r0", "a")
+    assert explain_wait(desk.fleet, RequestId("r0")) == "no worker is up"
+    desk.join("w1")
+    for request, model in (("r1", "a"), ("r2", "big"), ("r3", "c")):
+        assert of(Dispatch, desk.ask(request, model)) == []
+    reasons = [explain_wait(desk.fleet, RequestId(request)) for request in ("r1", "r2", "r3")]
+    assert reasons == [
+        "w1: all 1 slots are in use",
+        "w1: needs 99 bytes, 35 bytes can be freed; busy: a; too large to take turns with them",
+        "w1: its room is kept for requests that came first",
+    ]
 
 
 def test_idle_models_are_evicted_where_that_gives_room_and_only_then_turns_are_taken() -> None:
