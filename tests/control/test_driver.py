@@ -610,6 +610,26 @@ def test_turns_of_a_model_are_told_to_the_brain_and_those_of_an_earlier_stay_are
     with_rig(data_dir, scene, takes_turns=True)
 
 
+def test_a_request_that_has_no_worker_yet_is_explained_while_it_waits_and_afterwards(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        def queue_detail() -> str:
+            explained = rig.gateway.explain(stream.request_id, ANYBODY)
+            assert explained is not None
+            (detail,) = [span.detail for span in explained.spans if span.what == "queue"]
+            return detail
+
+        stream = await rig.submit(ask(), ANYBODY)
+        assert queue_detail() == "no worker is up"
+        link = rig.join()
+        loaded(rig, link)
+        emit(rig, link, 6, finished=True)
+        assert queue_detail() == "no worker is up"
+
+    with_rig(data_dir, scene)
+
+
 def test_a_paused_request_is_explained_and_goes_on(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()

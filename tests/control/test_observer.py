@@ -217,6 +217,18 @@ def test_a_load_begins_with_the_turn_that_it_waits_for() -> None:
     assert [mark for mark in scene.marks() if "turn" in mark[1]] == [(0.5, "waits_for_turn"), (4.0, "turn")]
 
 
+def test_a_request_that_waits_for_its_turn_says_which_models_are_in_turn() -> None:
+    scene = Scene(takes_turns=True)
+    scene.observer.observe(events.TurnBegan(9.0, W0, ModelId("b")), [])
+    scene.observer.observe(events.TurnBegan(9.0, WorkerId("w9"), ModelId("c")), [])
+    scene.arrive(load(), dispatch())
+    explained = scene.observer.explain(R0, 100.0, ANYBODY)
+    assert explained is not None
+    assert [span.detail for span in explained.spans if span.what == "turn"] == [
+        "its turn has yet to begin; in turn: b"
+    ]
+
+
 def test_only_the_first_load_of_a_hosted_model_is_news(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     scene = Scene(takes_turns=True)

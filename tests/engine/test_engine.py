@@ -269,6 +269,18 @@ def test_weights_that_move_change_nothing() -> None:
     assert [answer.tokens for answer in ask(engine, asked, greedy())] == expected
 
 
+def test_a_workspace_that_moves_changes_nothing_and_its_old_memory_is_not_touched_any_more() -> None:
+    asked = prompts("qwen3")
+    expected = [answer.tokens for answer in ask(engine_for("qwen3"), asked, greedy())]
+    engine = engine_for("qwen3")
+    before = engine.runner.decoder.logits
+    engine.runner.rebind(engine.runner.decoder.weights, torch.full((1 << 24,), 0xFF, dtype=torch.uint8))
+    before.fill_(7.0)
+
+    assert [answer.tokens for answer in ask(engine, asked, greedy())] == expected
+    assert (before == 7.0).all()
+
+
 def test_a_step_tells_who_was_admitted_and_who_gave_way() -> None:
     tight = replace(ROOMY, max_batch_tokens=16, kv_bytes=kv_bytes(engine_for("llama-gqa"), 6))
     engine = engine_for("llama-gqa", tight)

@@ -169,7 +169,7 @@ class PoolCaller:
 
     def take(self, num_bytes: int, most: Hold) -> int:
         before = self.holdings()
-        freed_bytes = self.pool.take_weights(num_bytes, most)
+        freed_bytes = self.pool.take_weights(num_bytes, most, with_workspaces=True)
         after = self.holdings()
         lost = {model for model in before if self._weights(before, model) > self._weights(after, model)}
         terms_by_model = {model: self.holds.eviction_terms(model) for model in before}
@@ -278,7 +278,8 @@ class PoolCaller:
         self.pool.check()
         self._check_usage()
         for model, space in self.spaces.items():
-            space.workspace.fill_(0xEE)
+            if not self.pool.is_incomplete(model):
+                space.workspace.fill_(0xEE)
             self._block(model, space.sink).fill_(0xDD)
         holdings = self.holdings()
         for model, holding in holdings.items():

@@ -21,6 +21,8 @@ from hearth.memory.regions import aligned
 from hearth.models.dtypes import STORED_DTYPES
 from hearth.models.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 from hearth.models.weights import TensorPlace
+from hearth.policy.fleet.events import Promise
+from hearth.policy.fleet.footprint import MAX_EXTENTS
 from hearth.policy.memory.packing import Item, Packing, Region, merge_all, pack
 from hearth.types import Digest, Hold, ModelId
 from tests.memory.resident_pages import PAGE_BYTES, resident_pages
@@ -103,8 +105,10 @@ class World:
                 self.tensor(model, spec).copy_(
                     content(model, spec.offset + 7 * len(wanted.digest), spec.nbytes)
                 )
-        if model not in self.spaces:
-            self.spaces[model], self.blocks[model] = space, []
+        is_new = model not in self.spaces
+        self.spaces[model] = space
+        if is_new:
+            self.blocks[model] = []
             self.give(model, range(space.sink, space.sink + 1))
         return space
 
@@ -158,12 +162,13 @@ class World:
         usage = self.pool.usage()
         there = {one.model: one for one in usage.holdings}
         assert usage.budget_bytes == usage.free_bytes + usage.workspace_bytes + usage.lost_bytes + sum(
-            one.weights_bytes + one.kv_bytes for one in usage.holdings
+            one.weights_bytes + one.kv_bytes + one.tables_bytes for one in usage.holdings
         )
         for model, places in self.pool.take_moved().items():
             self.places[model] = dict(places)
         for model, space in self.spaces.items():
-            space.workspace.fill_(0xAA)  # nobody else minds
+            if not self.pool.is_incomplete(model):
+                space.workspace.fill_(0xAA)  # nobody else minds
             for block in (block for extent in self.blocks[model] for block in extent):
                 expected = content(model, block, self.shapes[model].block_bytes)
                 assert torch.equal(self.block(model, block), expected), f"{block=} of `{model}`"
@@ -255,7 +260,7 @@ def make_room(world: World, model: ModelId, wanted: Shape) -> None:
     world.holds[model] = Hold.BUSY  # what it has already is not taken from it
     freed_bytes = 1
     while freed_bytes and (lacking_bytes := world.pool.missing_bytes(model, wanted)):
-        freed_bytes = world.pool.take_weights(lacking_bytes, Hold.WARM)
+        freed_bytes = world.pool.take_weights(lacking_bytes, Hold.PAUSED, with_workspaces=True)
     world.holds[model] = hold
 
 
@@ -274,7 +279,7 @@ def place_or_be_refused(world: World, model: ModelId, wanted: Shape) -> None:
 
 def take(world: World, num_bytes: int, most: Hold) -> None:
     before = world.pool.usage()
-    freed_bytes = world.pool.take_weights(num_bytes, most)
+    freed_bytes = world.pool.take_weights(num_bytes, most, with_workspaces=True)
     after = world.pool.usage()
     assert after.free_bytes == before.free_bytes + freed_bytes
     there = {one.model: one.weights_bytes for one in after.holdings}
@@ -531,6 +536,104 @@ def test_a_workspace_is_elsewhere_where_one_that_is_being_loaded_is_in_the_way()
     world.check()
     world.retire(B)
     assert world.pool.usage().workspace_bytes == PAGE
+
+
+def test_a_model_out_of_turn_gives_up_its_workspace_and_has_another_when_it_is_placed_again() -> None:
+    world = World(16)
+    large, small = shape([2], workspace_bytes=8 * PAGE), shape([6], workspace_bytes=2 * PAGE)
+    world.load(A, large)
+    world.holds[A] = Hold.PAUSED
+    make_room(world, B, small)
+    world.load(B, small)
+    world.holds[B] = Hold.BUSY
+
+    assert world.pool.take_weights(6 * PAGE, Hold.PAUSED, with_workspaces=True) == 6 * PAGE
+    assert world.pool.usage().workspace_bytes == 2 * PAGE, "only the one that computes has a workspace"
+    assert world.pool.is_incomplete(A)
+    assert not world.pool.is_incomplete(B)
+    assert world.grow(B, 6)
+    world.check()
+    for extent in world.pool.extents(B):
+        world.shrink(B, extent)
+    world.holds[B] = Hold.PAUSED
+    make_room(world, A, large)
+
+    assert len(world.load(A, large).workspace) == 8 * PAGE
+    assert not world.pool.is_incomplete(A)
+    world.check()
+
+
+TURNS = st.lists(st.tuples(st.sampled_from(MODELS), st.integers(0, 12)), min_size=8, max_size=20)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 6), min_size=1, max_size=4),
+            st.integers(1, 12),
+            st.sampled_from([PAGE, 6000, 3 * PAGE]),
+        ),
+        min_size=3,
+        max_size=3,
+    ),
+    TURNS,
+)
+def test_whoever_fits_alone_beside_what_the_others_keep_has_its_turn(
+    sizes: list[tuple[list[int], int, int]], turns: list[tuple[ModelId, int]]
+) -> None:
+    """With the bytes that the gateway counts on, in every order of turns and with KV lent as it comes."""
+    floor_blocks = 4
+    shapes = {
+        model: shape(pages, workspace_bytes=workspace * PAGE, tables_bytes=PAGE, block_bytes=block_bytes)
+        for model, (pages, workspace, block_bytes) in zip(MODELS, sizes, strict=False)
+    }
+    promises = {model: promise_of(one, floor_blocks) for model, one in shapes.items()}
+    budget_bytes = sum(one.standing_bytes for one in promises.values())
+    budget_bytes += max(one.own_bytes - one.standing_bytes for one in promises.values())
+    world = World(0, budget_bytes=aligned(budget_bytes))
+    for model, num_blocks in turns:
+        if model not in shapes:
+            continue
+        for other in world.spaces:
+            world.holds[other] = Hold.PAUSED
+        world.holds[model] = Hold.BUSY
+        while lack_bytes := world.pool.missing_bytes(model, shapes[model]):
+            assert give_way(world, lack_bytes, model, floor_blocks)
+        world.load(model, shapes[model])
+        wanted_blocks = floor_blocks + num_blocks
+        while sum(map(len, world.blocks[model])) <= wanted_blocks:
+            if not world.grow(model, 1) and not give_way(world, PAGE, model, wanted_blocks):
+                break
+        assert sum(map(len, world.blocks[model])) > floor_blocks, f"`{model}` lacks KV that it is promised"
+        world.check()
+
+
+def promise_of(wanted: Shape, floor_blocks: int) -> Promise:
+    """Return what a model is promised by `policy/fleet/footprint.py`, with a workspace of its own in turn."""
+    blocks_bytes = (1 + floor_blocks + 2 * MAX_EXTENTS) * wanted.block_bytes
+    own_bytes = wanted.served.num_bytes + aligned(wanted.tables_bytes) + blocks_bytes
+    standing_bytes = aligned(wanted.tables_bytes) + 3 * wanted.block_bytes
+    return Promise(own_bytes + aligned(wanted.workspace_bytes), 0, standing_bytes)
+
+
+def give_way(world: World, num_bytes: int, in_turn: ModelId, floor_blocks: int) -> int:
+    """Make room in the order of `policy/memory/reclaim.py`; 0: nobody has anything to give."""
+    return (
+        world.pool.take_weights(num_bytes, Hold.PAUSED)
+        or clear_one(world, in_turn, floor_blocks)
+        or world.pool.take_weights(num_bytes, Hold.PAUSED, with_workspaces=True)
+    )
+
+
+def clear_one(world: World, in_turn: ModelId, floor_blocks: int) -> bool:
+    """Take back KV of a model out of turn, or what the one in turn has beyond its floor; False: no KV."""
+    for model in sorted(world.spaces, key=lambda name: name == in_turn):
+        num_spare = sum(map(len, world.blocks[model])) - (1 + floor_blocks if model == in_turn else 0)
+        for extent in world.pool.extents(model):
+            if len(extent) <= num_spare:
+                world.shrink(model, extent)
+                return True
+    return False
 
 
 def test_what_is_promised_is_placed_whatever_was_placed_before_it() -> None:

@@ -73,6 +73,10 @@ class Setting:
     device: torch.device
     new_pool: Callable[[Setting, int, EvictionTermsOf], Pool]
 
+    @property
+    def is_arena(self) -> bool:
+        return self.new_pool is arena
+
     def where(self, name: str) -> Path:
         return converted(source(name), chunk_bytes=self.page_bytes)
 
@@ -87,7 +91,7 @@ class Setting:
 
     def tables_bytes(self, name: str) -> int:
         """What its engine always has."""
-        unit_bytes = ALIGNMENT_BYTES if self.new_pool is arena else self.page_bytes
+        unit_bytes = ALIGNMENT_BYTES if self.is_arena else self.page_bytes
         return -(-tables_bytes(self.spec(name)) // unit_bytes) * unit_bytes
 
     def floor_bytes(self, name: str) -> int:
@@ -103,7 +107,7 @@ class Setting:
         """With what the seams of KV extents may cost in an arena."""
         own_bytes = self._rounded(self.manifest(name).num_bytes)
         own_bytes += self._rounded(self.floor_bytes(name)) + self.tables_bytes(name)
-        own_bytes += 16 * self.block_bytes(name) if self.new_pool is arena else 0
+        own_bytes += 16 * self.block_bytes(name) if self.is_arena else 0
         return Promise(
             own_bytes,
             workspace_bytes=self._rounded(workspace_bytes(self.spec(name), self.device)),
@@ -112,7 +116,7 @@ class Setting:
 
     def unused_bytes(self, name: str) -> int:
         """What of a promise is for rounding and seams, and free for others in an arena."""
-        if self.new_pool is not arena:
+        if not self.is_arena:
             return 0
         used_bytes = self.manifest(name).num_bytes + self.floor_bytes(name)
         used_bytes += self.tables_bytes(name) + workspace_bytes(self.spec(name), self.device)

@@ -70,24 +70,22 @@ def _decide_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def promises_of(setting: Setting, names: Sequence[str]) -> dict[str, Promise]:
-    """With one workspace for all of them, the first one's, which must be placed first in an arena."""
+    """As the worker books them: with the workspace of each where the pool is an arena."""
     promises = {name: setting.promise(name) for name in names}
-    workspace_bytes = max(one.workspace_bytes for one in promises.values())
-    return {
-        name: replace(one, workspace_bytes=0 if at else workspace_bytes)
-        for at, (name, one) in enumerate(promises.items())
-    }
+    return {name: one.unshared if setting.is_arena else one for name, one in promises.items()}
 
 
 def least_bytes(setting: Setting, names: Sequence[str]) -> int:
     """What it takes to host these, and to have the largest of them in turn."""
     promises = promises_of(setting, names).values()
     own_bytes = max(one.own_bytes - one.standing_bytes for one in promises)
-    return own_bytes + sum(one.standing_bytes + one.workspace_bytes for one in promises)
+    own_bytes += sum(one.standing_bytes for one in promises)
+    return own_bytes + max(one.workspace_bytes for one in promises)
 
 
 def host(gateway: LoopGateway, setting: Setting, *names: str) -> None:
-    for name, promise in promises_of(setting, names).items():
+    for name in names:
+        promise = setting.promise(name)
         floor_bytes = setting.floor_bytes(name)
         gateway.host(
             *(name, setting.where(name)),
@@ -202,7 +200,7 @@ def check_promises(gateway: LoopGateway, setting: Setting, names: Sequence[str])
         own_bytes = [
             one.own_bytes if name in in_turn else one.standing_bytes for name, one in promises.items()
         ]
-        workspace_bytes = sum(one.workspace_bytes for one in promises.values())
+        workspace_bytes = max(one.workspace_bytes for one in promises.values())
         assert sum(own_bytes) + workspace_bytes <= gateway.pool.budget_bytes, f"{in_turn=}"
 
 
@@ -290,9 +288,7 @@ def test_every_answer_is_right_whoever_comes_goes_and_takes_turns(
     kind: str, quantum_s: float, tmp_path: Path
 ) -> None:
     setting, names = SETTINGS[kind], SETTINGS[kind].names
-    # An arena may need a workspace for each.
-    workspace_bytes = sum(setting.promise(name).workspace_bytes for name in names)
-    budget_bytes = least_bytes(setting, names) + workspace_bytes
+    budget_bytes = least_bytes(setting, names)
     rules = replace(RESTLESS, quantum_s=quantum_s, max_turn_s=2 * quantum_s)
     with playing(kind, budget_bytes, tmp_path, seed=0, turns=rules) as quiet:
         player = TurnPlayer(quiet.gateway, setting, budget_bytes, quiet.random)

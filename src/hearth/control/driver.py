@@ -32,6 +32,7 @@ from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, Event, RejectReason
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.routing import explain_wait
 from hearth.types import AdapterId, FinishReason, ModelId, RequestId, WorkerId
 
 #: The error that a rejected request ends with.
@@ -129,6 +130,8 @@ class Driver:
                 adapter=adapter,
             )
         )
+        if (reason := explain_wait(self.fleet, request.request_id)) is not None:
+            self._observer.waits(request.request_id, reason)
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request whose client is gone. Ending twice is harmless."""

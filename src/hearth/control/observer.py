@@ -117,7 +117,8 @@ class Observer:
         load = self._loads.awaited(order.worker, order.model, now_s)
         timeline.placed(now_s, order.worker, order.why, order.options, load)
         if self._takes_turns and (order.worker, order.model) not in self._in_turn:
-            timeline.turn_ended(now_s)
+            in_turn = sorted(model for worker, model in self._in_turn if worker == order.worker)
+            timeline.turn_ended(now_s, in_turn=in_turn)
         if len(timeline.stays) == 1:
             self._metrics.queue.observe(now_s - timeline.arrived_s)
         else:
@@ -179,6 +180,10 @@ class Observer:
                 yield timeline
 
     # Facts that are no events of the brain.
+
+    def waits(self, request_id: RequestId, reason: str) -> None:
+        """Note why a request that has just come has no worker yet."""
+        self._active[request_id].waits_for = reason
 
     def load_progressed(self, now_s: float, worker: WorkerId, progress: LoadProgress) -> None:
         if (load := self._running_load(now_s, worker, progress.model)) is not None:

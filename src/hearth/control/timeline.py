@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hearth.control.caller import Caller, GroupId
@@ -13,7 +13,7 @@ from hearth.control.views import Explanation, RungView, TimelineMark, TimelineSp
 from hearth.messages import AdapterLoaded
 from hearth.policy.fleet.events import Option
 from hearth.policy.turns.paced_request import PacedRequest
-from hearth.types import Pace, Pooling, RequestId, TurnEnd, WorkerId
+from hearth.types import ModelId, Pace, Pooling, RequestId, TurnEnd, WorkerId
 
 #: Explanations that are kept.
 MAX_EXPLAINED = 1000
@@ -69,6 +69,7 @@ class Timeline:
     num_preemptions: int = 0
     outcome: str = "running"
     error: str | None = None
+    waits_for: str = ""  #: why it had no worker when it came; empty: it had one at once
     why: str | None = None
     options: tuple[Option, ...] = ()
     load: LoadLog | None = None
@@ -125,11 +126,16 @@ class Timeline:
         is_there = self.adapter is not None and any(stay.started_s is not None for stay in self.stays)
         return ON_DEVICE if is_there else None
 
-    def turn_ended(self, now_s: float, why: TurnEnd | None = None) -> None:
-        """Note that the model is not in turn from now on; `why` None: it was not when the request came."""
+    def turn_ended(self, now_s: float, why: TurnEnd | None = None, in_turn: Sequence[ModelId] = ()) -> None:
+        """Note that the model is not in turn from now on; `why` None: it was not when the request came.
+
+        `in_turn`: the models that are in turn on that worker instead.
+        """
         if self.wait is not None:
             return
         reason = "its turn has yet to begin" if why is None else PAUSE_REASONS[why]
+        if in_turn:
+            reason += f"; in turn: {', '.join(in_turn)}"
         self.wait = TurnWait(now_s, why is not None and self.first_token_s is not None, reason)
         self.num_pauses += self.wait.is_pause
         if len(self.waits) < MAX_WAITS:
@@ -266,7 +272,7 @@ class Timeline:
     def told_spans(self, now_s: float) -> list[TimelineSpan]:
         """Return the phases of the request in the order of their beginnings."""
         end_s = self.ended_s or now_s
-        spans = [self._span("queue", self.arrived_s, self._queue_end_s(now_s))]
+        spans = [self._span("queue", self.arrived_s, self._queue_end_s(now_s), self.waits_for)]
         if (load := self._awaited()) is not None:
             spans += self._load_spans(load, end_s)
         if (adapter := self.adapter_load) is not None:

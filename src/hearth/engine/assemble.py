@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -172,7 +172,8 @@ def assemble_runner(
     """
     arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
     tables = EngineTables(arch, limits, spec.max_context, memory.sink, memory.tables)
-    workspace = Workspace.bind(arch, dtype, size, memory.workspace, tables.counters)
+    bind_workspace = partial(Workspace.bind, arch, dtype, size, counters=tables.counters)
+    workspace = bind_workspace(memory.workspace)
     uploads = Uploads(device)
     sampler = Sampler(tables.sampler, arch.vocab_size, uploads)
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
@@ -192,7 +193,7 @@ def assemble_runner(
         log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
         is_captured = False
     graphs = StepGraphs(GraphCapture()) if is_captured else None
-    return Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs, tables)
+    return Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs, tables, bind_workspace)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:

@@ -22,6 +22,7 @@ from hearth.kernels.cublas_lt import ChosenProducts, ProductKernels
 from hearth.models.adapter import AdapterLayout
 from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
+from hearth.models.workspace import Workspace
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
 from hearth.types import AdapterId, RequestId, SamplingTable
@@ -62,14 +63,16 @@ class Runner:
         sizes: PaddedSizes,
         graphs: StepGraphs | None,
         tables: EngineTables,
+        bind_workspace: Callable[[torch.Tensor], Workspace],
     ) -> None:
         """Take `kv` as in `Decoder.body`, and the sizes that steps are padded to; without graphs run eagerly.
 
         Only blocks that a plan names, and the sink, are ever touched: there may be no memory behind others.
-        `tables` are those that decoder, inputs and sampler have.
+        `tables` are those that decoder, inputs and sampler have. `bind_workspace` returns the buffers of the
+        decoder in memory (uint8) that it may be moved to.
         """
         self.decoder = decoder
-        self._tables = tables
+        self._tables, self._bind_workspace = tables, bind_workspace
         self._gate: WeightGate | None = None
         self.kv = kv
         self._inputs = inputs
@@ -261,10 +264,10 @@ class Runner:
         """
         self._gate = gate
 
-    def rebind(self, weights: Weights) -> None:
-        """Follow weights that were moved; graphs are captured anew when next needed."""
+    def rebind(self, weights: Weights, workspace: torch.Tensor | None = None) -> None:
+        """Follow weights that were moved, and a workspace; graphs are captured anew when next needed."""
         self.settle()
-        self.decoder.rebind(weights)
+        self.decoder.rebind(weights, None if workspace is None else self._bind_workspace(workspace))
         if self.graphs is not None:
             self.graphs.forget()
 

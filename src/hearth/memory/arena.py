@@ -3,7 +3,8 @@
 The unit of residency is a fused tensor: it is there as a whole or not at all, and tensors of two models are
 never shared, equal as they may be. When free memory lies in pieces that are too small, tensors move and
 whoever computes with them binds them anew. What never moves lies at the ends: the workspace, which all models
-have in common, KV, tables and adapters, each of these with all its pieces in one region.
+have in common, KV, tables and adapters, each of these with all its pieces in one region. A model that does
+not compute can lose its workspace; `place` gives it another one, possibly elsewhere.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class ArenaPool:
         books.move(placement.moves)
         for span in placement.spans:
             books.take(tenant, span)
+        tenant.has_workspace = True
         books.cut_common()
         books.moved.discard(model)  # its space says where it is
         books.give_back()
@@ -134,21 +136,29 @@ class ArenaPool:
         tenant = self._books.tenants.get(model)
         return 0 if tenant is None else tenant.holding(self._books.regions).stored_bytes
 
-    def lacks_weights(self, model: ModelId) -> bool:
+    def is_incomplete(self, model: ModelId) -> bool:
         tenant = self._books.tenants.get(model)
         if tenant is None:
             return False
         holding = tenant.holding(self._books.regions)
-        return holding.weights_bytes < holding.total_bytes
+        return holding.weights_bytes < holding.total_bytes or not tenant.has_workspace
 
-    def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
-        tails, owners_by_model = [], {}
+    def take_weights(
+        self,
+        num_bytes: int,
+        most: Hold,
+        below_s_per_byte: float = math.inf,
+        *,
+        with_workspaces: bool = False,
+    ) -> int:
+        tails, owners_by_model, takeable = [], {}, []
         for model, tenant in self._books.tenants.items():
             terms = self._eviction_terms(model)
             if terms.hold not in TAKEABLE or terms.hold > most or terms.is_loading or tenant.coming:
                 continue
             if terms.cost_s_per_byte >= below_s_per_byte:
                 continue
+            takeable.append(tenant)
             owners_by_model[model] = owners = tenant.tensors(self._books.regions)[::-1]
             units = tuple(self._books.regions.span_of(owner).num_bytes for owner in owners)
             tails.append(Tail(model, terms.hold, terms.cost_s_per_byte, units))
@@ -157,6 +167,8 @@ class ArenaPool:
             for owner in owners_by_model[take.model][: take.num_units]:
                 self._books.give(owner, is_wanted=True)
             self._books.forget_if_empty(take.model)
+        if with_workspaces and self._books.regions.free_bytes - before_bytes < num_bytes:
+            self._books.take_workspaces(takeable)
         return self._books.regions.free_bytes - before_bytes
 
     def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
@@ -243,7 +255,7 @@ class ArenaPool:
             return
         for first in tenant.extents:
             self._books.give(Owner(model, Use.KV, first))
-        tenant.extents = {}
+        tenant.extents, tenant.has_workspace = {}, False
         for table in tenant.tables(self._books.regions):
             self._books.give(table)
         if tenant.has_own_workspace(self._books.regions):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -139,6 +139,18 @@ class ArenaBooks:
         tenant = self.tenants[model]
         if not tenant.extents and not tenant.tensors(self.regions):
             del self.tenants[model]
+
+    def take_workspaces(self, tenants: Collection[ArenaTenant]) -> None:
+        """Take the workspaces of models that do not compute, unless models that do need the same bytes."""
+        others = self.tenants.keys() - {tenant.model for tenant in tenants}
+        kept_bytes = max((self.tenants[model].common_bytes(self.regions) for model in others), default=0)
+        for tenant in tenants:
+            if tenant.has_own_workspace(self.regions):
+                self.give(tenant.own_workspace, is_wanted=True)
+                tenant.has_workspace = False
+            elif tenant.common_bytes(self.regions) > kept_bytes:
+                tenant.has_workspace = False
+        self.cut_common()
 
     def cut_common(self) -> None:
         """Give back what no placed model uses of the common workspace."""

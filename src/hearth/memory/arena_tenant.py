@@ -30,6 +30,8 @@ class ArenaTenant:
     coming: set[int] = field(default_factory=set)
     #: By first block, the sink's first. Empty unless the model is placed.
     extents: dict[int, range] = field(default_factory=dict)
+    #: The model may compute in the common workspace, or in its own. False: it was taken, or never given.
+    has_workspace: bool = False
     #: How often its regions had changed, and what it held then.
     _held: tuple[int, Holding] | None = None
     #: Version of the regions, and the models that could move, with which no block more had a place.
@@ -59,8 +61,8 @@ class ArenaTenant:
 
     def common_bytes(self, regions: RegionList) -> int:
         """Return how much of the common workspace the model may use."""
-        is_there = self.extents and not self.has_own_workspace(regions)
-        return aligned(self.shape.workspace_bytes) if is_there else 0
+        uses_common = self.has_workspace and not self.has_own_workspace(regions)
+        return aligned(self.shape.workspace_bytes) if uses_common else 0
 
     def is_other(self, shape: Shape) -> bool:
         """True if what is there is of no use for a model of such a shape."""
@@ -117,8 +119,9 @@ class ArenaTenant:
             owners.add(owner)
         assert self.num_blocks <= self.shape.max_blocks, f"`{self.model}` has {self.num_blocks} blocks"
         if self.has_own_workspace(regions):
-            assert self.extents, f"`{self.model}` has a workspace and is not placed"
+            assert self.has_workspace, f"`{self.model}` does not know its workspace"
             owners.add(self.own_workspace)
+        assert self.extents or not self.has_workspace, f"`{self.model}` has a workspace and is not placed"
         tables = self.tables(regions)
         assert self.extents or not tables, f"`{self.model}` has tables and is not placed: {tables}"
         return owners | set(tables)
@@ -166,12 +169,13 @@ def need_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: R
     """
     owners = zip(tensor_owners(model, shape), shape.served.tensors, strict=True)
     tensors = tuple(Item(owner, aligned(spec.nbytes)) for owner, spec in owners if owner not in regions)
+    common_bytes = regions.span_of(COMMON).num_bytes if COMMON in regions else 0
     if tenant is None or tenant.is_other(shape) or not tenant.extents:
-        common_bytes = regions.span_of(COMMON).num_bytes if COMMON in regions else 0
         tables = (Item(tables_owner(model), aligned(shape.tables_bytes)),) if shape.tables_bytes else ()
         return PlacementNeed(
             model, tensors, shape.workspace_bytes, 1, shape.block_bytes, common_bytes, tables
         )
     had, wanted = ((one.workspace_bytes, one.tables_bytes, one.block_bytes) for one in (tenant.shape, shape))
     assert had == wanted, f"retire `{model}` first: {had=} {shape=}"
-    return PlacementNeed(model, tensors, workspace_bytes=0, num_blocks=0, block_bytes=shape.block_bytes)
+    workspace_bytes = 0 if tenant.has_workspace else shape.workspace_bytes
+    return PlacementNeed(model, tensors, workspace_bytes, 0, shape.block_bytes, common_bytes)

@@ -103,7 +103,7 @@ class Space:
 
     places: Mapping[str, TensorPlace]  #: of every tensor, as served
     #: These two and the sink must not be touched before `prepare_rest` has returned.
-    workspace: torch.Tensor  #: uint8; arbitrary bits between two steps
+    workspace: torch.Tensor  #: uint8; arbitrary bits between two steps; another one each time it is placed
     tables: torch.Tensor  #: uint8; arbitrary bits when the model is placed, and its own until it is retired
     #: uint8. Block `b` lies at `b * block_bytes`; those that the pool has not given must not be touched.
     kv: torch.Tensor
@@ -192,15 +192,24 @@ class Pool(Protocol):
         """Return about how many stored bytes of a model's weights have memory, at no cost worth mentioning;
         those of a load under way count. 0 for one that is unknown."""
 
-    def lacks_weights(self, model: ModelId) -> bool:
-        """True if a model is known and some of its weights have no memory. Costs as little."""
+    def is_incomplete(self, model: ModelId) -> bool:
+        """True if a model is known, and some of its weights or its workspace have no memory, so that it must
+        be placed again before it computes. Costs as little."""
 
-    def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
+    def take_weights(
+        self,
+        num_bytes: int,
+        most: Hold,
+        below_s_per_byte: float = math.inf,
+        *,
+        with_workspaces: bool = False,
+    ) -> int:
         """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
         many came free, which is less only where there are no more. No step begins with any of them; one may
         be in flight, as the terms say.
 
-        `below_s_per_byte`: only those whose reload cost is less.
+        `below_s_per_byte`: only those whose reload cost is less. `with_workspaces`: if weights do not
+        suffice, also the bytes that only the workspaces of these models need; `is_incomplete` says whose.
         """
 
     def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:

@@ -130,11 +130,18 @@ class MappedPool:
         tenant = self._books.tenants.get(model)
         return 0 if tenant is None else tenant.resident_bytes
 
-    def lacks_weights(self, model: ModelId) -> bool:
+    def is_incomplete(self, model: ModelId) -> bool:
         tenant = self._books.tenants.get(model)
         return tenant is not None and len(tenant.there) + len(tenant.coming) < tenant.num_weights_pages
 
-    def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
+    def take_weights(
+        self,
+        num_bytes: int,
+        most: Hold,
+        below_s_per_byte: float = math.inf,
+        *,
+        with_workspaces: bool = False,
+    ) -> int:
         freed_bytes = 0
         with self._table.lock:
             terms = {

@@ -63,6 +63,18 @@ class Decoder:
         """
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
+        self._cos_sin = cos_sin
+        self._on_layer = on_layer
+        self.products = products
+        self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+        self.rebind(weights, workspace)
+
+    def rebind(self, weights: Weights, workspace: Workspace | None = None) -> None:
+        """Follow weights that were moved, and a workspace. Graphs captured before still use the old place."""
+        assert len(weights.layers) == len(self.layers), f"{len(weights.layers)=} {self.layers=}"
+        self.weights = weights
+        if workspace is None:
+            return
         self._workspace = workspace
         #: Memory for rows of float32 logits.
         self.wide_logits = workspace.logits
@@ -70,19 +82,9 @@ class Decoder:
         self.logits = workspace.head_out if len(workspace.head_out) else workspace.logits
         # Kept, because all layers of a step ask for the same.
         self._cut = lru_cache(maxsize=4)(workspace.cut)
-        self._cos_sin = cos_sin
-        self._on_layer = on_layer
-        self.products = products
-        self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
         # Parts of sums lie among q, k and v, and those of q, k and v where the MLP leaves its activations.
         self._product_scratch = workspace.product_scratch(workspace.qkv)
         self._qkv_scratch = workspace.product_scratch(workspace.activated)
-        self.rebind(weights)
-
-    def rebind(self, weights: Weights) -> None:
-        """Follow weights that were moved. Graphs captured before still read the old place."""
-        assert len(weights.layers) == len(self.layers), f"{len(weights.layers)=} {self.layers=}"
-        self.weights = weights
 
     def sharing_obstacle(self) -> str | None:
         """Say why some products of eight bits are slower than they could be; None: they are not."""

@@ -116,8 +116,7 @@ class SimulatedWorker:
         return self._add_up([*others, self.replicas[model].promise]) <= self.device.budget_bytes
 
     def _add_up(self, promises: Sequence[Promise]) -> int:
-        workspaces = [promise.workspace_bytes for promise in promises]
-        workspace_bytes = max(workspaces, default=0) if self.shares_workspace else sum(workspaces)
+        workspace_bytes = max((promise.workspace_bytes for promise in promises), default=0)
         return workspace_bytes + sum(promise.own_bytes for promise in promises)
 
     # Orders.
@@ -125,7 +124,7 @@ class SimulatedWorker:
     def load(self, order: LoadModel, profile: ModelProfile, version: int, now_s: float) -> SimulatedReplica:
         """Host a model, and begin to load what is missing of it."""
         model, footprint = order.model, profile.footprints[self.kind]
-        promise = footprint.promise
+        promise = footprint.promise if self.shares_workspace else footprint.promise.unshared
         assert model not in self.replicas, f"loaded twice on one worker: {order}"
         assert footprint.min_kv_bytes == order.kv_floor_bytes <= order.max_kv_bytes, f"{order} {footprint}"
         assert order.max_kv_bytes <= footprint.max_kv_bytes, f"{order} {footprint}"
@@ -135,7 +134,7 @@ class SimulatedWorker:
         if self.takes_turns:
             replica.is_loading = replica.is_in_turn = False
             return replica
-        self._place_other(model, promise.own_bytes - profile.num_bytes, promise.workspace_bytes)
+        self.device.place_other(model, promise.own_bytes - profile.num_bytes, promise.workspace_bytes)
         assert self.promised_bytes <= self.device.budget_bytes, f"beyond the budget: {order}"
         self._begin_load(model, replica, now_s)
         return replica
@@ -147,7 +146,7 @@ class SimulatedWorker:
         assert self.can_begin_turn(model), f"no room for its turn: {model=}"
         replica.is_in_turn = replica.has_had_turn = True
         promise, profile = replica.promise, replica.profile
-        self._place_other(model, promise.own_bytes - profile.num_bytes, promise.workspace_bytes)
+        self.device.place_other(model, promise.own_bytes - profile.num_bytes, promise.workspace_bytes)
         weights = self.device.weights.get(model)
         is_whole = weights is not None and weights.digest == profile.digest
         if replica.is_ready and is_whole and self.device.count_bytes(model) == profile.num_bytes:
@@ -164,13 +163,7 @@ class SimulatedWorker:
         if replica.is_loading:
             self.device.truncate(model, self.device.count_bytes(model) - replica.missing_bytes)
             replica.is_loading, replica.missing_bytes = False, 0
-        self._place_other(model, replica.promise.standing_bytes, replica.promise.workspace_bytes)
-
-    def _place_other(self, model: ModelId, own_bytes: int, workspace_bytes: int) -> None:
-        if self.shares_workspace:
-            self.device.place_other(model, own_bytes, workspace_bytes)
-        else:
-            self.device.place_other(model, own_bytes + workspace_bytes, 0)
+        self.device.place_other(model, replica.promise.standing_bytes, replica.promise.workspace_bytes)
 
     def evict(self, order: Evict) -> None:
         """Host a model no longer; its weights stay until somebody needs their place, unless it is freed."""

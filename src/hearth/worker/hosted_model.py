@@ -287,7 +287,7 @@ class HostedModel:
                     self._pool.prepare_rest(self.model)
                     served.engine.runner.fill_tables()
                 if not self._pool.keeps_addresses:
-                    served.rebind(space.places)
+                    served.rebind(space.places, space.workspace)
                 if not space.parts:
                     took_s = time.perf_counter() - began_s
                     times = _LoadTimes(open_s=0.0, place_s=took_s, assemble_s=took_s)

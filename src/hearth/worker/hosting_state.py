@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from hearth.engine.engine import Engine
 from hearth.models.weights import TensorPlace, bind
 from hearth.policy.batch.plan import EngineRequest
@@ -37,9 +39,9 @@ class ServedModel:
     #: Bytes of the tables that lie in the pool; written by the `Reclaimer`.
     pooled_tables: dict[SamplingTable, int] = field(default_factory=dict)
 
-    def rebind(self, places: Mapping[str, TensorPlace]) -> None:
-        """Compute with tensors that are elsewhere now."""
-        self.engine.runner.rebind(bind(self.spec.model.arch, self.spec.layout, places))
+    def rebind(self, places: Mapping[str, TensorPlace], workspace: torch.Tensor | None = None) -> None:
+        """Compute with tensors that are elsewhere now, and in another workspace."""
+        self.engine.runner.rebind(bind(self.spec.model.arch, self.spec.layout, places), workspace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Desk:
         return self._step(*(ModelDeployed(self.now_s, profile) for profile in profiles))
 
     def join(self, worker: str, budget_bytes: int = 100, kind: str = "cuda") -> list[Action]:
-        return self._step(WorkerJoined(self.now_s, WorkerId(worker), kind, budget_bytes))
+        return self._step(WorkerJoined(self.now_s, WorkerId(worker), kind, budget_bytes, kind == "cuda"))
 
     def lose(self, worker: str, culprit: str | None = None, *, has_answered: bool = False) -> list[Action]:
         model = None if culprit is None else ModelId(culprit)

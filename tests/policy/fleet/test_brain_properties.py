@@ -60,8 +60,9 @@ def can_take_turns(worker: Worker, model: Model) -> bool:
     staying = [one for one in worker.replicas.values() if one.hold not in (Hold.RETAINED, Hold.WARM)]
     pinned = [one.promise for one in staying if one.hold is Hold.PINNED]
     others = [one.promise for one in staying if one.hold is not Hold.PINNED] + [footprint.promise]
-    workspaces = [promise.workspace_bytes for promise in (*pinned, *others)]
-    workspace_bytes = max(workspaces) if worker.promises.shares_workspace else sum(workspaces)
+    if not worker.promises.shares_workspace:
+        pinned, others = [one.unshared for one in pinned], [one.unshared for one in others]
+    workspace_bytes = max(promise.workspace_bytes for promise in (*pinned, *others))
     fixed_bytes = workspace_bytes + sum(promise.own_bytes for promise in pinned)
     budget_bytes = worker.promises.budget_bytes
     standing_bytes = sum(promise.standing_bytes for promise in others)

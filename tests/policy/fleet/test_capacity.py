@@ -89,7 +89,7 @@ def test_everybody_can_take_turns_if_each_has_room_beside_pinned_ones_and_what_o
         return all(
             add_up(
                 [
-                    one if other == at or hold is Hold.PINNED else kept(one)
+                    one if other == at or hold is Hold.PINNED else kept(one, shares_workspace)
                     for other, (one, hold) in enumerate(hosted)
                 ],
                 shares_workspace=shares_workspace,
@@ -109,9 +109,10 @@ def test_everybody_can_take_turns_if_each_has_room_beside_pinned_ones_and_what_o
     assert promises.must_take_turns == (total > BUDGET_BYTES)
 
 
-def kept(promise: Promise) -> Promise:
-    """Return what is left of a promise out of turn."""
-    return replace(promise, own_bytes=promise.standing_bytes)
+def kept(promise: Promise, shares_workspace: bool) -> Promise:
+    """Return what is left of a promise out of turn: no workspace of its own."""
+    workspace_bytes = promise.workspace_bytes if shares_workspace else 0
+    return Promise(promise.standing_bytes, workspace_bytes)
 
 
 @given(HELD, st.data())

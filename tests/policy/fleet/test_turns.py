@@ -21,7 +21,8 @@ from hearth.policy.fleet.events import (
     Why,
 )
 from hearth.policy.fleet.records import Replica
-from hearth.types import Hold, ModelId, TurnEnd, WorkerId
+from hearth.policy.fleet.routing import explain_wait
+from hearth.types import Hold, ModelId, RequestId, TurnEnd, WorkerId
 from tests.policy.fleet.test_brain import Desk, evicted, of, profile, regards, sent
 
 TURNS = BrainConfig(takes_turns=True)
@@ -65,12 +66,54 @@ def test_a_model_without_room_beside_a_busy_one_is_hosted_to_take_turns_with_it(
     assert (dispatch.worker, dispatch.why, dispatch.waited_s) == ("w1", Why.TURNS, 0.0)
 
 
+def test_on_an_arena_a_model_out_of_turn_is_charged_no_workspace_so_that_three_can_take_turns() -> None:
+    desk = TurnsDesk()
+    desk.deploy(*(profile(name, 22, workspace_bytes=50, sink_bytes=1) for name in "abc"))
+    desk.join("w1", 80, kind="cpu")
+    desk.run("r1", "a")
+    for request, model in (("r2", "b"), ("r3", "c")):
+        _, dispatch = desk.ask(request, model)
+        assert isinstance(dispatch, Dispatch)
+        assert dispatch.why is Why.TURNS
+
+
+def test_on_an_arena_a_pinned_model_keeps_its_workspace_for_ever() -> None:
+    for budget_bytes, has_room in ((77 + 77, True), (77 + 76, False)):
+        desk = TurnsDesk()
+        desk.deploy(profile("a", 22, workspace_bytes=50, sink_bytes=1, is_pinned=True))
+        desk.deploy(profile("b", 22, workspace_bytes=50, sink_bytes=1))
+        desk.join("w1", budget_bytes, kind="cpu")
+        desk.begin("a")
+        desk.ready("a", "w1")
+        assert bool(of(Dispatch, desk.ask("r1", "b"))) is has_room
+
+
 def test_without_turns_it_waits_for_room() -> None:
     desk = Desk()
     desk.deploy(profile("a", 60), profile("b", 60))
     desk.join("w1")
     desk.ask("r1", "a")
     assert of(Dispatch, desk.ask("r2", "b")) == []
+    assert explain_wait(desk.fleet, RequestId("r1")) is None
+    assert explain_wait(desk.fleet, RequestId("r2")) == "w1: needs 65 bytes, 35 bytes can be freed; busy: a"
+
+
+def test_a_request_says_why_it_waits() -> None:
+    desk = TurnsDesk()
+    desk.deploy(
+        profile("a", 60, sink_bytes=5, max_seqs=1), profile("big", 94, 5), profile("c", 60, sink_bytes=5)
+    )
+    desk.ask("r0", "a")
+    assert explain_wait(desk.fleet, RequestId("r0")) == "no worker is up"
+    desk.join("w1")
+    for request, model in (("r1", "a"), ("r2", "big"), ("r3", "c")):
+        assert of(Dispatch, desk.ask(request, model)) == []
+    reasons = [explain_wait(desk.fleet, RequestId(request)) for request in ("r1", "r2", "r3")]
+    assert reasons == [
+        "w1: all 1 slots are in use",
+        "w1: needs 99 bytes, 35 bytes can be freed; busy: a; too large to take turns with them",
+        "w1: its room is kept for requests that came first",
+    ]
 
 
 def test_idle_models_are_evicted_where_that_gives_room_and_only_then_turns_are_taken() -> None:

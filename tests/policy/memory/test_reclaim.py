@@ -453,6 +453,26 @@ def test_a_table_leaves_the_pool_for_what_is_promised_after_all_that_is_lent() -
     assert isinstance(pool.orders[-1], SpillTable)
 
 
+@pytest.mark.parametrize("keeps_addresses", [True, False])
+def test_in_an_arena_workspaces_go_for_what_is_promised_after_all_kv_that_is_lent(
+    keeps_addresses: bool,
+) -> None:
+    newcomer = hosted(weights_bytes=8)
+    newcomer.there_bytes = 0
+    busy = hosted(num_blocks=8, running=(2, 2, 2, 2), floor_blocks=4)
+    pool = pool_of(a=busy, b=newcomer, keeps_addresses=keeps_addresses)
+
+    assert pool.place(B) > 0, "there is not so much"
+
+    with_workspaces = [
+        order for order in pool.orders if isinstance(order, TakeWeights) and order.with_workspaces
+    ]
+    assert bool(with_workspaces) is not keeps_addresses
+    assert keeps_addresses or max(map(pool.orders.index, with_workspaces)) > max(
+        at for at, order in enumerate(pool.orders) if isinstance(order, ClearKv) and order.may_preempt
+    )
+
+
 def test_a_model_s_own_table_leaves_the_pool_for_the_kv_that_it_is_promised() -> None:
     one = needing(hosted(floor_blocks=4), bias=4)
     one.num_waiting = 1

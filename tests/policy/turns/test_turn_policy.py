@@ -283,19 +283,19 @@ def test_a_model_without_requests_ends_its_turn_and_one_that_is_gone_is_forgotte
     table.policy.ended(B, RequestId("b-r"))
 
 
-def test_all_that_had_a_turn_keep_what_stands_and_share_the_largest_workspace() -> None:
+def test_a_model_out_of_turn_keeps_what_stands_and_no_workspace_of_its_own() -> None:
     promise = Promise(own_bytes=50, workspace_bytes=20, standing_bytes=5)
-    for shares_workspace, workspace_bytes in ((True, 20), (False, 40)):
+    for shares_workspace in (True, False):
         policy = TurnPolicy(200, shares_workspace=shares_workspace)
         for model in (A, B):
             policy.hosted(model, promise)
             policy.arrived(model, RequestId(f"{model}-r"), Pace(), 0.0, 0.0, 0)
         assert policy.bound_bytes() == 0
         policy.decide(0.0, lambda _: WeightsView(0.0, 0.1))
-        assert policy.bound_bytes() == 50 + 50 + workspace_bytes
+        assert policy.bound_bytes() == 50 + 50 + (20 if shares_workspace else 20 + 20)
         policy.ended(B, RequestId("b-r"))
         policy.decide(0.0, lambda _: WeightsView(0.0, 0.1))
-        assert policy.bound_bytes() == 50 + 5 + workspace_bytes
+        assert policy.bound_bytes() == 50 + 5 + 20
 
 
 def test_bytes_of_the_next_in_line_come_early_unless_another_is_being_loaded() -> None:

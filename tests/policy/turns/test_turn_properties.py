@@ -58,9 +58,16 @@ class SteppedModel:
 class TurnWorld:
     """A worker that does what the policy says, in virtual time; checks it after every decision."""
 
-    def __init__(self, models: list[SteppedModel], pinned: int | None) -> None:
+    def __init__(
+        self, models: list[SteppedModel], pinned: int | None, *, shares_workspace: bool = True
+    ) -> None:
         self.models = {ModelId(f"m{number}"): model for number, model in enumerate(models)}
-        self.policy = TurnPolicy(BUDGET_BYTES, adapter_bytes=lambda name: self.models[name].adapter_bytes)
+        self.policy = TurnPolicy(
+            BUDGET_BYTES,
+            shares_workspace=shares_workspace,
+            adapter_bytes=lambda name: self.models[name].adapter_bytes,
+        )
+        self.shares_workspace = shares_workspace
         self.sharing = StepSharing()
         self.now_s = 0.0
         self.pinned = None if pinned is None else ModelId(f"m{pinned}")
@@ -185,9 +192,10 @@ class TurnWorld:
         kept = {*self.sent_in_turn, *in_turn}
         own_bytes = sum(self.models[name].num_bytes for name in in_turn)
         standing_bytes = sum(self.models[name].standing_bytes for name in kept - in_turn)
-        return (
-            own_bytes + standing_bytes + max((self.models[name].workspace_bytes for name in kept), default=0)
-        )
+        workspaces = [self.models[name].workspace_bytes for name in kept]
+        if not self.shares_workspace:
+            workspaces = [sum(self.models[name].workspace_bytes for name in in_turn)]
+        return own_bytes + standing_bytes + max(workspaces, default=0)
 
     def _come_early(self) -> None:
         """Have bytes of the next in line come that fit into what is free, in no time."""
@@ -266,17 +274,29 @@ arrivals_of = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(stepped_models, min_size=1, max_size=6), arrivals_of, st.booleans())
+@given(st.lists(stepped_models, min_size=1, max_size=6), arrivals_of, st.booleans(), st.booleans())
 def test_every_request_ends_once_and_promises_are_kept(
-    models: list[SteppedModel], arrivals: list[Arrival], is_pinned: bool
+    models: list[SteppedModel], arrivals: list[Arrival], is_pinned: bool, shares_workspace: bool
 ) -> None:
     """Checked by the world after each decision; what is pinned leaves room for every other model."""
     largest = max((one.num_bytes for one in models[1:]), default=0)
     has_room = is_pinned and models[0].num_bytes + largest <= BUDGET_BYTES - KEPT_BYTES
-    world = TurnWorld(models, 0 if has_room else None)
+    world = TurnWorld(models, 0 if has_room else None, shares_workspace=shares_workspace)
     world.run(arrivals)
     assert len(world.num_ended) == len(arrivals)
     assert set(world.num_ended.values()) <= {1}
+
+
+def test_on_an_arena_three_busy_models_that_fit_one_at_a_time_all_have_turns_within_the_bound() -> None:
+    """Weights are a sixth of the budget and a workspace a third; requests keep all models busy."""
+    models = [SteppedModel(18, 0.02, 0.05, standing_bytes=1, workspace_bytes=60) for _ in range(3)]
+    clients = (0, 0, 0, 0, 0, 0, 1, 1, 2, 2)
+    arrivals = [Arrival(at_s / 2, model, 40, Pace(), None) for at_s in range(40) for model in clients]
+    world = TurnWorld(models, None, shares_workspace=False)
+    world.run(arrivals)
+    assert len(world.num_ended) == len(arrivals)
+    bound_s = sum(RULES.max_turn_s + one.load_s + one.step_s for one in models)
+    assert max(world.lateness_s) <= bound_s
 
 
 @settings(max_examples=100, deadline=None)

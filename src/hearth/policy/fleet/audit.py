@@ -95,8 +95,8 @@ def _check_turns(worker: Worker) -> None:
         if replica.is_in_turn:
             bound.add(promise, Hold.BUSY)
         elif replica.has_had_turn:
-            kept = Promise(promise.standing_bytes, promise.workspace_bytes, promise.standing_bytes)
-            bound.add(kept, Hold.PAUSED)
+            workspace_bytes = promise.workspace_bytes if bound.shares_workspace else 0
+            bound.add(Promise(promise.standing_bytes, workspace_bytes), Hold.PAUSED)
     assert bound.free_bytes >= 0, f"turns on worker `{worker.name}` are beyond its budget: {bound=}"
     promises = worker.promises
     assert promises.can_all_take_turns, f"no turn for some on worker `{worker.name}`: {promises=}"

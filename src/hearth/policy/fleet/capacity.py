@@ -23,8 +23,8 @@ class Promises:
     """Bytes of one worker's budget, by how the replicas are held that they are promised to.
 
     Mutable; a worker's own are written only by `Fleet.reindex`, a copy by whoever made it. Nothing else adds
-    up what replicas take of a worker: what each has for itself, and the largest workspace of all, or each its
-    own where the worker's pool is not sure to share it.
+    up what replicas take of a worker: what each has for itself, and the largest workspace of all, or, while
+    in turn, each its own where the worker's pool is not sure to share it.
     """
 
     budget_bytes: int
@@ -129,10 +129,7 @@ class Promises:
 
     def _booked(self, promise: Promise) -> Promise:
         """Return a promise as this worker keeps it: with a workspace of its own where none can be shared."""
-        if self.shares_workspace:
-            return promise
-        workspace_bytes = promise.workspace_bytes
-        return Promise(promise.own_bytes + workspace_bytes, 0, promise.standing_bytes + workspace_bytes)
+        return promise if self.shares_workspace else promise.unshared
 
     @property
     def utilisation(self) -> float:

@@ -21,6 +21,11 @@ class Promise:
     workspace_bytes: int  #: one for all models, as large as the largest needs, where the pool can share it
     standing_bytes: int = 0  #: of `own_bytes`, what it has also while it waits for its turn
 
+    @property
+    def unshared(self) -> Promise:
+        """The same promise where the pool may have to give every model in turn its own workspace."""
+        return Promise(self.own_bytes + self.workspace_bytes, 0, self.standing_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:

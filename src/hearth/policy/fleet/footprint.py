@@ -8,7 +8,7 @@ Tables of penalties and biases are not among them: they are there while a reques
 The workspace is one for all models of a worker, as large as the largest of them needs, for they step one
 after the other. Mapped pages are always shared so. In an arena something that must not move may lie where the
 common workspace would have to grow: then a model gets one of its own. So a worker with an arena does not
-count on it, and `Promises` charges each its own there.
+count on it, and `Promises` charges each model in turn its own there. Out of turn a model needs none.
 
 The least KV holds one full context: whatever a request may ask for, every replica can serve it. So the
 context is cut to what the budget of a worker can hold, where nobody has named one.

@@ -25,7 +25,7 @@ from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions, plan_tur
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
 from hearth.policy.fleet.refusals import explain_shortage
-from hearth.types import Hold, WorkerId
+from hearth.types import Hold, RequestId, WorkerId
 
 #: Workers that are considered for one request.
 MAX_OPTIONS = 8
@@ -374,6 +374,29 @@ def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_opti
         done.add(name)
         worker = fleet.workers[name]
         yield _price_option(fleet, model, worker, obstacle=_explain_obstacle(model, worker))
+
+
+def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
+    """Say why a request waits for a slot or for room; None if it does not.
+
+    By one worker: one that has its model, else the one that can free the most memory.
+    """
+    request = fleet.queues.requests.get(request_id)
+    if request is None or request.replica is not None:
+        return None
+    model = request.model
+    option = next(_show_others(fleet, model, (), max_options=1), None)
+    if option is None:
+        return "no worker is up"
+    worker, obstacle = fleet.workers[option.worker], option.obstacle
+    footprint = None if model.profile is None else model.profile.footprints.get(worker.kind)
+    if footprint is not None and worker.name not in model.replicas:
+        takes_turns = fleet.config.takes_turns
+        if _could_take(worker, footprint, Hold.BUSY if takes_turns else Hold.WARM):
+            obstacle = "its room is kept for requests that came first"
+        elif takes_turns:
+            obstacle = f"{obstacle}; too large to take turns with them"
+    return f"{worker.name}: {obstacle}"
 
 
 def _explain_obstacle(model: Model, worker: Worker) -> str:

@@ -1,8 +1,8 @@
 """Who gives way when a model on a worker needs memory. Pure: it yields the orders of `reclaim_orders.py`.
 
     free memory, KV that nobody reads, idle adapters, weights of retained models, of warm, of paused ones,
-    and for what is promised alone: KV of paused models, KV of running requests, pinned adapters, tables of
-    samplers
+    and for what is promised alone: KV of paused models, KV of running requests, workspaces of idle and paused
+    models in an arena, pinned adapters, tables of samplers
 
 Each is touched only when all before it is used up. Models are promised no more than there is, so whatever is
 promised can be had: what a model has beyond its promise is lent, and comes back in this order. A paused model
@@ -426,6 +426,8 @@ class ReclaimPolicy:
             freed += yield from self._free_kv(
                 num_bytes - freed, beside, may_preempt=True, keeps_floor=keeps_floor
             )
+        if freed < num_bytes and may_preempt and not self._keeps_addresses:
+            freed += yield TakeWeights(num_bytes - freed, with_workspaces=True)
         if freed < num_bytes and may_preempt and not keeps_floor:
             freed += yield from self._free_adapters(num_bytes - freed, is_promised=True)
         if freed < num_bytes and may_preempt:

@@ -44,6 +44,7 @@ class TakeWeights:
 
     num_bytes: int
     below_s_per_byte: float = math.inf  #: only those whose reload cost is less
+    with_workspaces: bool = False  #: and the workspaces of these models, where they have any to themselves
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,7 @@ class TurnPolicy:
     def hosted(self, model: ModelId, promise: Promise) -> None:
         """Note a model that requests may come for."""
         assert model not in self._models, f"hosted twice: `{model}`"
+        promise = promise if self._shares_workspace else promise.unshared
         self._models[model] = _Model(promise, self._rules.quantum_s, self._rules.max_turn_s)
 
     def forget(self, model: ModelId) -> None:
@@ -392,7 +393,7 @@ class TurnPolicy:
             if one.turn is None:
                 num_bytes += one.promise.own_bytes - (one.promise.standing_bytes if one.has_memory else 0)
             if not one.has_memory:
-                workspace_bytes = self._with_workspace(workspace_bytes, one)
+                workspace_bytes = max(workspace_bytes, one.promise.workspace_bytes)
         return num_bytes + workspace_bytes
 
     def _count_bound(self) -> _BoundMemory:
@@ -400,13 +401,8 @@ class TurnPolicy:
         for one in self._models.values():
             if one.has_memory:
                 own_bytes += one.promise.standing_bytes if one.turn is None else one.promise.own_bytes
-                workspace_bytes = self._with_workspace(workspace_bytes, one)
+                workspace_bytes = max(workspace_bytes, one.promise.workspace_bytes)
         return _BoundMemory(own_bytes, workspace_bytes)
-
-    def _with_workspace(self, workspace_bytes: int, one: _Model) -> int:
-        """Return the bytes of all workspaces with that of one model more."""
-        more_bytes = one.promise.workspace_bytes
-        return max(workspace_bytes, more_bytes) if self._shares_workspace else workspace_bytes + more_bytes
 
     def _fits(self, models: Collection[ModelId], without: Collection[ModelId] = ()) -> bool:
         """True if models may be in turn beside those that are, but those `without`."""
