@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -16,14 +15,11 @@ from hearth.engine.assemble import ModelSpec, assemble, own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.engine.product_tables import ProductTables
 from hearth.kernels.compilations import COMPILATIONS
-from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.layout import Layout, TensorSpec
 from hearth.models.weights import TensorPlace, Weights, bind, contiguous_places
-from hearth.sizes import StepLimits
 from hearth.text.tokenizer import Tokenizer
 
 #: The spread of weights, and that of what a quantised one is stored as.
@@ -42,43 +38,15 @@ def new_engine(
     arch, dtype = shape.arch, DTYPES[shape.dtype]
     limits = own_limits(config, arch, dtype, device)  # before anything is taken of the memory
     spec = ModelSpec(arch, dtype, max_context or arch.max_positions, limits, eos_ids=frozenset())
-    products = None
     if device.type == "cuda":
-        needs = KernelNeeds.on(device, arch, shape.dtype, shape.quant, limits)
-        make_kernels_ready(needs)
-        if (tables := product_tables(device)) is not None:
-            products = tables.find(needs)
-    return assemble(spec, random_weights(shape, device, seed), config, device, products=products)
+        make_kernels_ready(KernelNeeds.on(device, arch, shape.dtype, shape.quant, limits))
+    return assemble(spec, random_weights(shape, device, seed), config, device)
 
 
 def make_kernels_ready(needs: KernelNeeds) -> None:
     """Have all kernels on the device before the first step, as whoever opens a model does."""
     COMPILATIONS.watch()
     KernelWarmup(_kernel_cache()).compile(needs)
-
-
-def product_tables(device: torch.device) -> ProductTables | None:
-    """Return the tables of chosen kernels on a CUDA device, which engines find where kernels are kept."""
-    return ProductTables.on(device, _kernel_cache())
-
-
-def choose_products(engine: Engine, shape: Shape, device: torch.device) -> ChosenProducts | None:
-    """Choose kernels for the products of an engine, as a worker does before it makes a snapshot.
-
-    Engines that are opened from then on have them; this one has what it was opened with. Returns them.
-    """
-    if device.type == "cuda" and (tables := product_tables(device)) is not None:
-        engine.flush()  # what was under way when its requests ended
-        most = engine.batcher.limits
-        limits = StepLimits(most.max_batch_tokens, most.max_seqs, engine.batcher.blocks.block_tokens)
-        needs = KernelNeeds.on(device, shape.arch, shape.dtype, shape.quant, limits)
-        tuning = tables.tune(needs, engine.runner)
-        while True:  # nobody asks for anything between two pieces
-            try:
-                next(tuning)
-            except StopIteration as end:
-                return cast("ChosenProducts | None", end.value)
-    return None
 
 
 def _kernel_cache() -> KernelCache:

@@ -18,12 +18,9 @@ import torch
 from hearth import LLM, SamplingParams, offline
 from hearth.config import EngineConfig, StoreConfig
 from hearth.errors import BadTokenizer, ChunkCorrupt, EngineFailed, LoadCancelled, ModelError
-from hearth.kernels.cublas_lt import ChosenProducts
-from hearth.kernels.product_table import ProductTable
 from hearth.store.manifest import WEIGHTS, Manifest
 from hearth.store.tiers import Tiers
 from hearth.types import Rung
-from tests.kernels.fake_cublas_lt import fake_lt
 from tests.models.zoo import build
 from tests.store.stored import (
     PATIENCE_S,
@@ -116,19 +113,6 @@ def test_torch_gets_no_more_threads_than_there_are_usable_cores(
         assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(2)
-
-
-def test_an_engine_has_the_kernels_that_were_chosen_for_its_products(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = ChosenProducts(fake_lt(), ProductTable("a device", "1", {}))
-    for path in (model, build(NAME).directory):
-        with open_llm(path, StoreConfig(path=str(tmp_path), host_bytes=16 << 20)) as llm:
-            assert llm.engine.runner.products_digest == "", "a CPU has none"
-        with monkeypatch.context() as patch:
-            patch.setattr(offline._OfflineKernels, "products", lambda _: chosen)
-            with open_llm(path, StoreConfig(path=str(tmp_path), host_bytes=16 << 20)) as llm:
-                assert llm.engine.runner.products_digest == chosen.digest
 
 
 class FakeCaptures:

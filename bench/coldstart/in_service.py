@@ -1,6 +1,6 @@
 """Whose are the gaps between tokens that a client sees: the worker's, the gateway's or the client's own?
 
-    python -m bench.coldstart.in_service [--only others burst] [--rounds N] [--choose] [--tiny]
+    python -m bench.coldstart.in_service [--only others burst] [--rounds N] [--tiny]
 
     others    16 streams of a 7B beside a 4B that comes and goes, and beside one that stays (`beside.py`)
     burst     64 requests at once to a 7B: in a worker that has come to rest, and in one that is just ready
@@ -8,8 +8,7 @@
 A service whose worker and gateway note what they do (`service_trace.py`). Each part is told as the client
 sees it, then by when the worker told of the same tokens: by what a gap met there, and the longest of each
 kind with all that was done in them. Of `burst` the first, the last and the longest gaps of the client are
-told with what all three did. Kernels of products are chosen with `--choose` alone, as that takes half a
-minute. On one H200 it takes 80 s without, half of it to begin.
+told with what all three did. On one H200 it takes 80 s, half of it to begin.
 """
 
 from __future__ import annotations
@@ -152,7 +151,6 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=3, help="of streams beside the other model")
-    parser.add_argument("--choose", action="store_true", help="kernels of products, as a service does")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU, without graphs")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where the models are made")
     chosen = parser.parse_args()
@@ -161,7 +159,7 @@ def main() -> None:
     models = (RUNNING, OTHER) if "others" in chosen.only else (RUNNING,)
     scale = TINY_SCALE if chosen.tiny else Scale(host_bytes=_HOST_BYTES[len(models)], rest_s=3.0)
     trace = place / "trace"
-    variables = environment(trace, hurries=not chosen.choose)
+    variables = environment(trace)
     setting = Setting(replace(scale, beside_rounds=chosen.rounds), place, variables)
     has_failed = False
     own = Ring()

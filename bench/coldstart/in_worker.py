@@ -13,8 +13,7 @@ thread. Each is run with everything, and with each of these left out (`--without
     capture   first steps are captured beside the load
     own end   a model that goes waits for its own steps alone
 
-Kernels of products are not chosen, and steps are not measured for the snapshots: that takes half a minute.
-On one H200 it takes 50 s, kernels that were never compiled 20 more.
+Steps are not measured for the snapshots. On one H200 it takes 50 s, kernels that were never compiled 20 more.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ from hearth.worker import snapshot_maker
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink
 from hearth.worker.hosted_models import HostedModels
-from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_load import ModelLoad
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.reclaimer import Reclaimer
@@ -347,8 +345,7 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[tuple[Rig, WorkerLoop]]:
 
 
 def hasten_snapshots() -> None:
-    """Have this process make snapshots of which nobody needs the times, with torch's kernels of products."""
-    ModelKernels.tune = lambda *_: None  # type: ignore[method-assign]
+    """Have this process make snapshots without repeated steps: no benchmark reads their times."""
     snapshot_maker.NUM_RUNS, snapshot_maker.QUIET_S = 1, 0.05
 
 

@@ -25,22 +25,19 @@ if TYPE_CHECKING:
     from bench.coldstart.ring import Noted
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Variables of the service's processes: where notes go, and whether snapshots are made in a hurry.
-_PLACE, _HURRY = "BENCH_TRACE_PLACE", "BENCH_TRACE_HURRY"
+#: Variable of the service's processes: where notes go.
+_PLACE = "BENCH_TRACE_PLACE"
 _PATIENCE_S, _LOOK_S = 30.0, 0.02
 
 
-def environment(place: Path, *, hurries: bool = True) -> dict[str, str]:
-    """Return the variables with which a service is traced; notes go to the directory `place`.
-
-    `hurries`: its snapshots are made without what takes long, so that kernels of products are torch's.
-    """
+def environment(place: Path) -> dict[str, str]:
+    """Return the variables with which a service is traced; notes go to the directory `place`."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "sitecustomize.py").write_text(
         "from bench.coldstart import service_trace\n\nservice_trace.await_owners()\n"
     )
     path = os.pathsep.join([str(place), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": path.rstrip(os.pathsep), _PLACE: str(place), _HURRY: str(int(hurries))}
+    return {"PYTHONPATH": path.rstrip(os.pathsep), _PLACE: str(place)}
 
 
 def notes_of(pid: int, place: Path) -> list[Noted]:
@@ -116,8 +113,7 @@ def _trace_worker() -> None:
     from bench.coldstart.ring import Ring
 
     ring = Ring(1 << 18)
-    if int(os.environ[_HURRY]):
-        hasten_snapshots()
+    hasten_snapshots()
     trace_worker(ring)
     write_when_told(ring.all, Path(os.environ[_PLACE]))
 

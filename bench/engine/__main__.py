@@ -13,9 +13,8 @@ python -m bench.engine [--save] [--parts PART ...] [--shapes NAME ...] [--arms A
 
 Each answer is printed as a line of JSON as soon as it is there, and one that fails costs no other. With
 `--save` each part has a result of its own, which is written anew with every answer; what is not asked stays
-in it as it was. Before the traffic of a shape another process fills the cache of compiled kernels, and
-chooses those of products, as a worker does for a deployed model, unless there is `--no-fill`. Before `shapes`
-the process that asks chooses the latter.
+in it as it was. Before the traffic of a shape another process fills the cache of compiled kernels, unless
+there is `--no-fill`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 
 from bench.engine import arrivals, fixed, shapes, traffic
 from bench.engine.finding import Arm, Finding, Found, found_by
-from bench.engine.rig import Rig, fill_cache, opened, use_chosen_products
+from bench.engine.rig import Rig, fill_cache, opened
 from bench.engine.scale import GPU, TINY, Scale
 from bench.report import tell
 from bench.shape import Shape
@@ -53,8 +53,6 @@ def _of_one_shape(
     shape: Shape, scale: Scale, device: torch.device, parts: Sequence[str], arms: Collection[str]
 ) -> Iterator[Finding]:
     with opened(shape, scale, device) as rig:
-        if "shapes" in parts:
-            use_chosen_products(rig)
         for part in parts:
             for arm, ask in PARTS[part](rig).items():
                 if not arms or arm in arms:
@@ -69,7 +67,7 @@ def _failed(part: str, name: str, error: Exception) -> Finding:
 
 
 def fill(scale: Scale, device: torch.device, names: Sequence[str]) -> None:
-    """Bring the kernels of shapes, and the choice of those of products, to the cache on disk."""
+    """Bring the kernels of shapes to the cache on disk."""
     for name in names:
         with opened(scale.shapes[name], scale, device) as rig:
             fill_cache(rig)

@@ -59,10 +59,6 @@ class Product:
         x, out = self.x[:rows], self.out[:rows]
         return [lambda w=w: torch.mm(x, w.t(), out=out) for w in self.weights]
 
-    def added_by_torch(self, rows: int) -> list[Callable[[], object]]:
-        x, out = self.x[:rows], self.out[:rows]
-        return [lambda w=w: out.addmm_(x, w.t()) for w in self.weights]
-
     def teraflops(self, rows: int, us: float) -> float:
         n, k = self.weights[0].shape
         return 2e-6 * rows * n * k / us

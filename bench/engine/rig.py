@@ -13,13 +13,12 @@ import torch
 from bench.device_clock import ClockWatch
 from bench.engine.scale import Scale, Work
 from bench.engine.step_watch import StepWatch
-from bench.random_engine import choose_products, new_engine, new_tokenizer
+from bench.random_engine import new_engine, new_tokenizer
 from bench.report import step
 from bench.shape import Shape
 from hearth import LLM, SamplingParams
 from hearth.engine.capture_ahead import capture_sizes
 from hearth.engine.engine import Engine
-from hearth.kernels.cublas_lt import ChosenProducts
 
 
 class Prompts:
@@ -83,14 +82,12 @@ class Rig:
 
     def describe(self) -> dict[str, object]:
         """Return what the engine was opened with."""
-        limits, products = self.engine.batcher.limits, self.engine.runner.decoder.products
+        limits = self.engine.batcher.limits
         return {
             "opened_s": self.opened_s,
             "max_batch_tokens": limits.max_batch_tokens,
             "max_seqs": limits.max_seqs,
             "kv_blocks": self.engine.usage.kv_blocks,
-            #: Sizes of products whose kernels were chosen beforehand; none: torch takes them.
-            "chosen_products": len(products) if isinstance(products, ChosenProducts) else None,
         }
 
     def first_tokens_ms(self, length: int, num_runs: int, rest_s: float = 0.0) -> list[float]:
@@ -132,19 +129,9 @@ def opened(shape: Shape, scale: Scale, device: torch.device) -> Iterator[Rig]:
         llm.close()
 
 
-def use_chosen_products(rig: Rig) -> None:
-    """Go on with kernels for products that were chosen, as a worker does for a deployed model."""
-    with step(f"choosing kernels for products of {rig.shape.name}"):
-        products = choose_products(rig.engine, rig.shape, rig.device)
-        if products is not None:
-            rig.engine.use_products(products)
-            capture_sizes(rig.engine.runner)
-
-
 def fill_cache(rig: Rig) -> None:
-    """Have all kernels compiled and chosen that a model needs, so that a later process finds them on disk."""
+    """Have all kernels compiled that a model needs, so that a later process finds them on disk."""
     for work in rig.scale.fill:
         rig.run(work)
     for length in rig.scale.prompts:
         rig.first_tokens_ms(length, num_runs=1)
-    choose_products(rig.engine, rig.shape, rig.device)

@@ -14,7 +14,6 @@ import torch
 
 from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.cpus import num_usable_cores, queued_s, wait_policy
-from hearth.kernels.cublas_lt import lt_obstacle
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.kernels.jit import HAS_TRITON, triton
 from hearth.kernels.kernel_cache import CacheUsage, KernelCache, usage_of
@@ -90,8 +89,6 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
             notes.append(f"slow launches of kernels: {obstacle}; install `hearth-inference[gpu]`")
         if is_hopper() and (obstacle := gluon_obstacle()) is not None:
             notes.append(f"{obstacle}: long prompts are read more slowly; install `hearth-inference[gpu]`")
-        if (obstacle := lt_obstacle()) is not None:
-            notes.append(f"products have the library's first kernels, not its fastest: {obstacle}")
     found, of_service = _store(store), _store(replace(store, path=str(data_dir)))
     for one in (found, of_service):
         if not one.has_direct_reads:

@@ -33,14 +33,13 @@ from hearth.types import (
     Rung,
     SamplingParams,
     SnapshotOutcome,
-    SnapshotPhase,
     TokenLogprobs,
     TurnEnd,
     WorkerId,
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 14
+VERSION = 15
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -439,7 +438,6 @@ class SnapshotProgress(Struct, frozen=True, tag=True):
     hosting: int
     num_done: int  #: of the steps that are run for it
     num_steps: int
-    phase: SnapshotPhase = SnapshotPhase.MEASURING
 
 
 class SnapshotMade(Struct, frozen=True, tag=True):

@@ -24,10 +24,8 @@ from hearth.engine.capture_ahead import CaptureAhead
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.engine.product_tables import ProductTables
 from hearth.errors import DeviceError, ModelError, StoreError
 from hearth.kernels.compilations import COMPILATIONS
-from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.arch import Arch
@@ -138,7 +136,7 @@ class _PackedModel:
             pack(source.checkpoint, spec.arch, layout, base)
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
         kernels.wait()
-        return assemble(spec, weights, self._config, self._device, products=kernels.products())
+        return assemble(spec, weights, self._config, self._device)
 
     def wait(self) -> None:
         """Return at once: the model was packed while it was built."""
@@ -180,7 +178,7 @@ class _ConvertedModel:
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
         if self._config.graphs == "start":
             kernels.wait()
-        engine = assemble(spec, weights, self._config, self._device, products=kernels.products())
+        engine = assemble(spec, weights, self._config, self._device)
         # Only now: whatever else goes to the device would have to queue behind the weights.
         load = self._start(stored_part(base, manifest))
         if self._dtype == manifest.dtype:
@@ -235,14 +233,12 @@ class _OfflineKernels:
 
     def __init__(self, spec: ModelSpec, quant: str, path: Path, device: torch.device) -> None:
         """Have the model's kernels loaded, or start to compile those that are missing."""
-        self._needs: KernelNeeds | None = None
         self._compiling: threading.Thread | None = None
         if device.type != "cuda" or not HAS_TRITON:
             return
         COMPILATIONS.watch()
-        self._device, self._cache = device, KernelCache.open(path)
-        self._needs = needs = KernelNeeds.on(device, spec.arch, name_of(spec.dtype), quant, spec.limits)
-        warmup = KernelWarmup(self._cache)
+        warmup = KernelWarmup(KernelCache.open(path))
+        needs = KernelNeeds.on(device, spec.arch, name_of(spec.dtype), quant, spec.limits)
         if not warmup.load(needs):
             self._compiling = threading.Thread(
                 target=lambda: warmup.compile(needs), name="hearth-kernels", daemon=True
@@ -253,12 +249,6 @@ class _OfflineKernels:
         """Wait until all of them are there."""
         if self._compiling is not None:
             self._compiling.join()
-
-    def products(self) -> ChosenProducts | None:
-        """Return the kernels that were chosen for the model's products; None: torch takes them."""
-        if self._needs is None or (tables := ProductTables.on(self._device, self._cache)) is None:
-            return None
-        return tables.find(self._needs)
 
 
 def _tokenizer_of(source: ModelSource) -> Tokenizer:

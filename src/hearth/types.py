@@ -104,7 +104,6 @@ class SnapshotPhase(StrEnum):
 
     LOADING = "loading"  #: the model, for it has to be there
     WAITING = "waiting"  #: until no model of the worker has requests
-    CHOOSING = "choosing"  #: kernels for the model's products, if nobody has yet
     MEASURING = "measuring"  #: steps of all sizes, which captures them
 
 

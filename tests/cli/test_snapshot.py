@@ -68,7 +68,6 @@ def test_progress_is_shown_and_says_what_is_done(monkeypatch: pytest.MonkeyPatch
     steps = [
         ("loading", 0, 0),
         ("waiting", 0, 0),
-        ("choosing", 0, 9),
         ("measuring", 0, 9),
         ("measuring", 9, 9),
     ]
@@ -82,7 +81,6 @@ def test_progress_is_shown_and_says_what_is_done(monkeypatch: pytest.MonkeyPatch
     assert shown == [
         (0, None, "loading smol"),
         (0, None, "waiting smol"),
-        (0, None, "choosing kernels for smol"),
         (0, 9, "measuring smol"),
         (9, 9, "measuring smol"),
     ]

@@ -25,7 +25,7 @@ from hearth.messages import (
     SnapshotProgress,
 )
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.types import ModelId, SnapshotOutcome, SnapshotPhase, WorkerId
+from hearth.types import ModelId, SnapshotOutcome, WorkerId
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
 from tests.control.test_supervisor import PATIENCE_S
@@ -212,11 +212,11 @@ def test_a_snapshot_by_hand_is_followed_to_its_end(data_dir: DataDir, deployed: 
         await asyncio.sleep(0)
         hosting = hosting_of(link)
         assert made_orders(link) == [MakeSnapshot(TINY, hosting)]
-        rig.receive(link, SnapshotProgress(TINY, hosting, 0, 2, SnapshotPhase.CHOOSING))
-        progress = {"event": "progress", "phase": "choosing", "num_done": 0, "num_steps": 2}
+        rig.receive(link, SnapshotProgress(TINY, hosting, 0, 2))
+        progress = {"event": "progress", "phase": "measuring", "num_done": 0, "num_steps": 2}
         assert await coming == progress
         rig.receive(link, SnapshotProgress(TINY, hosting, 1, 2))
-        assert await anext(events) == {**progress, "phase": "measuring", "num_done": 1}
+        assert await anext(events) == {**progress, "num_done": 1}
         rig.receive(link, SnapshotMade(TINY, hosting, 100, 200, 1.5))
         (done,) = [event async for event in events]
         assert done["event"] == "done"

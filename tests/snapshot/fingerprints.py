@@ -13,7 +13,6 @@ FINGERPRINT = Fingerprint(
     dtype="bfloat16",
     limits="max_batch_tokens=8192",
     engine="graphs=on",
-    products="5eed",
     device="NVIDIA H200",
     device_bytes=141 << 30,
     driver="570.86",

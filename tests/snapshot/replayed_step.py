@@ -24,10 +24,7 @@ from hearth.cuda_driver import CudaDriver
 from hearth.cuda_graphs import CudaGraphs
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.graph_capture import GraphCapture, use_library_memory
-from hearth.engine.product_choice import ProductRecorder
 from hearth.engine.runner import Runner
-from hearth.kernels.cublas_lt import ChosenProducts, loaded_library
-from hearth.kernels.product_table import ProductTable
 from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES, CudaPages
 from hearth.memory.library_memory import LibraryMemory
@@ -73,25 +70,10 @@ class Tiny:
         weights = self._parts[0].view(torch.bfloat16)
         weights.copy_(torch.randn(weights.shape, device=DEVICE, generator=generator) * 0.1)
         self.runner.fill_tables()
-        self._choose_products()
         self._add_adapter(generator)
         graphs, self.runner.graphs = self.runner.graphs, None
         for adapter in (None, ADAPTER):
             self.step(adapter)  # eagerly, so that kernels are compiled
-        self.runner.graphs = graphs
-
-    def _choose_products(self) -> None:
-        """Have products without adapters computed by kernels that torch would not take."""
-        library, graphs = loaded_library(), self.runner.graphs
-        self.runner.graphs = None
-        recorder = ProductRecorder()
-        for shape in self.runner.sizes.all_shapes():
-            self.runner.padded_layers(shape, ARCH.num_layers)(recorder)
-        proposed = {size: library.proposed(size, 24) for size in recorder.asked}
-        chosen = {size: words[-1] for size, words in proposed.items() if words}
-        assert chosen, f"no kernels are proposed: {list(recorder.asked)}"
-        self.runner.use_products(ChosenProducts(library, ProductTable("tiny", library.version, chosen)))
-        self.runner.fill_tables()
         self.runner.graphs = graphs
 
     def lose_weights(self) -> None:

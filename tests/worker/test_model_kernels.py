@@ -45,9 +45,6 @@ class SlowKernels:
             self.is_compiling.set()
             assert self.may_end.wait(PATIENCE_S)
 
-    def products(self, manifest: Manifest, limits: StepLimits) -> None:
-        """Have no kernels of products."""
-
     def prepare(self, order: PrepareModel) -> None:
         self.prepared.append(order)
 
@@ -167,11 +164,10 @@ def test_a_worker_without_kernels_to_compile_has_nothing_to_prepare(tmp_path: Pa
 def test_other_steps_are_rehearsed_behind_the_first_ones_of_all_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rehearsed, may_go, chosen = list[tuple[str, object]](), threading.Event(), object()
+    rehearsed, may_go = list[tuple[str, object]](), threading.Event()
 
     def note(needs: KernelNeeds, *arguments: object) -> None:
-        *_, keys_of, given = arguments
-        assert given is chosen, "kernels are loaded that its engine does not use"
+        *_, keys_of = arguments
         assert may_go.wait(PATIENCE_S)
         rehearsed.append((needs.arch.family, keys_of))
         if len(rehearsed) == 3:
@@ -190,10 +186,8 @@ def test_other_steps_are_rehearsed_behind_the_first_ones_of_all_models(
     )
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     cache = SimpleNamespace(prune=lambda: 0)
-    products = SimpleNamespace(find=lambda _: chosen)
     kernels = ModelKernels(
         *(cache, torch.device("cpu"), read_manifest, lambda _: nullcontext),  # type: ignore[arg-type] # as said
-        products=products,  # type: ignore[arg-type] # as said
     )
     for name in ("llama-gqa", "qwen3", "llama-gqa"):
         kernels.prepare(PrepareModel(ModelId(name), str(converted(name)), LIMITS))

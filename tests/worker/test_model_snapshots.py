@@ -50,7 +50,6 @@ class Start:
         default_factory=lambda: {"weights": 0, "workspace": 1024, "tables": 2048, "kv": 3072}
     )
     config: EngineConfig = field(default_factory=EngineConfig)
-    products: str = "5eed"
     device_name: str = "NVIDIA H200"
     device_bytes: int = 141 << 30
     software: Software = SOFTWARE
@@ -68,7 +67,7 @@ class Start:
         )
 
     def look(self) -> SnapshotLook:
-        engine: Any = SimpleNamespace(runner=SimpleNamespace(products_digest=self.products))
+        engine: Any = SimpleNamespace()
         return self.snapshots().look(self.spec, self.space(), engine, lambda reason: None)
 
     def space(self) -> Space:
@@ -135,7 +134,6 @@ def with_slot(start: Start) -> None:
             lambda start: setattr(start, "config", EngineConfig(graphs="off")), {"engine"}, id="graphs"
         ),
         pytest.param(lambda start: setattr(start, "parts_of", no_parts), {"engine"}, id="graphs not kept"),
-        pytest.param(lambda start: setattr(start, "products", ""), {"products"}, id="products"),
         pytest.param(lambda start: setattr(start, "device_name", "NVIDIA A100"), {"device"}, id="device"),
         pytest.param(lambda start: setattr(start, "device_bytes", 80 << 30), {"device_bytes"}, id="memory"),
         *(

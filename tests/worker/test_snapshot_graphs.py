@@ -262,7 +262,6 @@ def test_restored_graphs_give_the_tokens_of_captured_ones(group: str, tmp_path: 
             for slot, model in enumerate(models):
                 host(rig.gateway, model, slot)
                 watch.tell(model, "is hosted")
-                # Before all answers: kernels of products are chosen for it, and others may round otherwise.
                 make_snapshot(rig.gateway, model)
                 watch.tell(model, "has a snapshot")
                 expected[model] = [answers(rig.gateway, model) for _ in range(NUM_ROUNDS)]

@@ -10,23 +10,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import StepGraphs
-from hearth.engine.product_tables import Tuning
-from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
-from hearth.errors import DeviceError
-from hearth.kernels.cublas_lt import ChosenProducts
-from hearth.kernels.product_table import ProductSize, ProductTable
 from hearth.memory.arena import ArenaPool
 from hearth.messages import MakeSnapshot, ModelLoaded, SnapshotLooked, SnapshotMade, SnapshotProgress
 from hearth.sim.profile import Profile
-from hearth.sizes import StepLimits
 from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
@@ -34,13 +27,11 @@ from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.software import Software
 from hearth.snapshot.trial_mark import TrialMark
-from hearth.store.manifest import Manifest
-from hearth.types import ModelId, Rung, SnapshotOutcome, SnapshotPhase
+from hearth.types import ModelId, Rung, SnapshotOutcome
 from hearth.worker import model_snapshots, snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop
 from tests.engine.test_graphs import Captures, Graph, Source
-from tests.kernels.fake_cublas_lt import fake_lt
 from tests.snapshot.test_trial_mark import die_in_a_trial_of
 from tests.store.stored import PATIENCE_S, converted, gated_tiers, tiers_at
 from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy
@@ -97,7 +88,6 @@ def worker(
     place: Path,
     parts: SnapshotParts | None = None,
     parts_of: Callable[[Engine], SnapshotParts | None] | None = None,
-    kernels: Any = None,
     **changes: object,
 ) -> Iterator[SnapshotWorker]:
     """A worker that has loaded a model, `changes` being those of its order."""
@@ -109,7 +99,6 @@ def worker(
         tiers_at(place) as tiers,
         working_in_process(
             *(tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms)),
-            kernels=kernels,
             snapshots=snapshots,
         ) as gateway,
     ):
@@ -171,92 +160,17 @@ def test_a_snapshot_has_what_was_measured(directory: SnapshotDirectory, tmp_path
     assert profile.shape("7b").step_s(64, 2, 100) > profile.shape("a").step_s(64, 2, 100)
 
 
-@dataclass(slots=True)
-class TunedKernels:
-    """Kernels of a device that are there, but for those of products. Mutable: they are chosen once."""
-
-    chosen: ChosenProducts | None = None
-    num_tuned: int = 0
-    error: Exception | None = None  #: with which the choice ends
-    is_kept: bool = True
-
-    def compile(self, manifest: Manifest, limits: StepLimits) -> None:
-        """Have nothing to compile."""
-
-    def products(self, manifest: Manifest, limits: StepLimits) -> ChosenProducts | None:
-        return self.chosen
-
-    def tune(self, manifest: Manifest, limits: StepLimits, runner: Runner) -> Tuning | None:
-        return None if runner.products_digest else self._tune()
-
-    def _tune(self) -> Tuning:
-        for rows in (8, 4, 2):
-            self.num_tuned += 1
-            yield ProductSize(rows, 64, 64, "float32", adds=False)
-        if self.error is not None:
-            raise self.error
-        if not self.is_kept:
-            return None
-        self.chosen = ChosenProducts(fake_lt(), ProductTable("a device", "1", {}))
-        return self.chosen
-
-
-def test_kernels_of_products_are_chosen_before_a_snapshot_is_made_which_depends_on_them(
-    directory: SnapshotDirectory, tmp_path: Path
-) -> None:
-    kernels = TunedKernels()
-    with worker(directory, tmp_path / "one", kernels=kernels) as one:
-        expected = one.gateway.ask("a", PROMPT, greedy(5)).tokens
-        assert one.make().failure is None
-        assert one.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
-        assert one.make().failure is None
-        assert one.gateway.ping().fallbacks["products"] == 0
-    assert kernels.num_tuned == 3, "once for each, and never again"
-    with worker(directory, tmp_path / "two", kernels=kernels) as two:
-        assert two.looked.outcome is SnapshotOutcome.USED
-    with worker(directory, tmp_path / "three", kernels=TunedKernels()) as three:
-        assert three.looked.outcome is SnapshotOutcome.OUTDATED
-        assert "`products` is nothing here and " in str(three.looked.reason)
-
-
-def test_progress_says_whether_kernels_are_chosen_or_steps_are_measured(
-    directory: SnapshotDirectory, tmp_path: Path
-) -> None:
+def test_progress_counts_the_steps_that_were_measured(directory: SnapshotDirectory, tmp_path: Path) -> None:
     told: list[SnapshotProgress] = []
-    with worker(directory, tmp_path / "one", kernels=TunedKernels()) as one:
+    with worker(directory, tmp_path / "one") as one:
         one.order()
         while not isinstance(fact := one.gateway.hear(), SnapshotMade):
             if isinstance(fact, SnapshotProgress):
                 told.append(fact)
-    phases = [fact.phase for fact in told]
-    num_choosing = phases.count(SnapshotPhase.CHOOSING)
-    assert num_choosing == 4, "at its beginning, and for each piece"
-    assert set(phases[num_choosing:]) == {SnapshotPhase.MEASURING}
-    assert {fact.num_done for fact in told[:num_choosing]} == {0}
-    assert told[-1].num_done == told[-1].num_steps > 0
-
-
-def test_a_model_whose_kernels_of_products_cannot_be_chosen_serves_on_and_has_its_snapshot(
-    directory: SnapshotDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    kernels = TunedKernels(error=DeviceError("cuBLASLt refused cublasLtMatrixLayoutCreate: status 7"))
-    with worker(directory, tmp_path / "one", kernels=kernels) as one:
-        expected = one.gateway.ask("a", PROMPT, greedy(5)).tokens
-        assert one.make().failure is None
-        assert one.gateway.ask("a", PROMPT, greedy(5)).tokens == expected
-        assert one.gateway.ping().fallbacks["products"] == 1
-    assert "fallback products=torch model=a reason=`cuBLASLt refused" in caplog.text
-    with worker(directory, tmp_path / "two", kernels=TunedKernels()) as two:
-        assert two.looked.outcome is SnapshotOutcome.USED
-
-
-def test_a_model_whose_table_of_products_cannot_be_kept_is_counted(
-    directory: SnapshotDirectory, tmp_path: Path
-) -> None:
-    with worker(directory, tmp_path / "one", kernels=TunedKernels(is_kept=False)) as one:
-        assert one.gateway.ping().fallbacks["products"] == 0
-        assert one.make().failure is None
-        assert one.gateway.ping().fallbacks["products"] == 1
+    num_done = [fact.num_done for fact in told]
+    assert num_done == sorted(num_done)
+    assert num_done[0] == 0
+    assert num_done[-1] == told[-1].num_steps > 0
 
 
 def test_what_is_restored_and_wrong_is_discarded_for_everybody(
@@ -299,7 +213,7 @@ def test_a_model_starts_where_nobody_can_tell_what_its_snapshot_depends_on(
         raise OSError("the files of Hearth cannot be read")
 
     monkeypatch.setattr(model_snapshots, "software", software)
-    with worker(directory, tmp_path / "one", kernels=TunedKernels()) as one:
+    with worker(directory, tmp_path / "one") as one:
         assert one.looked.outcome is SnapshotOutcome.REFUSED
         assert "the files of Hearth cannot be read" in str(one.looked.reason)
         assert one.make().failure == one.looked.reason

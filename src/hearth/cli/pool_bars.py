@@ -41,7 +41,6 @@ FALLBACKS = {
     "kernels_loaded_while_serving": "from disk when a step asked for them",
     "late_collections": "of garbage while requests were computed: the worker was never idle",
     "library_address": "worker whose library memory is at another address than planned",
-    "products": "models so far whose products have the library's first kernels, not its fastest",
     "prompt_attention": "models so far whose prompts are attended to by the slower kernel",
     "snapshots_without_graphs": "worker that captures all graphs itself: the log says why none are kept",
     "staging": "worker that pins host memory while a load waits for it: there is no C compiler",

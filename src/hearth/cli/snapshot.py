@@ -134,8 +134,7 @@ def made(client: Client, name: str) -> SnapshotView:
                 view = event
             else:
                 is_counted = event.phase == SnapshotPhase.MEASURING
-                what = "choosing kernels for" if event.phase == SnapshotPhase.CHOOSING else event.phase
-                advance(event.num_done, event.num_steps if is_counted else None, f"{what} {name}")
+                advance(event.num_done, event.num_steps if is_counted else None, f"{event.phase} {name}")
     if view is None:
         raise SnapshotError(
             f"no snapshot of `{name}` was made, and no reason given; look at the service's log"

@@ -337,7 +337,7 @@ class Gateway:
         async with aclosing(self._snapshots.make(stay.worker, model, stay.hosting)) as facts:
             async for fact in facts:
                 if isinstance(fact, SnapshotProgress):
-                    yield _snapshot_progress(fact.phase, fact.num_done, fact.num_steps)
+                    yield _snapshot_progress(SnapshotPhase.MEASURING, fact.num_done, fact.num_steps)
                 else:
                     view = SnapshotView(str(model), fact.num_bytes, fact.unbooked_bytes, fact.seconds)
                     yield {"event": "done", "snapshot": view}

@@ -24,7 +24,6 @@ from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.host_memory import machine_bytes
-from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.paged import Heads
@@ -119,11 +118,8 @@ def assemble(
     device: torch.device,
     memory: Memory | None = None,
     marks: StepMarks | None = None,
-    products: ChosenProducts | None = None,
 ) -> Engine:
     """Return an engine over weights that have their place on the device, which tells `marks` of its steps.
-
-    `products` are the kernels that were chosen for it; None: torch takes what the library proposes first.
 
     Memory that was set aside is not touched: `Engine.add_blocks` gives blocks of KV, and `Runner.fill_tables`
     fills tables. Without such memory the engine takes its own, and what is left on the device goes to KV, for
@@ -139,7 +135,7 @@ def assemble(
     if device.type == "cuda":
         _tell_if_slow(prompt_kernel_of(spec))
     on_layer = None if marks is None else marks.layer_passed
-    runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device), on_layer, products)
+    runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device), on_layer)
     _tell_of_little_scratch(runner.decoder.sharing_obstacle())
     if is_elastic:
         # Nothing is captured, for there may be no weights yet: see `worker/hosted_model.py`.
@@ -164,12 +160,8 @@ def assemble_runner(
     memory: Memory,
     size: StepSize,
     on_layer: Callable[[], None] | None = None,
-    products: ChosenProducts | None = None,
 ) -> Runner:
-    """Return what runs the steps of an engine, on the device of the memory.
-
-    `on_layer` and `products` are as in `Decoder`.
-    """
+    """Return what runs the steps of an engine, on the device of the memory. `on_layer` is as in `Decoder`."""
     arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
     tables = EngineTables(arch, limits, spec.max_context, memory.sink, memory.tables)
     bind_workspace = partial(Workspace.bind, arch, dtype, size, counters=tables.counters)
@@ -186,7 +178,7 @@ def assemble_runner(
         lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows, limits.block_tokens),
     )
     kv = _bind_kv(spec, memory.kv)
-    decoder = Decoder(arch, weights, workspace, tables.cos_sin, on_layer=on_layer, products=products)
+    decoder = Decoder(arch, weights, workspace, tables.cos_sin, on_layer=on_layer)
     sizes = _padded_sizes(limits, device)
     is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
     if is_captured and (obstacle := capture_obstacle(torch.__version__)) is not None:

@@ -15,7 +15,6 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, assemble_runner, block_bytes, tables_bytes
 from hearth.engine.runner import Runner
-from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import layout_of
@@ -71,9 +70,7 @@ class DryMemory:
     tables: Callable[[int], torch.Tensor]
 
 
-def dry_runner(
-    needs: KernelNeeds, memory: DryMemory | None = None, products: ChosenProducts | None = None
-) -> Runner:
+def dry_runner(needs: KernelNeeds, memory: DryMemory | None = None) -> Runner:
     """Return a runner over memory that holds nothing; None: over tensors without memory."""
     memory = memory or DryMemory(_without_memory, _without_memory)
     arch, limits = needs.arch, needs.limits
@@ -88,7 +85,7 @@ def dry_runner(
         memory.large(2 * block_bytes(spec)),
         *(SINK_BLOCK, 1),
     )
-    return assemble_runner(spec, weights, EngineConfig(), parts, size, products=products)
+    return assemble_runner(spec, weights, EngineConfig(), parts, size)
 
 
 def _without_memory(num_bytes: int) -> torch.Tensor:

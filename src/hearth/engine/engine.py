@@ -20,7 +20,6 @@ from hearth.engine.step_marks import NoMarks, StepMarks
 from hearth.engine.step_samples import StepSamples
 from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling
-from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.models.adapter import AdapterLayout
 from hearth.policy.batch.batch_limits import RequestLimits
 from hearth.policy.batch.batcher import Batcher
@@ -345,18 +344,6 @@ class Engine:
             return False
         self.runner.copy_blocks(moves)
         return True
-
-    def use_products(self, products: ChosenProducts) -> None:
-        """Compute with other kernels from now on, as an engine does that was put together with them.
-
-        There are no requests, and what was cached of earlier ones is dropped: no answer is computed partly by
-        one kernel and partly by another.
-        """
-        assert not self.has_work, f"requests are under way: {self.usage}"
-        assert not self.is_computing, "a step is under way"
-        self.settle()
-        self.batcher.blocks.forget_prefixes()
-        self.runner.use_products(products)
 
     def step(self) -> StepOutcome:
         """Launch the next step, then take in the one before it.

@@ -18,7 +18,6 @@ from hearth.engine.prompt_reader import PromptReader, StepReads
 from hearth.engine.sampler import Sampler, Samples
 from hearth.engine.step_shape import PaddedSizes, StepPart, StepShape
 from hearth.engine.upload import Uploads
-from hearth.kernels.cublas_lt import ChosenProducts, ProductKernels
 from hearth.models.adapter import AdapterLayout
 from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
@@ -91,12 +90,6 @@ class Runner:
     @property
     def sink(self) -> int:
         return self._inputs.sink
-
-    @property
-    def products_digest(self) -> str:
-        """The name of the table by which products have their kernels; empty: torch takes them."""
-        products = self.decoder.products
-        return products.digest if isinstance(products, ChosenProducts) else ""
 
     def num_padded_tokens(self, plan: StepPlan) -> int:
         """Return with how many rows a step of this plan is padded."""
@@ -255,7 +248,7 @@ class Runner:
         if self.graphs is not None:  # not before: the device might be lost by what is on trial
             self.graphs.drop_restored()
 
-    # What steps use: weights, kernels, tables, adapters and KV.
+    # What steps use: weights, tables, adapters and KV.
 
     def follow(self, gate: WeightGate | None) -> None:
         """Run steps layer by layer behind weights that are still arriving, until the gate is open.
@@ -268,13 +261,6 @@ class Runner:
         """Follow weights that were moved, and a workspace; graphs are captured anew when next needed."""
         self.settle()
         self.decoder.rebind(weights, None if workspace is None else self._bind_workspace(workspace))
-        if self.graphs is not None:
-            self.graphs.forget()
-
-    def use_products(self, products: ChosenProducts) -> None:
-        """Compute with other kernels from now on; graphs are captured anew when next needed."""
-        self.settle()
-        self.decoder.products = products
         if self.graphs is not None:
             self.graphs.forget()
 
@@ -382,25 +368,6 @@ class Runner:
         logits, rows = self.decoder.wide_logits[: shape.num_logits], self._inputs.park(shape)
         self._sampler.take_best(logits, rows.device_slots)
         self._sampler.draw(logits, rows)
-
-    @_queues
-    def padded_layers(self, shape: StepShape, num_layers: int) -> Callable[[ProductKernels], None]:
-        """Send the inputs of a step that is all padding; return what queues its first layers.
-
-        That may be called, or captured, any number of times until the next step is launched or parked.
-        """
-        self.settle()
-        self.synchronize()  # for what is sent is written where that of the step before the last lies
-        self._inputs.park(shape)
-
-        @torch.inference_mode()
-        def queue(products: ProductKernels) -> None:
-            decoder = self.decoder.first_layers(num_layers, products)
-            kv = self.kv[:, : len(decoder.layers)]
-            for key in shape.keys:
-                self._queue(key.part, shape, None, decoder, kv, None)
-
-        return queue
 
     @torch.inference_mode()
     @_queues

@@ -3,7 +3,6 @@
     ENTRY/...           Triton's: a compiled variant, or the C code that launches it
     lists/KEY.json      the variants of one model under one configuration, once all of them are compiled
     lists/KEY.lock      held by whoever compiles them
-    lists/KEY.products  the best kernels of the library for products of one model (`product_table.py`)
     compiler.json       the hash of Triton by which entries are named, and the state of its files then
     NAME-KEY.so         a C file of Hearth, compiled (`native_code.py`)
 
@@ -104,10 +103,6 @@ class KernelCache:
         if HAS_TRITON:
             _set_up_triton(path)
         return KernelCache(path)
-
-    def products_path(self, key: str) -> Path:
-        """Return where the table of a model's products is kept, if there is one."""
-        return self.path / _LISTS / f"{key}.products"
 
     def find(self, key: str) -> list[CachedVariant] | None:
         """Return the variants of a list whose entries are all there; None: they have to be compiled."""

@@ -9,43 +9,29 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.kernels.cublas_lt import ProductKernels
 from hearth.kernels.jit import can_overlap, cdiv, has_large_memory, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    out: torch.Tensor,
-    products: ProductKernels | None = None,
-) -> None:
-    """Compute `out = x @ weight.T + bias` for x [rows, k] and weight [n, k].
-
-    `products` may have a better kernel than the one that is taken otherwise.
-    """
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
+    """Compute `out = x @ weight.T + bias` for x [rows, k] and weight [n, k]."""
     if _is_skinny(x):
         skinny_linear_triton(x, weight, bias, out=out)
     elif _is_flipped(x):
         flipped_linear(x, weight, bias, out=out)
-    elif products is None or bias is not None or not products.multiply(x, weight, out, adds=False):
-        impl = narrow_linear_triton if _is_narrow(x, weight) else linear_reference
-        impl(x, weight, bias, out=out)
+    elif _is_narrow(x, weight):
+        narrow_linear_triton(x, weight, bias, out=out)
+    else:
+        linear_reference(x, weight, bias, out=out)
 
 
-def add_linear(
-    x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, products: ProductKernels | None = None
-) -> bool:
+def add_linear(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> bool:
     """Compute `out += x @ weight.T` in one pass, whose sum is rounded once; False: not with so many rows.
 
-    Where nothing is computed `linear` is faster, with a sum behind it. `products` are as there.
+    Where nothing is computed `linear` is faster, with a sum behind it.
     """
     if _is_skinny(x) or _is_flipped(x):
         return False
-    if products is not None and products.multiply(x, weight, out, adds=True):
-        return True
     if _is_narrow(x, weight):
         narrow_linear_triton(x, weight, None, out=out, adds=True)
     else:

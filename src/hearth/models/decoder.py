@@ -24,7 +24,6 @@ import torch
 
 from hearth.kernels.activation import activate
 from hearth.kernels.adapter_rows import AdapterRows
-from hearth.kernels.cublas_lt import ProductKernels
 from hearth.kernels.decode_attention import decode_attention
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.linear import add_linear, linear
@@ -45,7 +44,7 @@ Deltas = tuple[torch.Tensor, ...]
 
 
 class Decoder:
-    """Runs `layers` of a model. Its mutations are `rebind`, and `products` between two requests."""
+    """Runs `layers` of a model. `rebind` is its only mutation."""
 
     def __init__(
         self,
@@ -55,17 +54,12 @@ class Decoder:
         cos_sin: torch.Tensor | None,
         layers: range | None = None,
         on_layer: Callable[[], None] | None = None,
-        products: ProductKernels | None = None,
     ) -> None:
-        """`on_layer` is called when a layer has run, or is launched where the device runs it later.
-
-        `products` has kernels for some products; None: torch takes those of all.
-        """
+        """`on_layer` is called when a layer has run, or is launched where the device runs it later."""
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
         self._cos_sin = cos_sin
         self._on_layer = on_layer
-        self.products = products
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
         self.rebind(weights, workspace)
 
@@ -96,20 +90,11 @@ class Decoder:
         each = (self._product_scratch, self._qkv_scratch)
         return next(filter(None, (sharing_obstacle(scratch, max_rows, dtype) for scratch in each)), None)
 
-    def first_layers(
-        self,
-        count: int,
-        products: ProductKernels | None = None,
-        on_layer: Callable[[], None] | None = None,
-    ) -> Decoder:
-        """Return a decoder of only so many layers, over the same memory, that calls its own `on_layer`.
-
-        `products` None: with the same ones.
-        """
+    def first_layers(self, count: int, on_layer: Callable[[], None] | None = None) -> Decoder:
+        """Return a decoder of only so many layers, over the same memory, that calls its own `on_layer`."""
         layers = self.layers[:count]
         weights = replace(self.weights, layers=self.weights.layers[: len(layers)])
-        products = self.products if products is None else products
-        return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers, on_layer, products)
+        return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers, on_layer)
 
     def embed(self, step: StepInputs) -> torch.Tensor:
         """Return the hidden states before the first layer."""
@@ -301,7 +286,7 @@ class Decoder:
     ) -> Deltas:
         """Run a projection and add it to the residual; return what is still to be added, if anything."""
         is_plain = weights.scale is None and weights.bias is None and adapters is None
-        if is_plain and add_linear(x, weights.weight, out=residual, products=self.products):
+        if is_plain and add_linear(x, weights.weight, out=residual):
             return ()
         return (self._adapted(projection, layer, x, weights, delta, adapters),)
 
@@ -362,7 +347,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Run a projection; `scratch` None: nobody needs q, k and v meanwhile."""
         if weights.scale is None:
-            linear(x, weights.weight, weights.bias, out=out, products=self.products)
+            linear(x, weights.weight, weights.bias, out=out)
         else:
             scratch = self._product_scratch if scratch is None else scratch
             quantized_linear(x, weights.weight, weights.scale, weights.bias, out=out, scratch=scratch)

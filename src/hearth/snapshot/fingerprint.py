@@ -36,7 +36,6 @@ class Fingerprint:
     dtype: str  #: that it is computed in
     limits: str  #: of its steps, and its context
     engine: str  #: configuration of the engine
-    products: str  #: digest of the table by which products have their kernels; empty: torch takes them
     device: str  #: name, and on a CPU the number of threads
     device_bytes: int
     driver: str  #: of the device; empty on a CPU

@@ -23,7 +23,6 @@ import torch
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
 from hearth.cuda_batches import native_calls
-from hearth.engine.product_tables import ProductTables
 from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.garbage import collect_when_idle
 from hearth.kernels.compilations import COMPILATIONS
@@ -180,10 +179,9 @@ def _kernels(
     graphs: SnapshotGraphs | None,
 ) -> ModelKernels:
     COMPILATIONS.watch()
-    products = ProductTables.on(runtime.device, cache)
     give_way = first_tokens.give_way if graphs is None else graphs.give_way
     learn = None if graphs is None else graphs.learn
-    return ModelKernels(cache, runtime.device, borrower.describe, give_way, learn, products)
+    return ModelKernels(cache, runtime.device, borrower.describe, give_way, learn)
 
 
 def _snapshots(

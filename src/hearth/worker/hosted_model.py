@@ -91,7 +91,6 @@ class HostedModel:
         self.look: SnapshotLook | None = None  #: for a snapshot of its engine; None: there was none
         self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
         self.first_load: ModelLoaded | None = None  #: of its engine; None: not all of it was ever there
-        self.lacks_products = False  #: kernels for its products could not be chosen; written by the maker
         self._borrowed: BorrowedModel | None = None  #: the model as it was found
         self._ahead: LoadAhead | None = None  #: while it waits for its turn, and is one of the next
         self._untold: list[LoadRecord] = []  #: of bytes that came ahead, since all of it was there

@@ -14,11 +14,9 @@ from hearth.engine.compile import list_key
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.engine.product_tables import ProductTables, Tuning
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import GraphKey
 from hearth.errors import HearthError
-from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.kernels.kernel_cache import KernelCache, prepare_to_load
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.messages import PrepareModel
@@ -42,16 +40,14 @@ class ModelKernels:
         describe: Callable[[Path], Manifest],
         give_way: Callable[[float], Callable[[], None]],
         learn: Callable[[CapturedGraph], None] | None = None,
-        products: ProductTables | None = None,
     ) -> None:
         """`describe` reads the description of a model in a directory, and keeps it for its first start.
 
         `give_way` returns what rehearsals call while others come first, for so many seconds in all; `learn`
-        is shown the graphs of them. `products`: None: torch takes the kernels of all products.
+        is shown the graphs of them.
         """
         self._give_way, self._learn = give_way, learn or _forget
         self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
-        self._products = products
         self._rehearsed: set[str] = set()  #: lists of kernels whose first steps were rehearsed, or failed to
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
         self._thread.submit(prepare_to_load)
@@ -60,16 +56,6 @@ class ModelKernels:
     def compile(self, manifest: Manifest, limits: StepLimits) -> None:
         """Bring a model's kernels onto the device. If they were never compiled, that comes first: seconds."""
         self._warmup.compile(self._needs(manifest, limits))
-
-    def products(self, manifest: Manifest, limits: StepLimits) -> ChosenProducts | None:
-        """Return the kernels that were chosen for a model's products; None: torch takes them."""
-        return self._find_products(self._needs(manifest, limits))
-
-    def tune(self, manifest: Manifest, limits: StepLimits, runner: Runner) -> Tuning | None:
-        """Return what chooses kernels for a model's products, between requests; None: there is no need."""
-        if self._products is None or runner.products_digest:
-            return None
-        return self._products.tune(self._needs(manifest, limits), runner)
 
     def prepare(self, order: PrepareModel) -> None:
         """Do the same on a thread for a model that nobody waits for."""
@@ -104,13 +90,7 @@ class ModelKernels:
 
     def _capture(self, needs: KernelNeeds, keys_of: Callable[[Runner], Sequence[GraphKey]]) -> None:
         with closing(CudaPages(self._device, PAGE_BYTES)) as pages:
-            products = self._find_products(needs)
-            rehearse(
-                *(needs, pages, self._device, self._give_way(MAX_PAUSE_S), self._learn, keys_of), products
-            )
-
-    def _find_products(self, needs: KernelNeeds) -> ChosenProducts | None:
-        return None if self._products is None else self._products.find(needs)
+            rehearse(needs, pages, self._device, self._give_way(MAX_PAUSE_S), self._learn, keys_of)
 
     def _needs(self, manifest: Manifest, limits: StepLimits) -> KernelNeeds:
         return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)

@@ -300,11 +300,7 @@ class ModelLoad:
         self._prepare_rest()
         weights = bind(spec.model.arch, spec.layout, space.places)
         memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
-        kernels, limits = resources.kernels, spec.model.limits
-        products = None if kernels is None else kernels.products(spec.manifest, limits)
-        return assemble(
-            *(spec.model, weights, resources.config, resources.device, memory, self._marks), products
-        )
+        return assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
 
     def _have_kernels(self) -> None:
         if (kernels := self._resources.kernels) is not None:

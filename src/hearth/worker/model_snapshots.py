@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -36,12 +36,6 @@ class SnapshotLook:
     reason: str | None = None  #: why none is used; None: one is, or there is none
     memory: MemoryProfile | None = None  #: None: none is used
     lacks_adapters: bool = False  #: the one that is used has not the graphs of steps with adapters
-
-    def with_products(self, digest: str) -> SnapshotLook:
-        """Return the same of a start whose products have other kernels."""
-        if self.fingerprint is None:
-            return self
-        return replace(self, fingerprint=replace(self.fingerprint, products=digest))
 
 
 def no_parts(engine: Engine) -> SnapshotParts | None:
@@ -74,7 +68,7 @@ class ModelSnapshots:
         `discarded` is called, by any thread and with the reason, if that turns out to be wrong later.
         """
         try:
-            fingerprint = self._fingerprint(spec, space, engine)
+            fingerprint = self._fingerprint(spec, space)
         except Exception as error:  # whatever it is: no start depends on a snapshot
             log.exception("snapshot_not_looked_for model=%s", spec.manifest.digest)
             return SnapshotLook(None, SnapshotOutcome.REFUSED, f"what it depends on is not known: {error!r}")
@@ -127,7 +121,7 @@ class ModelSnapshots:
             return "off"
         return "unkept" if self.parts_of is no_parts else "on"
 
-    def _fingerprint(self, spec: HostingSpec, space: Space, engine: Engine) -> Fingerprint:
+    def _fingerprint(self, spec: HostingSpec, space: Space) -> Fingerprint:
         manifest, model, found = spec.manifest, spec.model, software(self._device.type)
         # All of the configuration that steps depend on: the rest shares memory and time out.
         limits = {**asdict(model.limits), "max_context": model.max_context}
@@ -138,7 +132,6 @@ class ModelSnapshots:
             dtype=name_of(model.dtype),
             limits=" ".join(f"{name}={value}" for name, value in limits.items()),
             engine=f"graphs={self._graphs()}",
-            products=engine.runner.products_digest,
             device=self.device_name,
             device_bytes=self._device_bytes,
             driver=found.driver,

@@ -14,7 +14,6 @@ import torch
 from hearth.engine.assemble import prompt_kernel_of
 from hearth.garbage import LATE_COLLECTIONS
 from hearth.kernels.compilations import COMPILATIONS
-from hearth.kernels.cublas_lt import ChosenProducts, lt_obstacle
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
@@ -55,7 +54,6 @@ class Reports:
         self._slow_models: set[ModelId] = set()
         self._uncaptured_models: set[ModelId] = set()  #: whose steps are not replayed; likewise
         self._interpreted_models: set[ModelId] = set()  #: whose graphs were restored in Python; likewise
-        self._unchosen_models: set[ModelId] = set()  #: whose products have not the best kernels; likewise
         self._cramped_models: set[ModelId] = set()  #: whose products of eight bits lack scratch; likewise
         self.num_uncaptured_starts = 0  #: starts of models whose first steps could not be captured ahead
         self._told: dict[ModelId, int] = {}
@@ -84,7 +82,6 @@ class Reports:
         self._slow_models |= {model for model, one in self._hosted.items() if _attends_slowly(one)}
         self._interpreted_models |= {model for model, one in self._hosted.items() if _is_interpreted(one)}
         self._uncaptured_models |= {model for model, one in self._hosted.items() if _is_uncaptured(one)}
-        self._unchosen_models |= {model for model, one in self._hosted.items() if _has_first_products(one)}
         self._cramped_models |= {model for model, one in self._hosted.items() if _has_little_scratch(one)}
         return Pong(
             number=number,
@@ -100,7 +97,6 @@ class Reports:
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "prompt_attention": len(self._slow_models),
-                "products": len(self._unchosen_models),
                 "eight_bit_products": len(self._cramped_models),
                 "graphs": len(self._uncaptured_models),
                 "first_steps_not_captured": self.num_uncaptured_starts,
@@ -173,16 +169,6 @@ def _is_uncaptured(hosted: HostedModel) -> bool:
     if (served := hosted.served) is None or served.engine.runner.kv.device.type != "cuda":
         return False
     return served.engine.runner.graphs is None and capture_obstacle(torch.__version__) is not None
-
-
-def _has_first_products(hosted: HostedModel) -> bool:
-    """Return True if torch takes the kernels of some of the model's products because no others can be had."""
-    if (served := hosted.served) is None:
-        return False
-    runner = served.engine.runner
-    products = runner.decoder.products
-    is_refused = isinstance(products, ChosenProducts) and products.num_refused > 0
-    return is_refused or hosted.lacks_products or (runner.kv.is_cuda and lt_obstacle() is not None)
 
 
 def _has_little_scratch(hosted: HostedModel) -> bool:

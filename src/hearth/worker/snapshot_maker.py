@@ -4,9 +4,6 @@ A snapshot holds two profiles, and what `SnapshotParts` keeps of the engine. For
 padding are run: on a CUDA device of every size, which captures the graphs that are missing, on a CPU of some
 sizes, as far as they are quick. Steps of requests that the engine has measured before stand in for those of
 their kind: they have attention, too. The file is written by another thread.
-
-Before all that kernels are chosen for the model's products (`engine/product_tables.py`), where nobody has
-yet: graphs are made of them.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import msgspec
 import torch
 
 from hearth.engine.engine import Engine
-from hearth.engine.product_tables import Tuning
 from hearth.engine.step_samples import StepSamples, TimedStep
 from hearth.engine.step_shape import StepShape
 from hearth.engine.step_timer import StepTimer
@@ -30,7 +26,7 @@ from hearth.messages import Fact, MakeSnapshot, SnapshotMade, SnapshotProgress
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.standing_threads import StandingThreads
-from hearth.types import ModelId, Rung, SnapshotPhase
+from hearth.types import ModelId, Rung
 from hearth.worker.failure import ModelBroke, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import ServedModel
@@ -61,7 +57,6 @@ class _Making:
     """A snapshot under way. Mutable; written by the maker."""
 
     order: MakeSnapshot
-    tuning: Tuning | None = None  #: of products, in front of all steps; None: it is over, or there is none
     shapes: list[StepShape] = field(default_factory=list)  #: of the steps still to be run
     num_steps: int = 0
     last_shape: StepShape | None = None  #: of the step before
@@ -82,14 +77,10 @@ class SnapshotMaker:
         rates: Callable[[], dict[Rung, float]],
         threads: StandingThreads,
         post: Callable[[SnapshotWritten], None],
-        tune: Callable[[ServedModel], Tuning | None] = lambda _: None,
     ) -> None:
-        """`rates` returns what each rung was seen to deliver, in bytes per second.
-
-        `tune` returns what chooses kernels for the products of a model; None: they have been chosen.
-        """
+        """`rates` returns what each rung was seen to deliver, in bytes per second."""
         self._snapshots, self._device, self._hosted, self._rates = snapshots, device, hosted, rates
-        self._threads, self._post, self._tune = threads, post, tune
+        self._threads, self._post = threads, post
         self._makings: dict[ModelId, _Making] = {}  #: in the order of their orders
         self._busy_s = time.perf_counter()  #: when a request was last seen
 
@@ -152,10 +143,7 @@ class SnapshotMaker:
             if making.order.has_adapters:  # once each, to be captured: no profile has their times
                 making.shapes += engine.runner.sizes.all_shapes(has_adapters=True)
             making.num_steps = len(making.shapes)
-            making.tuning = self._tune(served)
             making.free_bytes = self._beside_torch_bytes()
-        elif making.tuning is not None:
-            self._choose_products(hosted, engine, making, making.tuning)
         elif making.shapes:
             self._run(engine, making)
         else:
@@ -172,31 +160,7 @@ class SnapshotMaker:
                 return [_failed(making, failure.reason)]
         model, hosting = making.order.model, making.order.hosting
         num_done = making.num_steps - len(making.shapes)
-        phase = SnapshotPhase.MEASURING if making.tuning is None else SnapshotPhase.CHOOSING
-        return [SnapshotProgress(model, hosting, num_done, making.num_steps, phase)]
-
-    def _choose_products(self, hosted: HostedModel, engine: Engine, making: _Making, tuning: Tuning) -> None:
-        """Choose kernels of products for a moment; behind the last one the engine goes on with all of them.
-
-        If one cannot be chosen torch takes them all, up to the next snapshot.
-        """
-        try:
-            next(tuning)
-        except StopIteration as end:
-            making.tuning = None
-            making.free_bytes = self._beside_torch_bytes()  # no start needs the kernels that were tried
-            hosted.lacks_products = end.value is None
-            if end.value is not None and hosted.look is not None:
-                engine.flush()  # there may have been requests since
-                engine.use_products(end.value)
-                hosted.look = hosted.look.with_products(engine.runner.products_digest)
-        except Exception as error:  # no step of a request: the model serves on, unless the device is lost
-            if (failure := failure_of(error)).is_fatal:
-                raise
-            making.tuning, making.free_bytes = None, self._beside_torch_bytes()
-            hosted.lacks_products = True
-            told = (hosted.model, failure.reason, failure.trace)
-            log.error("fallback products=torch model=%s reason=`%s`\n%s", *told)
+        return [SnapshotProgress(model, hosting, num_done, making.num_steps)]
 
     def _run(self, engine: Engine, making: _Making) -> None:
         """Run the next step of padding, and keep its time unless it is the first of its shape."""

@@ -24,7 +24,6 @@ from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import GraphKey, StepPart
-from hearth.kernels.cublas_lt import ChosenProducts
 from hearth.memory.pages import Pages
 from hearth.policy.batch.blocks import SINK_BLOCK
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite, TableWrites
@@ -40,18 +39,16 @@ def rehearse(
     give_way: Callable[[], None],
     learn: Callable[[CapturedGraph], None],
     keys_of: Callable[[Runner], Sequence[GraphKey]],
-    products: ChosenProducts | None = None,
 ) -> None:
     """Have all kernels of some steps loaded on the device, whose Triton kernels are there already.
 
     `keys_of` returns the parts of these steps: `first_step_keys` or `other_keys`. Any one thread may call
     it, beside all steps; `give_way` waits while others need the interpreter more. `learn` is shown each
-    graph, which is gone then. The first of `pages` is lent to it for as long. `products` are those that the
-    model's engine will have.
+    graph, which is gone then. The first of `pages` is lent to it for as long.
     """
     began_s = time.perf_counter()
     with aliased_memory(pages, device) as memory:
-        runner = dry_runner(needs, memory, products)
+        runner = dry_runner(needs, memory)
         runner.rehearse_inputs(_plan())
         keys = keys_of(runner)
         for key in keys:

@@ -14,7 +14,6 @@ from queue import Empty, SimpleQueue
 from typing import assert_never
 
 from hearth import garbage
-from hearth.engine.product_tables import Tuning
 from hearth.errors import ServiceError
 from hearth.messages import (
     AdapterLoaded,
@@ -464,18 +463,11 @@ class WorkerLoop:
     def _snapshot_maker(self, resources: HostingResources) -> SnapshotMaker | None:
         if resources.snapshots is None:
             return None
-
-        def tune(served: ServedModel) -> Tuning | None:
-            if (kernels := resources.kernels) is None:
-                return None
-            return kernels.tune(served.spec.manifest, served.spec.model.limits, served.engine.runner)
-
         return SnapshotMaker(
             *(resources.snapshots, resources.device, self._hosted),
             rates=self._models.reclaimer.reload_costs.measured_rates,
             threads=resources.loader.threads,
             post=self._inbox.put,
-            tune=tune,
         )
 
     def _make_snapshot(self, order: MakeSnapshot) -> None:

@@ -143,13 +143,6 @@ class BlockBook:
         self._cached.clear()
         self.prefixes.clear()
 
-    def forget_prefixes(self) -> None:
-        """Have all cached blocks free. No sequence runs."""
-        assert not self._num_live, f"live blocks have prefixes, too: {self._live()}"
-        cached = self._cached.pop_oldest(len(self._cached))
-        self._forget(cached)
-        self._free.add(cached)
-
     def move(self, moves: Sequence[BlockMove]) -> None:
         """Have live blocks elsewhere, with their holders and content; they leave free blocks behind.
 
