@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -377,20 +377,19 @@ def test_an_idle_loop_waits_for_its_inbox_without_a_timeout(
 def test_readers_are_told_before_the_books_are_finished(
     engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_settle, settle = threading.Event(), engine.batcher.settle
+    may_release, release_all = threading.Event(), engine.batcher.blocks.release_all
 
-    def wait_and_settle() -> None:
-        if not engine.batcher.is_settled:
-            assert may_settle.wait(PATIENCE_S)
-        settle()
+    def wait_and_release(sequences: Iterable[Sequence[int]]) -> None:
+        assert may_release.wait(PATIENCE_S)
+        release_all(sequences)
 
-    monkeypatch.setattr(engine.batcher, "settle", wait_and_settle)
+    monkeypatch.setattr(engine.batcher.blocks, "release_all", wait_and_release)
     num_free = engine.batcher.blocks.num_free
     loop.add([request(engine, "a", num_prompt=9, max_tokens=1)], outbox := Outbox())
 
     assert len(messages(outbox)) == 1
     assert engine.batcher.blocks.num_free < num_free
-    may_settle.set()
+    may_release.set()
     loop.close()
     assert engine.batcher.blocks.num_available == num_free
     engine.batcher.check()
