@@ -533,21 +533,3 @@ def test_a_registry_of_an_older_hearth_learns_of_adapters(data_dir: DataDir) -> 
     with Registry.open(data_dir) as registry, Registry.open(data_dir):
         registry.add(ADAPTER)
         assert (registry.all(), registry.adapters()) == ([TINY], [ADAPTER])
-
-
-def test_the_way_back_from_an_upgrade_stays_open_until_a_change_is_done(data_dir: DataDir) -> None:
-    """A service refuses some of what was registered a moment before, and takes it back."""
-    data_dir.upgrade_path.mkdir()
-    with Registry.open(data_dir) as registry:
-        with suppress(ConfigError), registry.transaction():
-            registry.add(TINY)
-            raise ConfigError("its name is an alias")
-        assert registry.all() == []
-        assert data_dir.upgrade_path.is_dir()
-        with registry.transaction():
-            registry.add(TINY)
-            assert data_dir.upgrade_path.is_dir()
-        assert not data_dir.upgrade_path.exists()
-        data_dir.upgrade_path.mkdir()
-        registry.remove("tiny")
-        assert not data_dir.upgrade_path.exists()

@@ -21,6 +21,7 @@ from hearth.store.manifest import (
     read_manifest,
 )
 from tests.models.zoo import VARIANTS, build
+from tests.store.stored import signed
 
 CHUNK_BYTES = 1 << 16
 
@@ -175,23 +176,23 @@ def _twice(raw: Raw) -> None:
     raw["files"] = files * 2
 
 
-def _signed(raw: Raw) -> str:
-    """As if it had been written that way."""
-    rest = {key: value for key, value in raw.items() if key != "digest"}
-    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    return json.dumps({**rest, "digest": digest_of(canonical.encode())})
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_set("version", to=3), r"has version 3, this Hearth reads version 2; convert the model again"),
-        (_set("version", to="2"), r"has version '2'"),
+        (
+            _set("version", to=1),
+            r"has format version 1, .* supports version 2 only; .*deploy the model again",
+        ),
+        (
+            _set("version", to=3),
+            r"has format version 3, .* supports version 2 only; .*deploy the model again",
+        ),
+        (_set("version", to="2"), r"has format version '2'"),
         (_set("format", to="gguf"), r"does not describe a Hearth model"),
         (_set("colour", to="red"), r"unknown fields: colour"),
         (_set("arch", "colour", to="red"), r"here\.arch: .*unknown fields: colour"),
         (lambda raw: raw.pop("chunks"), r"missing fields: chunks"),
-        (lambda raw: raw.pop("version"), r"has version None"),
+        (lambda raw: raw.pop("version"), r"has format version None"),
         (_set("num_bytes", to="many"), r"here\.num_bytes: must be int, given: 'many'"),
         (_set("num_bytes", to=True), r"here\.num_bytes: must be int, given: True"),
         (_set("chunks", 0, "num_bytes", to=1.5), r"here\.chunks\[0\]\.num_bytes: must be int"),
@@ -255,7 +256,7 @@ def test_a_wrong_manifest_is_refused(edit: Callable[[Raw], object], message: str
     edit(raw)
 
     with pytest.raises(BadCheckpoint, match=message):
-        parse_manifest(_signed(raw), "here")
+        parse_manifest(signed(raw), "here")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"hearth-model"'])
@@ -269,4 +270,4 @@ def test_an_unknown_dtype_or_quant_is_refused(field: str, value: str) -> None:
     raw = json.loads(_manifest().to_json()) | {field: value}
 
     with pytest.raises(BadCheckpoint, match=f"unknown {field}: `{value}`"):
-        parse_manifest(_signed(raw), "here")
+        parse_manifest(signed(raw), "here")
