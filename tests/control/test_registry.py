@@ -522,14 +522,3 @@ def test_a_base_is_replaced_only_by_what_its_adapters_fit(data_dir: DataDir) -> 
         with pytest.raises(RequestError, match="needs a name of its own, and `tiny` is its base") as refused:
             registry.replace(replace(ADAPTER, name="tiny", base="tiny"))
         assert refused.value.http_status == 400, "nothing is missing"
-
-
-def test_a_registry_of_an_older_hearth_learns_of_adapters(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
-        registry.add(TINY)
-    with sqlite3.connect(data_dir.registry_path) as connection:
-        connection.execute("alter table models drop column base")
-    connection.close()
-    with Registry.open(data_dir) as registry, Registry.open(data_dir):
-        registry.add(ADAPTER)
-        assert (registry.all(), registry.adapters()) == ([TINY], [ADAPTER])

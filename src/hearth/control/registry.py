@@ -1,6 +1,6 @@
 """Deployed models and adapters, in a SQLite file that several processes may open. Touches no model's files.
 
-An adapter is a row with a `base`. An older Hearth cannot read its facts, and leaves it out.
+An adapter is a row with a `base`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class Registry:
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_SCHEMA)
             self._connection.execute(_SLOTS_SCHEMA)
-        self._add_base()
         self._give_slots()  # to models that were registered when there were none
         self._seen_version = -1
 
@@ -154,7 +153,7 @@ class Registry:
         return [one for one in self._read("base is null") if isinstance(one, Deployed)]
 
     def adapters(self) -> list[DeployedAdapter]:
-        """Return all adapters as `all` does, also those whose base an older Hearth has removed."""
+        """Return all adapters as `all` does."""
         return [one for one in self._read("base is not null") if isinstance(one, DeployedAdapter)]
 
     def outdated_adapters(self, new: Deployed | DeployedAdapter) -> list[str]:
@@ -209,17 +208,6 @@ class Registry:
         (version,) = self._execute("pragma data_version").fetchone()
         before, self._seen_version = self._seen_version, version
         return bool(version != before)
-
-    def _add_base(self) -> None:
-        """Give a file of an older Hearth the column of adapters."""
-        if self._has_base():
-            return
-        with self.transaction():
-            if not self._has_base():
-                self._execute("alter table models add column base text")
-
-    def _has_base(self) -> bool:
-        return any(column == "base" for _, column, *_ in self._execute("pragma table_info(models)"))
 
     def _adapters_of(self, base: str) -> list[DeployedAdapter]:
         return [one for one in self._read("base = ?", base) if isinstance(one, DeployedAdapter)]
