@@ -101,7 +101,7 @@ def _target(raw: Raw) -> Raw:
         (lambda raw: raw["chunks"].pop(), "`chunks` do not add up"),
         (lambda raw: raw.update(chunk_bytes=100), "`chunk_bytes` must be"),
         (lambda raw: raw.update(files=[{"name": "x", "digest": "y", "num_bytes": 1}]), "has no `files`"),
-        (lambda raw: raw.update(family=3), "must be str"),
+        (lambda raw: raw.update(family=3), "family: Expected `str`, got `int`"),
         (lambda raw: raw.update(other=3), "unknown fields: other"),
     ],
 )
