@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 import pytest
 
@@ -22,8 +21,7 @@ from hearth.control import keys
 from hearth.control.datadir import DataDir, is_held
 from hearth.control.devices import Devices
 from hearth.control.gateway import Gateway
-from hearth.control.upgrade import Upgraded
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, DataDirError
 from hearth.garbage import MAX_YOUNG
 from tests.cli.shell import Hearth
 from tests.control.gateway_rig import GatewayRig
@@ -233,23 +231,10 @@ def test_a_line_is_logged_once_where_standard_error_is_the_log(
     assert path.read_text() == ""
 
 
-class Stopped(Exception):
-    """The end of a service that a test has seen enough of."""
-
-
-def test_nobody_is_let_in_before_the_directory_is_up_to_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = ("127.0.0.1", free_port())
-
-    def upgrade_held(held: DataDir) -> NoReturn:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address)
-        raise Stopped
-
-    monkeypatch.setattr(server, "upgrade_held", upgrade_held)
-    with pytest.raises(Stopped):
-        server.run_service(service_at(address, tmp_path))
+def test_a_service_does_not_start_on_a_data_directory_of_another_format_version(tmp_path: Path) -> None:
+    (tmp_path / "VERSION").write_text("1\n")
+    with pytest.raises(DataDirError, match="has format version '1', this Hearth supports version 2 only"):
+        server.run_service(service_at(("127.0.0.1", 0), tmp_path))
 
 
 def test_a_service_does_not_start_with_settings_of_a_model_that_is_not_deployed(tmp_path: Path) -> None:
@@ -259,19 +244,9 @@ def test_a_service_does_not_start_with_settings_of_a_model_that_is_not_deployed(
         server.run_service(config)
 
 
-def test_a_port_that_is_taken_meanwhile_is_wrong_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = ("127.0.0.1", free_port())
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-
-        def upgrade_held(held: DataDir) -> list[Upgraded]:
-            other.bind(address)
-            other.listen()
-            return []
-
-        monkeypatch.setattr(server, "upgrade_held", upgrade_held)
+def test_a_port_that_is_taken_is_wrong_input(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = other.getsockname()
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {address[1]}: .* `--port`"):
             server.run_service(service_at(address, tmp_path))
 

@@ -522,32 +522,3 @@ def test_a_base_is_replaced_only_by_what_its_adapters_fit(data_dir: DataDir) -> 
         with pytest.raises(RequestError, match="needs a name of its own, and `tiny` is its base") as refused:
             registry.replace(replace(ADAPTER, name="tiny", base="tiny"))
         assert refused.value.http_status == 400, "nothing is missing"
-
-
-def test_a_registry_of_an_older_hearth_learns_of_adapters(data_dir: DataDir) -> None:
-    with Registry.open(data_dir) as registry:
-        registry.add(TINY)
-    with sqlite3.connect(data_dir.registry_path) as connection:
-        connection.execute("alter table models drop column base")
-    connection.close()
-    with Registry.open(data_dir) as registry, Registry.open(data_dir):
-        registry.add(ADAPTER)
-        assert (registry.all(), registry.adapters()) == ([TINY], [ADAPTER])
-
-
-def test_the_way_back_from_an_upgrade_stays_open_until_a_change_is_done(data_dir: DataDir) -> None:
-    """A service refuses some of what was registered a moment before, and takes it back."""
-    data_dir.upgrade_path.mkdir()
-    with Registry.open(data_dir) as registry:
-        with suppress(ConfigError), registry.transaction():
-            registry.add(TINY)
-            raise ConfigError("its name is an alias")
-        assert registry.all() == []
-        assert data_dir.upgrade_path.is_dir()
-        with registry.transaction():
-            registry.add(TINY)
-            assert data_dir.upgrade_path.is_dir()
-        assert not data_dir.upgrade_path.exists()
-        data_dir.upgrade_path.mkdir()
-        registry.remove("tiny")
-        assert not data_dir.upgrade_path.exists()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import json
 import random
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, Fetcher
-from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of, read_manifest
+from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of, digest_of, read_manifest
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
 from hearth.store.remote import Retry
@@ -70,6 +71,13 @@ def write_model(directory: Path, seed: int = 0) -> bytes:
     manifest = Manifest.of(ARCH, "float32", "none", chunks, CHUNK_BYTES, {})
     (directory / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return data
+
+
+def signed(raw: Mapping[str, object]) -> str:
+    """Return a manifest with these fields and the digest that belongs to them."""
+    rest = {key: value for key, value in raw.items() if key != "digest"}
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**rest, "digest": digest_of(canonical.encode())})
 
 
 def files_of(directory: Path, prefix: str = "/tiny") -> dict[str, bytes]:

@@ -1,10 +1,12 @@
-"""Dataclasses from JSON: as quickly as a library reads them, and with every field checked."""
+"""Dataclasses from JSON, with every field checked."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import NewType
 
@@ -13,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import BadCheckpoint
-from hearth.store import dataclass_json
 from hearth.store.dataclass_json import decode
 
 Name = NewType("Name", str)
@@ -56,14 +57,13 @@ TREES = st.fixed_dictionaries(
 
 
 @given(TREES)
-def test_what_the_library_reads_is_what_each_field_says(value: object) -> None:
-    read = dataclass_json._convert(Tree, value)
-    if read is not None:
-        assert repr(read) == repr(dataclass_json._decode(Tree, value, "here"))
+def test_what_is_decoded_is_all_that_was_given(value: object) -> None:
+    with suppress(BadCheckpoint):
+        assert json.loads(json.dumps(asdict(decode(Tree, value, "here")))) == value
 
 
 @pytest.mark.parametrize("note", [None, "old"])
-def test_the_library_reads_what_is_whole(note: str | None) -> None:
+def test_a_whole_value_is_decoded(note: str | None) -> None:
     value = {
         "name": "oak",
         "height": 3,
@@ -71,20 +71,27 @@ def test_the_library_reads_what_is_whole(note: str | None) -> None:
         "note": note,
         "leaves": [{"size": 1, "colour": "red"}],
     }
-    read = dataclass_json._convert(Tree, value)
-    assert read == Tree(Name("oak"), 3.0, False, note, (Leaf(1, Colour.RED),))
-    assert read == decode(Tree, value, "here")
+    assert decode(Tree, value, "here") == Tree(Name("oak"), 3.0, False, note, (Leaf(1, Colour.RED),))
+
+
+RED = {"size": 1, "colour": "red"}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"other": 1}, "unknown fields: other"),
-        ({"height": 1e999}, "here.height: must be a finite number"),
-        ({"is_old": 1}, "here.is_old: must be bool"),
-        ({"leaves": [{"size": True, "colour": "red"}]}, r"here.leaves\[0\].size: must be int"),
-        ({"leaves": [{"size": 1.0, "colour": "red"}]}, r"here.leaves\[0\].size: must be int"),
-        ({"leaves": [{"size": 1, "colour": "green"}]}, r"here.leaves\[0\].colour: must be one of red, blue"),
+        ({"other": 1}, "here: missing fields: none, unknown fields: other;"),
+        ({"height": 1e999}, "here.height: unsupported value: inf;"),
+        ({"name": "\ud800"}, "here: 'utf-8' codec can't encode"),
+        ({"is_old": 1}, "here.is_old: Expected `bool`, got `int`;"),
+        ({"leaves": [{"size": True, "colour": "red"}]}, r"here.leaves\[0\].size: Expected `int`, got `bool`"),
+        ({"leaves": [{"size": 1.0, "colour": "red"}]}, r"here.leaves\[0\].size: Expected `int`, got `float`"),
+        (
+            {"leaves": [{"size": 1, "colour": "green"}]},
+            r"here.leaves\[0\].colour: Invalid enum value 'green'",
+        ),
+        ({"leaves": [{"size": 1}]}, r"here.leaves\[0\]: Object missing required field `colour`"),
+        ({"leaves": [RED, {**RED, "width": 1}]}, r"here.leaves\[1\]: .* unknown fields: width;"),
     ],
 )
 def test_the_field_that_does_not_fit_is_named(change: dict[str, object], message: str) -> None:

@@ -32,7 +32,6 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "keys": ("keys",),
     "doctor": ("doctor", "config"),
     "convert": ("convert", "verify", "show"),
-    "upgrade": ("upgrade",),
     "serve": ("serve",),
     "ps": ("ps", "stop", "logs"),
     "simulate": ("simulate",),

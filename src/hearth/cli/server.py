@@ -17,7 +17,6 @@ import uvloop
 
 from hearth.api.connections import MAX_STRANGERS
 from hearth.cli.console import LOG_FORMAT
-from hearth.cli.upgrade import tell, upgrade_held
 from hearth.config import HearthConfig, ServiceConfig
 from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.devices import Devices, check_host_memory, resolve
@@ -54,15 +53,12 @@ def run_service(
     log_unused_memory(config, devices)
     service = config.service
     with (
-        DataDir.hold(service.data_dir, may_be_old=True) as data_dir,
-        _bound(service) as listener,
+        DataDir.hold(service.data_dir) as data_dir,
+        _listening(service) as listener,
         _log_file(data_dir.log_path),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         keys_of(service, data_dir)  # before anything is started
-        tell(upgrade_held(data_dir))
-        with _explained(service):
-            listener.listen(MAX_STRANGERS)  # not before: until then nobody would accept, for minutes perhaps
         runner.run(_serve(config, data_dir, devices, listener, on_ready, template))
 
 
@@ -146,29 +142,23 @@ async def _drain(gateway: Gateway, signals: asyncio.Queue[int], drain_s: float) 
 
 
 @contextmanager
-def _bound(service: ServiceConfig) -> Iterator[socket.socket]:
-    """Yield a socket that has its address and does not listen yet."""
+def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
+    """Yield a socket that listens. Raises ConfigError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with _explained(service):
+        try:
             listener.bind((service.host, service.port))
+            listener.listen(MAX_STRANGERS)
+        except OSError as error:
+            is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            remedy = "choose another with `--port`, or 0 for any that is free"
+            raise ConfigError(
+                f"cannot listen on {service.host} port {service.port}: {error.strerror or error}; "
+                f"{remedy if is_of_port else 'choose an address of this machine with `--host`'}"
+            ) from error
         listener.setblocking(False)
         yield listener
-
-
-@contextmanager
-def _explained(service: ServiceConfig) -> Iterator[None]:
-    """Raise ConfigError for an address that cannot be had; a taken one may be found out by `listen` only."""
-    try:
-        yield
-    except OSError as error:
-        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        remedy = "choose another with `--port`, or 0 for any that is free"
-        raise ConfigError(
-            f"cannot listen on {service.host} port {service.port}: {error.strerror or error}; "
-            f"{remedy if is_of_port else 'choose an address of this machine with `--host`'}"
-        ) from error
 
 
 @contextmanager

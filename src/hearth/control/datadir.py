@@ -6,7 +6,6 @@ keys.json           API keys (`keys.py`)
 usage.json          how much was asked with each of them (`key_usage.py`)
 models/ chunks/     the store's: converted models, chunks from object storage
 hashes/             the store's: what this machine found of files that it has checked
-upgrade/            the way back to the format before, until the first model is deployed or removed
 downloads/          checkpoints on their way to models/
 kernels/            compiled kernels (`kernels/kernel_cache.py`)
 snapshots/          what starts of models need, and the key that it is authenticated by (`snapshot/`)
@@ -24,7 +23,6 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +31,7 @@ from pathlib import Path
 
 from hearth.errors import DataDirError
 
-#: Format 1 named chunks by xxh3-128; `upgrade.py` brings such a directory here.
+#: Of the layout and of the models in it. A directory of any other version is refused.
 VERSION = 2
 
 #: Whoever looks for a running service holds the lock for microseconds; a service that starts tries again.
@@ -57,16 +55,16 @@ class DataDir:
     path: Path
 
     @staticmethod
-    def open(path: str | Path, *, may_be_old: bool = False) -> DataDir:
-        """Open the directory, which is made where there is none, for its owner alone; an old one to upgrade.
+    def open(path: str | Path) -> DataDir:
+        """Open the directory, which is made where there is none, for its owner alone.
 
         Raises:
-            DataDirError: a newer Hearth has written it, or an older one; or it cannot be used.
+            DataDirError: the directory has another format version, or cannot be used.
         """
         data_dir = DataDir(Path(path).expanduser().absolute())
         with _translated(data_dir.path):
             data_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            data_dir._check_version(may_be_old)
+            data_dir._check_version()
             for part in (
                 data_dir.models_path,
                 data_dir.downloads_path,
@@ -78,13 +76,13 @@ class DataDir:
 
     @staticmethod
     @contextmanager
-    def hold(path: str | Path, *, may_be_old: bool = False) -> Iterator[DataDir]:
+    def hold(path: str | Path) -> Iterator[DataDir]:
         """Hold the directory for one service alone, until the context or the process ends, however it does.
 
         Raises:
             DataDirError: another service runs on it, or see `open`.
         """
-        data_dir = DataDir.open(path, may_be_old=may_be_old)
+        data_dir = DataDir.open(path)
         with _translated(data_dir.path):
             # Processes that the service starts do not inherit it, or they could outlive it with the lock.
             lock = os.open(data_dir._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -187,41 +185,18 @@ class DataDir:
         return self.run_path / "admin_token"
 
     @property
-    def upgrade_path(self) -> Path:
-        return self.path / "upgrade"
-
-    @property
-    def version(self) -> int:
-        """The format of the directory."""
-        with _translated(self.path):
-            return int(self._version_path.read_text(encoding="utf-8"))
-
-    def set_version(self, version: int) -> None:
-        with _translated(self.path):
-            write_private(self._version_path, f"{version}\n")
-
-    def forget_upgrade(self) -> None:
-        """Close the way back to an older format, at the first change that it could not read."""
-        if self.upgrade_path.exists():
-            shutil.rmtree(self.upgrade_path, ignore_errors=True)
-
-    @property
     def _version_path(self) -> Path:
         return self.path / "VERSION"
 
-    def _check_version(self, may_be_old: bool) -> None:
+    def _check_version(self) -> None:
         if not self._version_path.exists():
-            self.set_version(VERSION)
+            write_private(self._version_path, f"{VERSION}\n")
         text = self._version_path.read_text(encoding="utf-8", errors="replace").strip()
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= VERSION):
+        if text != str(VERSION):
             raise DataDirError(
-                f"`{self.path}` has version {text[:40]!r}, this Hearth reads up to {VERSION}; use the Hearth "
-                "that wrote it, or choose another directory with `--data-dir`"
-            )
-        if int(text) < VERSION and not may_be_old:
-            raise DataDirError(
-                f"`{self.path}` has version {text}, this Hearth uses {VERSION}; `hearth serve` brings it up "
-                f"to date as it starts, or do so now: `hearth upgrade --data-dir {self.path}`"
+                f"`{self.path}` has format version {text[:40]!r}, this Hearth supports version {VERSION} "
+                "only; choose another directory with `--data-dir` and deploy the models again, or use the "
+                "Hearth version that wrote it"
             )
 
 

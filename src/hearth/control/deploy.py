@@ -219,7 +219,7 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
 
     Where a deployment is under way, here or in a process that has lost its parent, the next start does it.
     """
-    with opened_lock(data_dir) as lock:
+    with _opened_lock(data_dir) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -275,13 +275,13 @@ def _named(registry: Registry) -> set[Path]:
 @contextmanager
 def _under_way(data_dir: DataDir) -> Iterator[int]:
     """Keep what nobody names yet from being collected, while this or an heir's descriptor is open."""
-    with opened_lock(data_dir) as lock:
+    with _opened_lock(data_dir) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a service that is starting, never for one that serves
         yield lock
 
 
 @contextmanager
-def opened_lock(data_dir: DataDir) -> Iterator[int]:
+def _opened_lock(data_dir: DataDir) -> Iterator[int]:
     """Open the lock that deployments share; whoever holds it alone keeps them out. Raises DataDirError."""
     path = data_dir.run_path / "deploying"
     try:

@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,20 +55,8 @@ class Journal:
     while the disk takes no more: the service matters more.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        config: BrainConfig,
-        max_bytes: int,
-        renamed_digests: Mapping[str, str] | None = None,
-    ) -> None:
-        """Begin a file. `renamed_digests`: new by old, of models whose digests changed with their format.
-
-        They stand in the first line, so that who compares with an older recording finds the same models.
-
-        Raises:
-            DataDirError: the file cannot be written.
-        """
+    def __init__(self, path: Path, config: BrainConfig, max_bytes: int) -> None:
+        """Begin a file. Raises DataDirError if it cannot be written."""
         self.path = path
         self.is_stopped = False
         self._why_stopped = ""
@@ -80,8 +68,6 @@ class Journal:
         self._num_bytes = 0
         self._flushes_each = True  #: False: lines reach the system together, when all have come
         self._header: dict[str, object] = {"version": VERSION, "config": config}
-        if renamed_digests:
-            self._header["renamed_digests"] = dict(renamed_digests)
         try:
             with suppress(FileNotFoundError):
                 path.replace(previous(path))

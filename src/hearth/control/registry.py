@@ -1,15 +1,14 @@
 """Deployed models and adapters, in a SQLite file that several processes may open. Touches no model's files.
 
-An adapter is a row with a `base`. An older Hearth cannot read its facts, and leaves it out.
+An adapter is a row with a `base`.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import msgspec
 
@@ -44,7 +43,6 @@ create table if not exists space_slots (
     name text primary key, digest text not null, slot integer not null unique
 ) without rowid
 """
-_RENAMED_SCHEMA = "create table if not exists renamed_digests (old text primary key, new text not null)"
 _FIELDS = "name, source, location, directory, digest, facts, created_at_s, base"
 
 #: All that a row holds, in the order of _FIELDS.
@@ -59,16 +57,13 @@ class Registry:
     def __init__(self, data_dir: DataDir, wait_s: float = WAIT_S) -> None:
         self._path = data_dir.registry_path
         self._data_dir = data_dir
-        self._is_way_back_over = False  #: an upgrade cannot be undone once the present transaction is done
         with self._translated():
             # Without transactions of its own: a statement outside `transaction` is one.
             self._connection = sqlite3.connect(self._path, timeout=wait_s, isolation_level=None)
             self._connection.execute("pragma journal_mode = wal")
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_SCHEMA)
-            self._connection.execute(_RENAMED_SCHEMA)
             self._connection.execute(_SLOTS_SCHEMA)
-        self._add_base()
         self._give_slots()  # to models that were registered when there were none
         self._seen_version = -1
 
@@ -95,7 +90,6 @@ class Registry:
     def transaction(self) -> Iterator[None]:
         """Make all that is done within the context happen at once, or not at all if it raises."""
         self._execute("begin immediate")
-        self._is_way_back_over = False
         try:
             yield
             self._execute("commit")
@@ -103,8 +97,6 @@ class Registry:
             if self._connection.in_transaction:
                 self._execute("rollback")
             raise
-        if self._is_way_back_over:  # not before: what is refused changes nothing
-            self._data_dir.forget_upgrade()
 
     def add(self, deployed: Deployed | DeployedAdapter) -> None:
         """Register a model or an adapter. Raises NameTaken, and as `replace` does."""
@@ -143,30 +135,7 @@ class Registry:
                 )
             self._execute("delete from models where name = ? or base = ?", name, name)
             self._give_slots()
-            self._is_way_back_over = True
         return [location, *adapters.values()]
-
-    def upgrade(self, changes: Iterable[tuple[Deployed, Deployed]]) -> None:
-        """Write what an upgrade has made of models, each before and after, all at once.
-
-        Which digest was which stays written down. The way back stays open.
-        """
-        with self.transaction():
-            for old, new in changes:
-                self._put("insert or replace", new)
-                if old.digest != new.digest:
-                    self._execute(
-                        "insert or replace into renamed_digests values (?, ?)", old.digest, new.digest
-                    )
-
-    def renamed_digests(self) -> dict[str, str]:
-        """Return the digests that models have now, by those that they had in an older format."""
-        return dict(self._execute("select old, new from renamed_digests").fetchall())
-
-    def back_up(self, path: Path) -> None:
-        """Write a copy of the registry to a new file."""
-        with self._translated(), closing(sqlite3.connect(path)) as copy:
-            self._connection.backup(copy)
 
     def location(self, name: str) -> ModelLocation | None:
         """Return where the files of a model lie, also if its row cannot be read otherwise."""
@@ -184,7 +153,7 @@ class Registry:
         return [one for one in self._read("base is null") if isinstance(one, Deployed)]
 
     def adapters(self) -> list[DeployedAdapter]:
-        """Return all adapters as `all` does, also those whose base an older Hearth has removed."""
+        """Return all adapters as `all` does."""
         return [one for one in self._read("base is not null") if isinstance(one, DeployedAdapter)]
 
     def outdated_adapters(self, new: Deployed | DeployedAdapter) -> list[str]:
@@ -240,17 +209,6 @@ class Registry:
         before, self._seen_version = self._seen_version, version
         return bool(version != before)
 
-    def _add_base(self) -> None:
-        """Give a file of an older Hearth the column of adapters."""
-        if self._has_base():
-            return
-        with self.transaction():
-            if not self._has_base():
-                self._execute("alter table models add column base text")
-
-    def _has_base(self) -> bool:
-        return any(column == "base" for _, column, *_ in self._execute("pragma table_info(models)"))
-
     def _adapters_of(self, base: str) -> list[DeployedAdapter]:
         return [one for one in self._read("base = ?", base) if isinstance(one, DeployedAdapter)]
 
@@ -266,7 +224,6 @@ class Registry:
         with nullcontext() if self._connection.in_transaction else self.transaction():
             self._check(deployed)
             self._put(verb, deployed)
-            self._is_way_back_over = True
 
     def _check(self, deployed: Deployed | DeployedAdapter) -> None:
         """Refuse adapters without a base or in place of a model, and what would leave others without one."""

@@ -10,17 +10,16 @@ replaced, or that others may write, is checked by BLAKE3 again.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.errors import BadCheckpoint
-from hearth.store.dataclass_json import decode
+import msgspec
+
 from hearth.store.file_stamp import FileStamp, is_private
 from hearth.store.manifest import WEIGHTS, StoredManifest, digest_of
 from hearth.types import Digest
@@ -36,6 +35,9 @@ class LocalHashes:
     model: Digest  #: of the manifest that cuts the file into chunks
     stamp: FileStamp
     xxh3: tuple[str, ...]
+
+
+_DECODER = msgspec.json.Decoder(LocalHashes)
 
 
 def read_hashes(
@@ -65,7 +67,7 @@ def write_hashes(
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary.touch(mode=0o600, exist_ok=False)
-        temporary.write_text(json.dumps(asdict(hashes)), encoding="utf-8")
+        temporary.write_bytes(msgspec.json.encode(hashes))
         temporary.rename(path)
     except OSError as error:
         log.warning("hashes_not_kept directory=%s reason=%s", directory, error)
@@ -94,8 +96,8 @@ def _path(root: Path, directory: Path) -> Path:
 
 def _read(path: Path) -> LocalHashes | None:
     try:
-        found = decode(LocalHashes, json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError, RecursionError, BadCheckpoint):
+        found = _DECODER.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError):
         return None
     is_sound = all(re.fullmatch("[0-9a-f]{32}", one) for one in found.xxh3)
     return found if is_sound else None

@@ -267,11 +267,6 @@ def _fields(item: object) -> dict[str, object]:
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
-def with_digest(content: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields of a manifest with the digest of them all."""
-    return {**content, "digest": _digest_of_fields(content)}
-
-
 def _digest_of_fields(content: Mapping[str, object]) -> Digest:
     """Return the hash of the fields in one fixed form, however they are laid out in the file."""
     return digest_of(json.dumps(content, default=_fields, sort_keys=True, separators=(",", ":")).encode())
@@ -290,11 +285,9 @@ def take_digest(raw: object, wanted: str, version: int, where: str) -> Digest:
         kind = wanted.replace("hearth-", "Hearth ")
         raise BadCheckpoint(f"`{where}` does not describe a {kind}: `format` is not {wanted!r}")
     if raw.get("version") != version:
-        is_old = wanted == FORMAT and raw.get("version") in range(1, version)
-        remedy = "bring it up to date with `hearth upgrade`" if is_old else "use the Hearth that wrote it"
         raise BadCheckpoint(
-            f"`{where}` has version {brief(raw.get('version'))}, this Hearth reads version {version}; "
-            f"convert the model again, or {remedy}"
+            f"`{where}` has format version {brief(raw.get('version'))}, this Hearth supports version "
+            f"{version} only; convert or deploy the model again from its source"
         )
     stated, found = raw.pop("digest", None), _digest_of_fields(raw)
     if stated != found:
