@@ -21,12 +21,10 @@ from hearth.control import upgrade as control_upgrade
 from hearth.control.datadir import VERSION, DataDir
 from hearth.control.deploy import collect, opened_lock
 from hearth.control.deployed import Deployed
-from hearth.control.journal import Journal, replay
 from hearth.control.registry import Registry
 from hearth.control.upgrade import roll_back, upgrade, upgrade_directory
 from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing, DataDirError, NameTaken
 from hearth.models.layout import layout_of
-from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.footprint import Facts
 from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of, digest_of, read_manifest
 from hearth.store.upgrade import read_old, upgraded
@@ -355,18 +353,6 @@ def test_bytes_that_were_read_need_not_be_checked_by_their_digest_again(
     with tiers_at(old) as tiers:
         model = tiers.open(old / "models" / "a")
         consume(tiers.fetch(model, all_chunks(model)))
-
-
-def test_the_journal_says_which_digest_was_which(old: Path, tmp_path: Path) -> None:
-    with held(old) as data_dir:
-        done = upgrade(data_dir)
-        with Registry.open(data_dir) as registry:
-            renamed = registry.renamed_digests()
-    assert renamed == {model.old: model.new for model in done}
-    with Journal(tmp_path / "events.jsonl", BrainConfig(), 1 << 20, renamed):
-        pass
-    assert json.loads((tmp_path / "events.jsonl").read_bytes())["renamed_digests"] == renamed
-    assert replay(tmp_path / "events.jsonl").first_difference is None
 
 
 class TestUrl:

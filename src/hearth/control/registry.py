@@ -44,7 +44,6 @@ create table if not exists space_slots (
     name text primary key, digest text not null, slot integer not null unique
 ) without rowid
 """
-_RENAMED_SCHEMA = "create table if not exists renamed_digests (old text primary key, new text not null)"
 _FIELDS = "name, source, location, directory, digest, facts, created_at_s, base"
 
 #: All that a row holds, in the order of _FIELDS.
@@ -66,7 +65,6 @@ class Registry:
             self._connection.execute("pragma journal_mode = wal")
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_SCHEMA)
-            self._connection.execute(_RENAMED_SCHEMA)
             self._connection.execute(_SLOTS_SCHEMA)
         self._add_base()
         self._give_slots()  # to models that were registered when there were none
@@ -146,22 +144,11 @@ class Registry:
             self._is_way_back_over = True
         return [location, *adapters.values()]
 
-    def upgrade(self, changes: Iterable[tuple[Deployed, Deployed]]) -> None:
-        """Write what an upgrade has made of models, each before and after, all at once.
-
-        Which digest was which stays written down. The way back stays open.
-        """
+    def upgrade(self, models: Iterable[Deployed]) -> None:
+        """Write what an upgrade has made of models, all at once. The way back stays open."""
         with self.transaction():
-            for old, new in changes:
-                self._put("insert or replace", new)
-                if old.digest != new.digest:
-                    self._execute(
-                        "insert or replace into renamed_digests values (?, ?)", old.digest, new.digest
-                    )
-
-    def renamed_digests(self) -> dict[str, str]:
-        """Return the digests that models have now, by those that they had in an older format."""
-        return dict(self._execute("select old, new from renamed_digests").fetchall())
+            for model in models:
+                self._put("insert or replace", model)
 
     def back_up(self, path: Path) -> None:
         """Write a copy of the registry to a new file."""

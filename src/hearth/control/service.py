@@ -89,7 +89,7 @@ async def running(
             takes_turns=service.turns,
         )
         catalog.check_settings()
-        journal = Journal(*(data_dir.journal_path, brain, service.journal_bytes, registry.renamed_digests()))
+        journal = Journal(data_dir.journal_path, brain, service.journal_bytes)
         stack.callback(journal.close)
         observer = Observer(
             metrics,

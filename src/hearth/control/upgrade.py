@@ -97,7 +97,7 @@ def upgrade(data_dir: DataDir, on_progress: OnProgress = lambda *_: None) -> lis
         _save(data_dir, registry, changes)
         for change in changes:
             _write(data_dir, change)
-        registry.upgrade((change.old, change.new) for change in changes)
+        registry.upgrade(change.new for change in changes)
         for change in changes:
             if change.is_remote:  # nobody could read it, and so nobody would know which chunks are in use
                 shutil.rmtree(change.old.directory, ignore_errors=True)
