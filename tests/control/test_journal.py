@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import math
@@ -32,6 +33,8 @@ from tests.control.broken_driver import run_broken_driver
 from tests.policy.fleet.world import MOVES, World
 
 PLENTY = 1 << 30
+#: Recorded by services in `bench`.
+JOURNALS = Path(__file__).parents[1] / "data" / "journals"
 
 
 def recorded(path: Path, seed: int = 1, max_bytes: int = PLENTY) -> World:
@@ -61,6 +64,18 @@ def test_the_recording_contains_infinite_keep_alives_and_the_replay_honours_them
     keep_alives = [event.keep_alive_s for event in world.events if isinstance(event, RequestArrived)]
     assert math.inf in keep_alives
     assert b"Infinity" in (tmp_path / "journal").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["soak", "turns", "chaos"])
+def test_a_kept_journal_gives_the_same_actions_again(tmp_path: Path, name: str) -> None:
+    """If decisions have changed on purpose, record all of them again: `make journals`."""
+    path, data = tmp_path / "journal", gzip.decompress((JOURNALS / f"{name}.jsonl.gz").read_bytes())
+    path.write_bytes(data)
+    found = replay(path)
+    assert found.first_difference is None
+    assert found.num_events > 500
+    header = json.loads(data.partition(b"\n")[0])
+    assert (header["fleet"] is not None) is (name == "soak"), "one begins with the state of a fleet"
 
 
 def test_a_changed_action_is_found(tmp_path: Path) -> None:
