@@ -42,7 +42,7 @@ MODULE_elastic_cpu := elastic.cpu
 module = bench.$(or $(MODULE_$(1)),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style types arrows format soak chaos test-gpu bench-gpu bench-cpu clean
+.PHONY: help demo test check style types arrows format soak chaos journals test-gpu bench-gpu bench-cpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,13 @@ soak: $(READY) ## ten minutes of many models in little memory, with cancels and 
 
 chaos: $(READY) ## ten minutes of faults and attackers beside honest clients; SAVE=1 keeps it; ARGS, such as --seed 2
 	$(BIN)/python -m bench.chaos $(if $(SAVE),--save) $(ARGS)
+
+journals: $(READY) ## record the journals in tests/data again, after decisions have changed on purpose; about 5 minutes
+	$(BIN)/python -m bench.soak --minutes 1 --journal tests/data/journals/soak.jsonl.gz
+	$(BIN)/python -m bench.turns --small --arms turns --speeds 3 --seconds 60 --place build \
+	  --journal tests/data/journals/turns.jsonl.gz
+	$(BIN)/python -m bench.chaos --minutes 1.5 --without gateway_kill gateway_pause \
+	  --journal tests/data/journals/chaos.jsonl.gz
 
 test-gpu: ## tests that need a CUDA device, with this machine's own python3
 	OMP_NUM_THREADS=2 $(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark $(NOT_ON_GPU:%=--ignore=%) tests

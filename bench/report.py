@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import platform
@@ -42,6 +43,12 @@ def arguments(description: str | None) -> ArgumentParser:
     parser = ArgumentParser(prog, description=description)
     parser.add_argument("--save", action="store_true", help="also write the result under bench/results")
     return parser
+
+
+def keep_journal(journal: Path, kept: Path) -> None:
+    """Compress a journal of the brain, for tests that replay it."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(gzip.compress(journal.read_bytes(), mtime=0))
 
 
 def emit(name: str, result: Mapping[str, object], *, save: bool) -> None:

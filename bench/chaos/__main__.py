@@ -1,7 +1,7 @@
 """Does the service keep its word while everything happens at once? Ten minutes of faults and attackers.
 
 python -m bench.chaos [--save] [--minutes N] [--seed N] [--per-second N] [--only NAME ...]
-                      [--without NAME ...]
+                      [--without NAME ...] [--journal FILE]
 
 Processes are killed and stopped, writes fail, an object store is slow or lies, and hostile clients attack,
 while honest ones ask models that take turns and compare every token with what was answered undisturbed. Each
@@ -49,7 +49,7 @@ from bench.chaos.service import (
     ServiceUnderTest,
     running,
 )
-from bench.report import arguments, emit, tell
+from bench.report import arguments, emit, keep_journal, tell
 from bench.service.process import ROOT
 from bench.soak.setting import NUM_FITTING, NUM_WORKERS
 
@@ -196,6 +196,8 @@ def main() -> None:
                     run = runner.run(chaos(service, keys, scene, options))
             tell("the events of every life")
             differences = list(service.journal_differences())
+            if given.journal is not None:
+                keep_journal(max(service.journals(), key=lambda path: path.stat().st_size), given.journal)
     setting = {**asdict(options), "workers": NUM_WORKERS, "fitting": NUM_FITTING, "models": len(MODELS)}
     found = figures(run)
     wrong = [*broken_promises(run), *differences]
@@ -241,6 +243,9 @@ def parsed() -> Namespace:
     names = [*FAULTS, *ATTACKERS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of: {', '.join(names)}")
     parser.add_argument("--without", nargs="+", choices=names, metavar="NAME", default=[])
+    parser.add_argument(
+        "--journal", type=Path, metavar="FILE", help="keep that of the longest life, compressed"
+    )
     return parser.parse_args()
 
 

@@ -197,9 +197,13 @@ class ServiceUnderTest:
         metrics = await metrics_of(self.port, self.data_dir.read_admin_token())
         return int(metrics["hearth_gateway_tasks"])
 
+    def journals(self) -> list[Path]:
+        """Return the journals of all lives that have ended."""
+        return sorted(self._journals.iterdir())
+
     def journal_differences(self) -> Iterator[str]:
         """Yield what the events of each life do not give again. Takes a while."""
-        for path in sorted(self._journals.iterdir()):
+        for path in self.journals():
             try:
                 found = replay(path)
             except DataDirError as error:
@@ -219,8 +223,7 @@ class ServiceUnderTest:
         self.violations += [f"{name} outlived its gateway" for name, one in ids.items() if one.is_alive]
 
     def _keep_journal(self, path: Path) -> None:
-        number = len(list(self._journals.iterdir()))
-        shutil.copy(path, self._journals / f"{number:03}.jsonl")
+        shutil.copy(path, self._journals / f"{len(self.journals()):03}.jsonl")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Does the service stay whole? Twenty models in room for three, cancels, kills and changes, for ten minutes.
 
-python -m bench.soak [--save] [--minutes N] [--seed N] [--per-second N]
+python -m bench.soak [--save] [--minutes N] [--seed N] [--per-second N] [--journal FILE]
 
 Each question must end exactly once, with the right answer or an error that the documents name. Checked ones
 are greedy; their right answers were found before, undisturbed. Memory, descriptors, threads and tasks must
@@ -26,19 +26,21 @@ import torch
 import uvloop
 
 from bench.random_model import write_random
-from bench.report import arguments, emit, tell
+from bench.report import arguments, emit, keep_journal, tell
 from bench.service.client import ask, metrics_of, request
 from bench.service.process import Service, deploy, serving
 from bench.soak.load import Load, Tally
 from bench.soak.setting import CONFIG, NUM_FITTING, NUM_WORKERS, flags
 from bench.soak.watch import Watch
 from hearth.control.datadir import DataDir
-from hearth.control.journal import replay
+from hearth.control.journal import previous, replay
 
 NUM_MODELS = 20
 NUM_VOLATILE = 4  #: models that come and go, the least popular ones
 KILL_EVERY_S, CHANGE_EVERY_S, REDEPLOY_EVERY_S, LOOK_EVERY_S = 30.0, 4.0, 45.0, 2.0
 IDLE_S = 30.0  #: for everything to come to rest at the end
+#: Limit of a journal that is to be kept: it rotates, so that the kept file begins with the state of a fleet.
+KEPT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +183,9 @@ def leftovers(pids: Mapping[str, int]) -> list[str]:
     return [f"{name} ({pid}) outlived the service" for name, pid in alive.items()]
 
 
-def journal_difference(data_dir: Path) -> list[str]:
-    found = replay(DataDir.open(data_dir).journal_path)
-    if found.first_difference is None:
-        return []
-    return [f"the event log does not give the same actions again: {found.first_difference}"]
+def journal_differences(path: Path) -> list[str]:
+    found = [replay(file).first_difference for file in (previous(path), path) if file.exists()]
+    return [f"the event log does not give the same actions again: {one}" for one in found if one is not None]
 
 
 def main() -> None:
@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--per-second", type=float, default=6.0, dest="per_s", help="questions")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="keep a part, compressed")
     given = parser.parse_args()
     options = Options(given.minutes, given.seed, given.per_s)
     with tempfile.TemporaryDirectory(prefix="hearth-soak-") as place:
@@ -206,13 +207,17 @@ def main() -> None:
             for number in range(NUM_MODELS)
         }
         deploy_all(data_dir, sources)
-        with serving(
-            data_dir, [*flags(DataDir.open(data_dir)), "--keep-alive", "5s"], num_workers=NUM_WORKERS
-        ) as service:
+        settings = [*flags(DataDir.open(data_dir)), "--keep-alive", "5s"]
+        if given.journal is not None:
+            settings += ["--set", f"service.journal_bytes={KEPT_BYTES}"]
+        with serving(data_dir, settings, num_workers=NUM_WORKERS) as service:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 result = runner.run(soak(service, sources, options))
             pids = service.pids()
-        violations = [*result.violations, *leftovers(pids), *journal_difference(data_dir)]
+        journal = DataDir.open(data_dir).journal_path
+        violations = [*result.violations, *leftovers(pids), *journal_differences(journal)]
+        if given.journal is not None:
+            keep_journal(previous(journal), given.journal)
         if service.process.returncode:
             violations.append(f"the service ended with {service.process.returncode}, must be 0")
     setting = {**asdict(options), "models": NUM_MODELS, "workers": NUM_WORKERS, "fitting": NUM_FITTING}

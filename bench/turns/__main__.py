@@ -1,6 +1,7 @@
 """Eight models of 47.8 GB in 24 GiB of one device, asked as a real trace has it: who waits, and for how long?
 
 python -m bench.turns [--save] [--arms ARM ...] [--speeds X ...] [--seconds S] [--merge FILE ...] [--small]
+                      [--journal FILE]
 
     turns           models take turns
     drain           a busy model ends what it has for those that have waited too long
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.report import HERE, arguments, emit, step, tell
+from bench.report import HERE, arguments, emit, keep_journal, step, tell
 from bench.turns.arms import Run, Traffic, arm_service, copy_rate
 from bench.turns.models import Library
 from bench.turns.outcome import measures
@@ -41,6 +42,7 @@ from bench.turns.simulated import (
 )
 from bench.turns.table import Judged, Line, document, judge, measured_lines
 from bench.turns.workload import load_trace, questions, warm_batches
+from hearth.control.datadir import DataDir
 from hearth.sim.arrivals import Lengths
 from hearth.sim.profile import Profile
 from hearth.sim.traces import Trace
@@ -66,6 +68,8 @@ def main() -> None:
     todo = missing(options, runs)
     if todo:
         runs += measured(library, todo, options, began_s + options.limit_s)
+        if options.journal is not None:
+            keep_journal(DataDir(library.data_dir).journal_path, options.journal)
     if not runs and options.simulate is None:
         raise SystemExit("nothing was measured: raise --limit-s, or give earlier runs by --merge")
     judged = judge(runs)
@@ -114,6 +118,7 @@ def parsed() -> Namespace:
     )
     parser.add_argument("--profile", default="h200", help="of the simulator: a name or a file")
     parser.add_argument("--small", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="keep that of the last arm, compressed")
     options = parser.parse_args()
     if len(options.seconds) == 1:
         options.seconds *= len(options.speeds)

@@ -6,33 +6,23 @@ Asks no service.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from bench.report import percentiles
+from hearth.control.journal import decode
 from hearth.policy.fleet import events
 from hearth.types import ModelId, RequestId, TurnEnd
-
-_EVENTS: Mapping[str, type[events.Event]] = {
-    kind.__name__: kind
-    for kind in (
-        *(events.RequestArrived, events.RequestFinished, events.RequestCancelled),
-        *(events.ModelReady, events.TurnBegan, events.TurnEnded),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event of the journal that matters here, and the names of the actions that followed."""
+    """An event of the journal, and the actions that followed."""
 
     event: events.Event
-    actions: tuple[str, ...]
+    actions: list[events.Action]
 
 
 def entries(path: Path, begin_s: float, end_s: float) -> list[Entry]:
@@ -46,11 +36,7 @@ def _entries(path: Path) -> Iterator[Entry]:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            recorded = json.loads(line)
-            name, fields = recorded["event"]
-            if name in _EVENTS:
-                actions = tuple(action for action, _ in recorded["actions"])
-                yield Entry(msgspec.convert(fields, _EVENTS[name]), actions)
+            yield Entry(*decode(line))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +64,7 @@ def doings(journal: Sequence[Entry]) -> Doings:
     num_requests = sum(isinstance(entry.event, events.RequestArrived) for entry in journal)
     return Doings(
         num_loads=len(loads),
-        num_evictions=sum(entry.actions.count(events.Evict.__name__) for entry in journal),
+        num_evictions=sum(isinstance(one, events.Evict) for entry in journal for one in entry.actions),
         moved_bytes=sum(use.num_bytes for use in uses),
         bus_s=sum(max(use.seconds for use in each.rungs) for each in loads),
         load_s=percentiles([each.total_s for each in loads]) if loads else None,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import base64
+import gzip
 import json
 import logging
 import math
 import os
-import pickle
 import random
 import resource
 from pathlib import Path
+from typing import get_type_hints
 
+import msgspec
 import pytest
 
 from bench.failing_disk import failing_writes
 from hearth.control.driver import Driver
-from hearth.control.journal import RETRY_S, Journal, Replay, previous, replay
+from hearth.control.journal import RETRY_S, TAGS, VERSION, Journal, Replay, previous, replay
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
@@ -26,11 +27,14 @@ from hearth.messages import HostModel
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import BrainConfig, LoadModel, RequestArrived, WorkerJoined, WorkerLost
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.fleet_state import STORED, FleetState
 from hearth.types import ModelId, RequestId, WorkerId
 from tests.control.broken_driver import run_broken_driver
 from tests.policy.fleet.world import MOVES, World
 
 PLENTY = 1 << 30
+#: Recorded by services in `bench`.
+JOURNALS = Path(__file__).parents[1] / "data" / "journals"
 
 
 def recorded(path: Path, seed: int = 1, max_bytes: int = PLENTY) -> World:
@@ -62,13 +66,25 @@ def test_the_recording_contains_infinite_keep_alives_and_the_replay_honours_them
     assert b"Infinity" in (tmp_path / "journal").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["soak", "turns", "chaos"])
+def test_a_kept_journal_gives_the_same_actions_again(tmp_path: Path, name: str) -> None:
+    """If decisions have changed on purpose, record all of them again: `make journals`."""
+    path, data = tmp_path / "journal", gzip.decompress((JOURNALS / f"{name}.jsonl.gz").read_bytes())
+    path.write_bytes(data)
+    found = replay(path)
+    assert found.first_difference is None
+    assert found.num_events > 500
+    header = json.loads(data.partition(b"\n")[0])
+    assert (header["fleet"] is not None) is (name == "soak"), "one begins with the state of a fleet"
+
+
 def test_a_changed_action_is_found(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     recorded(path)
     lines = path.read_text().splitlines(keepends=True)
     at = next(n for n, line in enumerate(lines) if "Dispatch" in line)
     entry = json.loads(lines[at])
-    entry["actions"][-1][1]["waited_s"] = 1e-300
+    next(fields for tag, fields in entry["actions"] if tag == "Dispatch")["waited_s"] = 1e-300
     lines[at] = json.dumps(entry) + "\n"
     path.write_text("".join(lines))
     result = replay(path)
@@ -172,27 +188,131 @@ def _no_order(order: LoadModel, hosting: int) -> HostModel:
     raise AssertionError(f"nothing is deployed: {order=} {hosting=}")
 
 
-class Harm:
-    """Whoever reads it back as any pickle makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self._path),)
+def test_a_snapshot_can_be_read_after_a_class_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotated(tmp_path / "journal", 1, max_bytes=60_000)
+    monkeypatch.delattr("hearth.policy.fleet.fleet.Fleet")
+    assert replay(tmp_path / "journal").first_difference is None
 
 
-@pytest.mark.parametrize("is_harmful", [True, False])
-def test_a_snapshot_that_is_no_fleet_is_refused(tmp_path: Path, is_harmful: bool) -> None:
+def test_a_snapshot_whose_records_do_not_belong_together_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     rotated(path, 1, max_bytes=60_000)
     header, *events = path.read_text().splitlines(keepends=True)
-    other = Harm(tmp_path / "harm") if is_harmful else BrainConfig()
-    changed = json.loads(header) | {"fleet": base64.b64encode(pickle.dumps(other)).decode()}
+    changed = json.loads(header)
+    changed["fleet"]["replicas"][0]["worker"] = "nowhere"
     path.write_text("".join([json.dumps(changed) + "\n", *events]))
-    with pytest.raises(DataDirError, match="snapshot"):
+    with pytest.raises(DataDirError, match="line 1 of the journal is damaged: KeyError\\('nowhere'\\)"):
         replay(path)
-    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("damaged", "why"),
+    [
+        ("{]", "JSONDecodeError"),
+        ('{"event": ["RequestArrived"], "actions": []}', "not enough values to unpack"),
+        ('{"event": ["WorkerRose", {"now_s": 1.0}], "actions": []}', "KeyError\\('WorkerRose'\\)"),
+        ('{"event": ["TimerFired", {"now_s": "soon"}], "actions": []}', "Expected `float`, got `str`"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, damaged: str, why: str) -> None:
+    path = tmp_path / "journal"
+    recorded(path)
+    lines = path.read_text().splitlines()
+    lines[2] = damaged
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataDirError, match=f"line 3 of the journal is damaged: .*{why}.*; file: {path}"):
+        replay(path)
+
+
+#: Fields of events and actions by tag. Of everything else the name of the class, which no journal contains,
+#: and its fields, or its values if it is an enumeration.
+FORMAT = {
+    "BrainConfig": (
+        "max_queue patience_s max_drain_s takes_turns max_resumes queue_weight load_weight packing_s priors"
+    ),
+    "CancelRun": "request_id worker",
+    "Demand": "history_by_model",
+    "DemandHistory": "last_s mean_interval_s",
+    "DeviceReported": "now_s worker bytes_by_model",
+    "Dispatch": "request_id model worker why waited_s options",
+    "DrainState": "model worker began_s victims gone",
+    "End": "done failed stopped",
+    "Estimates": "reload mean_run_s run_s_by_model",
+    "Evict": "model worker cost_s is_freed",
+    "FleetState": (
+        "now_s step_number num_added most_workers next_number timer_s kept_until_s estimates resting "
+        "kinds workers adapters models replicas drains unplaced refused_pins"
+    ),
+    "Footprint": "fixed_bytes min_kv_bytes max_kv_bytes workspace_bytes tables_bytes sink_bytes max_seqs",
+    "Hold": "0 1 2 3 4",
+    "KnownAdapters": "used",
+    "LoadFailure": "message delay_s until_s is_deadly",
+    "LoadModel": "model worker kv_floor_bytes max_kv_bytes promise",
+    "LoadProgressed": "now_s worker model num_bytes",
+    "Model": (
+        "name profile named_keep_alive_s is_stopped num_deadly_loads failure bytes_by_rung resident_bytes"
+    ),
+    "ModelDeployed": "now_s profile",
+    "ModelFailed": "now_s worker model reason",
+    "ModelProfile": "model num_bytes footprints keep_alive_s is_pinned weight digest",
+    "ModelReady": "now_s worker model rungs total_s ahead_bytes shared_bytes",
+    "ModelRemoved": "now_s model",
+    "ModelState": "facts waiting failed_on",
+    "ModelStopped": "now_s model is_freed",
+    "Option": "worker queue_s load_s utilisation cost_s obstacle evict_s missing_bytes",
+    "Promise": "own_bytes workspace_bytes standing_bytes",
+    "RefusePin": "model worker message",
+    "Reject": "request_id reason message retry_s",
+    "RejectReason": "load_failed model_removed never_fits pinned_out queue_full unknown_model workers_lost",
+    "ReloadCosts": "priors demand rates",
+    "Replica": (
+        "promise total_bytes digest max_seqs number reused_bytes loaded_bytes is_ready ready_s "
+        "has_served is_in_turn has_had_turn turn_changed_s idle_since_s is_stale stop has_pin "
+        "is_pin_refused notified_hold"
+    ),
+    "ReplicaState": "model worker facts running",
+    "Request": (
+        "request_id number keep_alive_s digest line_s is_batch adapter num_losses queued_s queued_step "
+        "started_s awaits_turn"
+    ),
+    "RequestArrived": (
+        "now_s request_id model num_prompt_tokens max_tokens keep_alive_s digest is_batch adapter"
+    ),
+    "RequestCancelled": "now_s request_id",
+    "RequestFinished": "now_s request_id num_output_tokens how",
+    "ResidencyReported": "now_s model bytes_by_rung",
+    "Rung": "disk host object",
+    "RungUse": "rung num_bytes seconds",
+    "RunningRate": "num_bytes seconds",
+    "SetHold": "model worker hold",
+    "SetTimer": "at_s",
+    "Stop": "number is_freed",
+    "TimerFired": "now_s",
+    "TurnBegan": "now_s worker model",
+    "TurnEnd": "ahead idle time",
+    "TurnEnded": "now_s worker model why",
+    "WantedAdapter": "adapter num_bytes",
+    "Why": "evicted free_room loading resident turns waited",
+    "WorkerJoined": "now_s worker kind budget_bytes shares_workspace",
+    "WorkerLost": "now_s worker culprit has_answered reason in_step",
+}
+
+
+def test_the_format_changes_only_on_purpose() -> None:
+    """Whoever renames a class keeps its tag in `TAGS`; whoever changes a field raises `VERSION` if an old
+    journal cannot be read any more. Then change `FORMAT`.
+    """
+    stored = [get_type_hints(kind)[name] for kind, names in STORED.items() for name in names]
+    kinds = [*TAGS, BrainConfig, FleetState, *stored]
+    _, schemas = msgspec.json.schema_components(kinds, schema_hook=lambda _: {"title": "facts of a record"})
+    found = {name: schema.get("properties") or schema["enum"] for name, schema in schemas.items()}
+    found |= {kind.__name__: names for kind, names in STORED.items()}
+    for kind, tag in TAGS.items():
+        found[tag] = found.pop(kind.__name__)
+    assert {name: " ".join(map(str, names)) for name, names in found.items()} == FORMAT
+    assert VERSION == 9
 
 
 def test_a_disk_that_takes_no_more_ends_the_recording_and_not_the_service(
@@ -282,7 +402,7 @@ def test_the_event_that_breaks_the_brain_is_recorded(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("[]\n")
-    with pytest.raises(DataDirError, match="no journal"):
+    with pytest.raises(DataDirError, match="not a journal"):
         replay(tmp_path / "other")
 
 

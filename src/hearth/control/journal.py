@@ -1,7 +1,7 @@
 """The journal of the brain's events on disk, and its replay. Decides nothing and knows no clock.
 
 JSON lines. The first holds the version and the configuration of the brain, each other one an event with the
-actions that followed, both under the names of their types:
+actions that followed, both under their tags:
 
     {"event": ["RequestArrived", {"now_s": 12.5, ...}], "actions": [["Dispatch", {...}]]}
 
@@ -9,18 +9,15 @@ actions that followed, both under the names of their types:
 drives the brain, a simulator or a test, runs the policy that was live.
 
 A file that has taken half of the journal's bytes is set aside for the next one, whose first line also holds
-the fleet as it was: its events are replayed from there, and what happened last is always on disk. So is one
-that the disk would not take: the next one begins when the disk does again.
+the facts of the fleet (`FleetState`): its events are replayed from there, and what happened last is always on
+disk. So is one that the disk would not take: the next one begins when the disk does again.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import logging
 import math
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,17 +31,20 @@ from hearth.errors import DataDirError
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, BrainConfig, Event, ModelDeployed, RequestArrived
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.fleet_state import FleetState, restore, save
 
 log = logging.getLogger(__name__)
 
-#: Raise it when events, actions, decisions or the records of the fleet change, so that an old recording is
-#: not taken for a wrong one.
-VERSION = 8
+#: Raise it when a change makes older journals unreadable: a tag is gone, or a field, or one has no default.
+VERSION = 9
 
 #: Between two tries to go on after the disk took no more, by the times of events.
 RETRY_S = 60.0
 
-_EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+#: The names of events and actions in a journal. To rename a class, keep its old tag here.
+TAGS: dict[type[Event | Action], str] = {kind: kind.__name__ for kind in get_args(Event | Action)}
+_EVENTS: dict[str, type[Event]] = {TAGS[kind]: kind for kind in get_args(Event)}
+_ACTIONS: dict[str, type[Action]] = {TAGS[kind]: kind for kind in get_args(Action)}
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -67,7 +67,7 @@ class Journal:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._flushes_each = True  #: False: lines reach the system together, when all have come
-        self._header: dict[str, object] = {"version": VERSION, "config": config}
+        self._config = config
         try:
             with suppress(FileNotFoundError):
                 path.replace(previous(path))
@@ -77,7 +77,7 @@ class Journal:
                 f"the journal `{path}` cannot be begun: {error}; check the data directory, or choose "
                 "another: `--data-dir`"
             ) from error
-        self._write(_infinite_json(self._header))
+        self._write(_infinite_json(_JournalHeader(VERSION, config)))
 
     @property
     def must_rotate(self) -> bool:
@@ -96,14 +96,9 @@ class Journal:
     def rotate(self, fleet: Fleet) -> None:
         """Set the file aside and begin the next one with the fleet, to which all that was recorded happened.
 
-        That took 130 ms for 2,000 loaded models with a request each, and is due every 400,000 events or so.
+        That took 140 ms for 2,000 loaded models with a request each, and is due every 400,000 events or so.
         """
-        try:
-            snapshot = base64.b64encode(pickle.dumps(fleet)).decode()
-        except RecursionError:
-            self._stop("the fleet refers to itself too deeply for a snapshot")
-            return
-        header = _infinite_json({**self._header, "fleet": snapshot})
+        header = _infinite_json(_JournalHeader(VERSION, self._config, save(fleet)))
         if len(header) > self._max_bytes // 4:  # or it would be time for the next one before long
             self._stop(
                 f"a snapshot takes {len(header)} bytes, limit, a quarter of all: {self._max_bytes // 4}"
@@ -126,9 +121,8 @@ class Journal:
             self._num_missed += 1
             return
         fields = _infinite_json(event) if _is_infinite(event) else _ENCODER.encode(event)
-        orders = _ENCODER.encode([(type(action).__name__, action) for action in actions])
-        name = type(event).__name__.encode()
-        self._write(b'{"event": ["%b", %b], "actions": %b}' % (name, fields, orders))
+        orders = _ENCODER.encode([(TAGS[type(action)], action) for action in actions])
+        self._write(b'{"event": ["%b", %b], "actions": %b}' % (TAGS[type(event)].encode(), fields, orders))
 
     @contextmanager
     def flushing_once(self) -> Iterator[None]:
@@ -177,6 +171,15 @@ class Journal:
 
 
 @dataclass(frozen=True, slots=True)
+class _JournalHeader:
+    """The first line of a file."""
+
+    version: int
+    config: BrainConfig
+    fleet: FleetState | None = None  #: before the first event of this file; None: a new one
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """The outcome of a replay."""
 
@@ -189,7 +192,7 @@ def replay(path: Path) -> Replay:
     """Run the events of a file through a new fleet, or that of its snapshot, until the first difference.
 
     Raises:
-        DataDirError: it is no journal, or one of another version.
+        DataDirError: it is no journal, one of another version, or a line is damaged.
     """
     lines = _lines(path)
     fleet = _first_fleet(path, next(lines, b""))
@@ -197,14 +200,24 @@ def replay(path: Path) -> Replay:
     for line in lines:
         if not line.endswith(b"\n"):
             return Replay(num_events, None, is_torn=True)
-        event, recorded = _parsed(line)
+        try:
+            event, recorded = decode(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(path, 2 + num_events, error) from error
         actions = step(fleet, event)
         num_events += 1
-        again = json.loads(_ENCODER.encode([(type(action).__name__, action) for action in actions]))
-        if again != recorded:
-            difference = f"event {num_events}, {event}: recorded {recorded}, now {again}"
+        if actions != recorded:
+            difference = f"event {num_events}, {event}: recorded {recorded}, now {actions}"
             return Replay(num_events, difference, is_torn=False)
     return Replay(num_events, None, is_torn=False)
+
+
+def decode(line: bytes) -> tuple[Event, list[Action]]:
+    """Return the event and the actions of any line but the first. Raises ValueError, KeyError, TypeError."""
+    entry = json.loads(line)
+    tag, values = entry["event"]
+    actions = [msgspec.convert(order, _ACTIONS[name]) for name, order in entry["actions"]]
+    return msgspec.convert(values, _EVENTS[tag]), actions
 
 
 def previous(path: Path) -> Path:
@@ -240,44 +253,21 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _first_fleet(path: Path, line: bytes) -> Fleet:
     """Return the fleet that the first event of a file happened to."""
     try:
-        header = json.loads(line)
-        version = header["version"]
-        if version == VERSION and "fleet" in header:
-            return _restored(path, header["fleet"])
-        if version == VERSION:
-            return Fleet(msgspec.convert(header["config"], BrainConfig))
+        values = json.loads(line)
+        version = values["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataDirError(
-            f"no journal, its first line tells no version and configuration: {path}"
-        ) from error
-    raise DataDirError(f"the journal is of version {version}, this program replays: {VERSION}; file: {path}")
-
-
-def _restored(path: Path, snapshot: str) -> Fleet:
+        raise DataDirError(f"not a journal: its first line has no version; file: {path}") from error
+    if version != VERSION:
+        raise DataDirError(f"the journal has version {version}, this program reads: {VERSION}; file: {path}")
     try:
-        fleet = _FleetReader(io.BytesIO(base64.b64decode(snapshot))).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
-        raise DataDirError(f"the snapshot in the first line is damaged: {error}; file: {path}") from error
-    if not isinstance(fleet, Fleet):
-        raise DataDirError(f"the snapshot is no fleet, but: {type(fleet).__name__}; file: {path}")
-    return fleet
+        header = msgspec.convert(values, _JournalHeader)
+        return Fleet(header.config) if header.fleet is None else restore(header.config, header.fleet)
+    except (ValueError, KeyError, AssertionError) as error:
+        raise _damaged(path, 1, error) from error
 
 
-class _FleetReader(pickle.Unpickler):
-    """Reads a snapshot. Makes nothing but records of the policy: a journal may come from anywhere."""
-
-    def find_class(self, module: str, name: str) -> type:
-        if module == "hearth.types" or module.startswith("hearth.policy."):
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        raise pickle.UnpicklingError(f"a fleet has no `{module}.{name}`")
-
-
-def _parsed(line: bytes) -> tuple[Event, object]:
-    entry = json.loads(line)
-    name, fields = entry["event"]
-    return msgspec.convert(fields, _EVENTS[name]), entry["actions"]
+def _damaged(path: Path, number: int, error: Exception) -> DataDirError:
+    return DataDirError(f"line {number} of the journal is damaged: {error!r}; file: {path}")
 
 
 def _is_infinite(event: Event) -> bool:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.estimates import PRIOR_RUN_S, Estimates
+from hearth.policy.memory.reload_cost import ReloadCosts
 from hearth.types import ModelId, Rung
 
 A, B = ModelId("a"), ModelId("b")
@@ -13,18 +14,18 @@ PRIORS = {Rung.HOST: 100.0, Rung.DISK: 10.0, Rung.OBJECT: 1.0}
 
 
 def test_a_model_that_has_not_run_is_taken_to_run_like_the_others() -> None:
-    estimates = Estimates(PRIORS)
+    estimates = Estimates(ReloadCosts(PRIORS))
     assert estimates.run_s(A) == PRIOR_RUN_S
     estimates.ran(B, 4.0)
     assert (estimates.run_s(A), estimates.run_s(B), estimates.run_s()) == (4.0, 4.0, 4.0)
 
 
 def test_loads_are_expected_from_the_brains_own_priors() -> None:
-    assert Estimates(PRIORS).load_s(50, None) == 5.0
+    assert Estimates(ReloadCosts(PRIORS)).load_s(50, None) == 5.0
 
 
 def test_a_removed_model_is_forgotten() -> None:
-    estimates = Estimates(PRIORS)
+    estimates = Estimates(ReloadCosts(PRIORS))
     estimates.ran(A, 4.0)
     estimates.ran(B, 1.0)
     estimates.reload.asked(A, 0.0)
@@ -35,7 +36,7 @@ def test_a_removed_model_is_forgotten() -> None:
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1))
 def test_a_mean_run_lies_between_the_shortest_and_the_longest(runs_s: list[float]) -> None:
-    estimates = Estimates(PRIORS)
+    estimates = Estimates(ReloadCosts(PRIORS))
     for run_s in runs_s:
         estimates.ran(A, run_s)
     assert min(runs_s) * (1 - 1e-9) <= estimates.run_s(A) <= max(runs_s) * (1 + 1e-9)

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.events import BrainConfig, Footprint, Promise
+from hearth.policy.fleet.events import Footprint, Promise
 from hearth.policy.fleet.evictions import EvictionPlan, Victim, choose_fewest, plan_evictions
 from hearth.policy.fleet.records import Model, Replica, Worker
+from hearth.policy.memory.reload_cost import ReloadCosts
 from hearth.types import Hold, ModelId, WorkerId
 from tests.policy.fleet.world import profile
 
@@ -38,7 +39,7 @@ def test_a_plan_makes_room_with_no_victim_too_many(
     replicas: list[tuple[int, Hold, int]], spare_bytes: int, need_bytes: int
 ) -> None:
     worker, footprint = hosting(replicas, spare_bytes), Footprint(need_bytes, 0, 0)
-    estimates = Estimates(BrainConfig().priors)
+    estimates = Estimates(ReloadCosts())
     for at, (_, _, num_asked) in enumerate(replicas):
         for now_s in range(num_asked):
             estimates.reload.asked(ModelId(f"m{at}"), float(now_s))

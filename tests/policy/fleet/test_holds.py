@@ -24,11 +24,11 @@ CHANGES = st.lists(
 def some_replicas() -> list[Replica]:
     worker = Worker(WorkerId("w"), "cuda", Promises(100))
     models = [Model(ModelId(name), profile(name, keep_alive_s=KEEP_ALIVE_S)) for name in "abcd"]
-    return [Replica(model, worker, Promise(10, 0), 10, "") for model in models]
+    return [Replica(model, worker, Promise(10, 0), 10, "", number=at) for at, model in enumerate(models)]
 
 
 @given(CHANGES, st.floats(0.0, 80.0))
-def test_every_warm_replica_expires_in_time_and_no_other(
+def test_every_warm_replica_expires_in_its_order_and_no_other(
     changes: list[tuple[int, Hold | None, float]], now_s: float
 ) -> None:
     expiries, replicas = Expiries(), some_replicas()
@@ -41,12 +41,20 @@ def test_every_warm_replica_expires_in_time_and_no_other(
     while (replica := expiries.pop_due(now_s)) is not None:
         assert replica.hold is Hold.WARM
         due.append(replica)
-        if replica.expires_s <= now_s:
-            replica.hold = Hold.RETAINED
+        replica.hold = Hold.RETAINED
         expiries.put(replica)
-    assert {replica for replica in warm if replica.expires_s <= now_s} <= set(due)
+    expired = [replica for replica in warm if replica.expires_s <= now_s]
+    assert due == sorted(expired, key=lambda replica: (replica.expires_s, replica.number))
     rest_s = (replica.expires_s for replica in replicas if replica.hold is Hold.WARM)
     assert expiries.next_s() == min(rest_s, default=math.inf)
+
+
+def test_a_replica_that_was_used_again_expires_after_those_that_were_not() -> None:
+    expiries, (a, b, *_) = Expiries(), some_replicas()
+    for replica, idle_since_s in ((a, 0.0), (b, 1.0), (a, 2.0)):
+        replica.hold, replica.idle_since_s = Hold.WARM, idle_since_s
+        expiries.put(replica)
+    assert [expiries.pop_due(20.0), expiries.pop_due(20.0)] == [b, a]
 
 
 @given(CHANGES)

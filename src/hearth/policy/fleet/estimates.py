@@ -6,6 +6,7 @@ Running averages over what the events said. Decides nothing, measures nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from hearth.policy.memory.reload_cost import ReloadCosts
 from hearth.types import ModelId, Rung
@@ -16,27 +17,27 @@ PRIOR_RUN_S = 1.0
 NEWEST_WEIGHT = 0.2
 
 
+@dataclass(slots=True)
 class Estimates:
     """Mean run times of requests, and the reload costs of models. Mutable; written only by `step`."""
 
-    def __init__(self, priors: Mapping[Rung, float]) -> None:
-        self.reload = ReloadCosts(priors)
-        self._mean_run_s: float | None = None
-        self._run_s_by_model: dict[ModelId, float] = {}
+    reload: ReloadCosts
+    mean_run_s: float | None = None
+    run_s_by_model: dict[ModelId, float] = field(default_factory=dict)
 
     def ran(self, model: ModelId, seconds: float) -> None:
         """Learn from one request how long those of its model run, from when its worker could run it."""
-        self._mean_run_s = _averaged(self._mean_run_s, seconds)
-        self._run_s_by_model[model] = _averaged(self._run_s_by_model.get(model), seconds)
+        self.mean_run_s = _averaged(self.mean_run_s, seconds)
+        self.run_s_by_model[model] = _averaged(self.run_s_by_model.get(model), seconds)
 
     def forget(self, model: ModelId) -> None:
         """Drop what is known of a model that was removed: another of the same name may be nothing like it."""
-        self._run_s_by_model.pop(model, None)
+        self.run_s_by_model.pop(model, None)
         self.reload.forget(model)
 
     def run_s(self, model: ModelId | None = None) -> float:
         """Return how long a request of a model runs; of all models where that one has shown none yet."""
-        known_s = self._mean_run_s if model is None else self._run_s_by_model.get(model, self._mean_run_s)
+        known_s = self.mean_run_s if model is None else self.run_s_by_model.get(model, self.mean_run_s)
         return PRIOR_RUN_S if known_s is None else known_s
 
     def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:

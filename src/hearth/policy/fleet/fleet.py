@@ -21,6 +21,7 @@ from hearth.policy.fleet.events import BrainConfig, RequestArrived, Resident, St
 from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
+from hearth.policy.memory.reload_cost import ReloadCosts
 from hearth.types import Hold, ModelId, RequestId, WorkerId
 
 Name = TypeVar("Name", ModelId, WorkerId)
@@ -31,7 +32,7 @@ class Fleet:
 
     def __init__(self, config: BrainConfig) -> None:
         self.config = config
-        self.estimates = Estimates(config.priors)
+        self.estimates = Estimates(ReloadCosts(config.priors))
         self.now_s = -math.inf
         #: Counts events.
         self.step_number = 0
@@ -54,13 +55,15 @@ class Fleet:
         self.kept_until_s = math.inf
         #: The last time ordered that has not come yet.
         self.timer_s: float | None = None
+        #: Replicas that were ever added.
+        self.num_added = 0
         #: The most workers there have been at a time: a lost one is replaced.
-        self._most_workers = 0
+        self.most_workers = 0
 
     @property
     def is_complete(self) -> bool:
         """True if no worker is missing: what cannot be done now cannot be done by waiting for one either."""
-        return 0 < self._most_workers == len(self.workers)
+        return 0 < self.most_workers == len(self.workers)
 
     def advance(self, now_s: float) -> None:
         """Begin a step: time never goes back, and warm replicas whose time is over become retained."""
@@ -90,7 +93,7 @@ class Fleet:
         promises = Promises(event.budget_bytes, event.shares_workspace)
         worker = Worker(event.worker, event.kind, promises)
         self.workers[worker.name] = worker
-        self._most_workers = max(self._most_workers, len(self.workers))
+        self.most_workers = max(self.most_workers, len(self.workers))
         self.capacity.put(worker.kind, worker.name, worker.promises)
         self.queues.must_serve = True
 
@@ -123,6 +126,7 @@ class Fleet:
         """Enter a replica that is about to be loaded."""
         model, worker = replica.model, replica.worker
         assert worker.name not in model.replicas, f"`{model.name}` is on worker `{worker.name}` already"
+        replica.number = self.num_added = self.num_added + 1
         replica.idle_since_s = replica.turn_changed_s = self.now_s
         replica.is_in_turn = not self.config.takes_turns
         model.replicas[worker.name] = worker.replicas[model.name] = replica
@@ -191,6 +195,10 @@ class Fleet:
 
     def _reindex_one(self, replica: Replica) -> None:
         self._update_pin(replica)
+        self.update_indexes(replica)
+
+    def update_indexes(self, replica: Replica) -> None:
+        """Carry what is known of a replica into the books, without a decision about its pin."""
         model, worker = replica.model, replica.worker
         is_there = worker.replicas.get(model.name) is replica
         hold = replica.hold_at(self.now_s) if is_there else None

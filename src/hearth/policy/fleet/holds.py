@@ -20,36 +20,33 @@ class Expiries:
     """
 
     def __init__(self) -> None:
-        #: (time, number, replica). At least one entry, not later than its expiry, for each warm replica.
-        self._heap: list[tuple[float, int, Replica]] = []
+        #: (time, number of the replica, number of the entry, replica). At least one entry, not later than its
+        #: expiry, for each warm replica.
+        self._heap: list[tuple[float, int, int, Replica]] = []
         self._num_entries = 0
 
     def put(self, replica: Replica) -> None:
         """Enter a replica that may have become warm, or expires sooner than before; others are left out."""
         if replica.hold is Hold.WARM and replica.expires_s < replica.expiry_entry_s:
-            replica.expiry_entry_s = replica.expires_s
+            at_s = replica.expiry_entry_s = replica.expires_s
             self._num_entries += 1
-            heapq.heappush(self._heap, (replica.expiry_entry_s, self._num_entries, replica))
+            heapq.heappush(self._heap, (at_s, replica.number, self._num_entries, replica))
 
     def pop_due(self, now_s: float) -> Replica | None:
-        """Return a warm replica that may have expired, and has to be entered again if not; None: no more."""
-        while self._heap and self._heap[0][0] <= now_s:
-            replica = self._pop()
-            if replica.hold is Hold.WARM:
-                return replica
-        return None
+        """Return the warm replica that expires next, if it has expired by then."""
+        return self._pop() if self.next_s() <= now_s else None
 
     def next_s(self) -> float:
         """Return when the next replica expires; infinite if none is warm."""
         while self._heap:
-            at_s, _, replica = self._heap[0]
+            at_s, *_, replica = self._heap[0]
             if replica.hold is Hold.WARM and replica.expires_s <= at_s:
                 return at_s
             self.put(self._pop())
         return math.inf
 
     def _pop(self) -> Replica:
-        _, _, replica = heapq.heappop(self._heap)
+        *_, replica = heapq.heappop(self._heap)
         replica.expiry_entry_s = math.inf
         return replica
 

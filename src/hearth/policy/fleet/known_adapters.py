@@ -18,14 +18,14 @@ class KnownAdapters:
     """Mutable; written by `Fleet.start`."""
 
     #: The one that was used longest ago first.
-    _used: dict[AdapterId, None] = field(default_factory=dict)
+    used: dict[AdapterId, None] = field(default_factory=dict)
 
     def __contains__(self, adapter: AdapterId) -> bool:
-        return adapter in self._used
+        return adapter in self.used
 
     def use(self, adapter: AdapterId) -> None:
         """Note that a request with an adapter goes to the worker."""
-        self._used.pop(adapter, None)
-        self._used[adapter] = None
-        if len(self._used) > MAX_KNOWN:
-            del self._used[next(iter(self._used))]
+        self.used.pop(adapter, None)
+        self.used[adapter] = None
+        if len(self.used) > MAX_KNOWN:
+            del self.used[next(iter(self.used))]

@@ -197,6 +197,7 @@ class Replica:
     total_bytes: int  #: of its weights
     digest: str  #: of its weights
     max_seqs: int = 1  #: its slots: requests that it runs at a time
+    number: int = 0  #: in the order in which replicas were added; never used again
     reused_bytes: int = 0  #: of `total_bytes`, those that were taken to be there already
     loaded_bytes: int = 0  #: of `total_bytes`, those that are on the device now
     is_ready: bool = False

@@ -13,6 +13,7 @@ them such that have the request's adapter, if there are so many.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -356,11 +357,9 @@ def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
     estimates = fleet.estimates
     own_s = estimates.run_s(model.name)
     replica = worker.busy.get(model.name)
-    queue_s = 0.0 if replica is None else own_s * len(replica.running) / replica.max_seqs
-    for other in worker.busy:
-        if other != model.name:
-            queue_s += min(own_s, estimates.run_s(other))
-    return queue_s
+    own_queue_s = 0.0 if replica is None else own_s * len(replica.running) / replica.max_seqs
+    others_s = (min(own_s, estimates.run_s(other)) for other in worker.busy if other != model.name)
+    return math.fsum((own_queue_s, *others_s))  # the same in any order of `busy`
 
 
 def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_options: int) -> Iterator[Option]:

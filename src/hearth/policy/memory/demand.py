@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: What the newest interval counts in the mean; all earlier ones together count the rest.
 NEWEST_WEIGHT = 0.3
@@ -15,7 +15,7 @@ MIN_INTERVAL_S = 0.001
 
 
 @dataclass(slots=True)
-class _History:
+class DemandHistory:
     """When a model was asked for. Mutable; written only by `Demand.arrived`."""
 
     last_s: float
@@ -27,6 +27,7 @@ class _History:
         return max(mean_s, now_s - self.last_s)
 
 
+@dataclass(slots=True)
 class Demand:
     """How often each model is asked for. Mutable; one caller at a time.
 
@@ -34,15 +35,14 @@ class Demand:
     those seen. While a model has been silent for longer than that, the silence is taken instead.
     """
 
-    def __init__(self) -> None:
-        self._history_by_model: dict[str, _History] = {}
+    history_by_model: dict[str, DemandHistory] = field(default_factory=dict)
 
     def arrived(self, model: str, now_s: float, num_requests: int = 1) -> None:
         """Count requests that came for a model since the last call; several are taken to be evenly spaced."""
         assert num_requests >= 1, f"{num_requests=}"
-        history = self._history_by_model.get(model)
+        history = self.history_by_model.get(model)
         if history is None:
-            self._history_by_model[model] = _History(now_s)
+            self.history_by_model[model] = DemandHistory(now_s)
             return
         interval_s = max(0.0, now_s - history.last_s) / num_requests
         mean_s = interval_s if history.mean_interval_s is None else history.mean_interval_s
@@ -52,11 +52,11 @@ class Demand:
 
     def forget(self, model: str) -> None:
         """Drop the history of a model."""
-        self._history_by_model.pop(model, None)
+        self.history_by_model.pop(model, None)
 
     def probability(self, model: str, now_s: float, horizon_s: float) -> float:
         """Return how probable a request within `horizon_s` is; 0 for a model that nobody has asked for."""
-        history = self._history_by_model.get(model)
+        history = self.history_by_model.get(model)
         if history is None or horizon_s <= 0:
             return 0.0
         interval_s = history.interval_s(now_s)
@@ -64,5 +64,5 @@ class Demand:
 
     def requests_per_s(self, model: str, now_s: float) -> float:
         """Return how often a model is asked for; 0 for one that nobody has asked for."""
-        history = self._history_by_model.get(model)
+        history = self.history_by_model.get(model)
         return 0.0 if history is None else 1 / max(history.interval_s(now_s), MIN_INTERVAL_S)

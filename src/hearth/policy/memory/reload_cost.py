@@ -8,6 +8,7 @@ nothing, reads no clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hearth.policy.memory.demand import Demand
@@ -59,6 +60,7 @@ def share_load_time(
     return {rung: total_s * seconds / busy_s for rung, seconds in busy_s_by_rung.items()}
 
 
+@dataclass(slots=True)
 class RunningRate:
     """How fast a rung delivers, as a running average over its transfers. Mutable; one caller at a time.
 
@@ -66,47 +68,46 @@ class RunningRate:
     with the bytes that are moved, not with time: a rung that rests is as fast as it was.
     """
 
-    def __init__(self) -> None:
-        #: Decayed sums; both positive, or both 0 before the first transfer.
-        self._num_bytes = 0.0
-        self._seconds = 0.0
+    #: Decayed sums; both positive, or both 0 before the first transfer.
+    num_bytes: float = 0.0
+    seconds: float = 0.0
 
     @property
     def bytes_per_s(self) -> float | None:
         """The average so far: None before the first transfer, otherwise positive."""
-        return self._num_bytes / self._seconds if self._seconds else None
+        return self.num_bytes / self.seconds if self.seconds else None
 
     def add(self, num_bytes: int, seconds: float) -> None:
         """Count one transfer; one of no bytes, or faster than the clock could tell, says nothing."""
         if num_bytes <= 0 or seconds <= 0:
             return
         decay = 0.5 ** (num_bytes / HALF_LIFE_BYTES)
-        self._num_bytes = self._num_bytes * decay + num_bytes
-        self._seconds = self._seconds * decay + seconds
+        self.num_bytes = self.num_bytes * decay + num_bytes
+        self.seconds = self.seconds * decay + seconds
 
 
+@dataclass(slots=True)
 class ReloadCosts:
     """The demand for models and the speed of rungs, and the reload cost that follows from both.
 
     Mutable; one caller at a time. A model may be named by any string that is its own.
     """
 
-    def __init__(self, priors: Mapping[Rung, float] = PRIOR_BYTES_PER_S) -> None:
-        self._demand = Demand()
-        self._priors = priors
-        self._rates = {rung: RunningRate() for rung in Rung}
+    priors: Mapping[Rung, float] = field(default_factory=lambda: PRIOR_BYTES_PER_S)
+    demand: Demand = field(default_factory=Demand)
+    rates: dict[Rung, RunningRate] = field(default_factory=lambda: {rung: RunningRate() for rung in Rung})
 
     def asked(self, model: str, now_s: float, num_requests: int = 1) -> None:
         """Count requests that have come for a model since the last call for it."""
-        self._demand.arrived(model, now_s, num_requests)
+        self.demand.arrived(model, now_s, num_requests)
 
     def forget(self, model: str) -> None:
         """Drop what is known of a model that was removed: another of the same name may be nothing like it."""
-        self._demand.forget(model)
+        self.demand.forget(model)
 
     def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
         """Learn from one transfer how fast a rung delivers."""
-        self._rates[rung].add(num_bytes, seconds)
+        self.rates[rung].add(num_bytes, seconds)
 
     def learn_load(
         self,
@@ -120,11 +121,11 @@ class ReloadCosts:
 
     def bytes_per_s(self, rung: Rung) -> float:
         """Return the running average of what a rung delivered, or its prior before the first transfer."""
-        return self._rates[rung].bytes_per_s or self._priors[rung]
+        return self.rates[rung].bytes_per_s or self.priors[rung]
 
     def measured_rates(self) -> dict[Rung, float]:
         """Return the bytes per second of the rungs that have delivered something."""
-        rates = {rung: rate.bytes_per_s for rung, rate in self._rates.items()}
+        rates = {rung: rate.bytes_per_s for rung, rate in self.rates.items()}
         return {rung: bytes_per_s for rung, bytes_per_s in rates.items() if bytes_per_s is not None}
 
     def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:
@@ -145,11 +146,11 @@ class ReloadCosts:
 
     def p_wanted(self, model: str, now_s: float) -> float:
         """Return how probable it is that a model is asked for within the horizon."""
-        return self._demand.probability(model, now_s, HORIZON_S)
+        return self.demand.probability(model, now_s, HORIZON_S)
 
     def requests_per_s(self, model: str, now_s: float) -> float:
         """Return how often a model is asked for."""
-        return self._demand.requests_per_s(model, now_s)
+        return self.demand.requests_per_s(model, now_s)
 
     def cost_s(self, model: str, load_s: float, weight: float, now_s: float) -> float:
         """Return the reload cost of bytes of a model that would take `load_s` to come back."""

@@ -1,0 +1,191 @@
+"""The facts of a fleet as plain values, and the same fleet rebuilt from them. Decides nothing.
+
+Stored is what cannot be computed: all fields of requests, models and replicas except those in `_REBUILT`, and
+the order of records where a decision depends on it. Promises, capacity, rankings, queues and expiries are
+rebuilt. A replica is referred to by its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+import msgspec
+
+from hearth.policy.fleet.capacity import CapacityIndex
+from hearth.policy.fleet.device_bytes import record_bytes
+from hearth.policy.fleet.estimates import Estimates
+from hearth.policy.fleet.events import BrainConfig, Promise, WorkerJoined
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.known_adapters import KnownAdapters
+from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
+from hearth.types import ModelId, WorkerId
+
+Facts = Mapping[str, object]  #: the stored fields of a record, by name
+
+#: Fields that refer to other records, and indexes.
+_REBUILT: Mapping[type[Request | Model | Replica], set[str]] = {
+    Request: {"model", "replica"},
+    Model: {"retired", "replicas", "usable", "loading", "with_free_slot", "failed_on", "waiting", "queue"},
+    Replica: {"model", "worker", "running", "drain", "hold", "expiry_entry_s"},
+}
+STORED = {
+    kind: tuple(one.name for one in fields(kind) if one.name not in rebuilt)
+    for kind, rebuilt in _REBUILT.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    facts: Facts
+    waiting: list[Facts]
+    failed_on: list[WorkerId]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    model: ModelId
+    worker: WorkerId
+    facts: Facts
+    running: list[Facts]  #: in the order in which they were started
+
+
+@dataclass(frozen=True, slots=True)
+class DrainState:
+    model: ModelId
+    worker: WorkerId
+    began_s: float
+    victims: list[int]  #: that are still there
+    gone: list[ModelId]  #: models of other victims: the drain ends if one has to be served first
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """All facts of a fleet between two steps, without its configuration."""
+
+    now_s: float
+    step_number: int
+    num_added: int
+    most_workers: int
+    next_number: int  #: of requests
+    timer_s: float | None
+    kept_until_s: float
+    estimates: Estimates
+    resting: dict[WorkerId, float]
+    kinds: list[str]  #: of devices, in the order in which they are considered
+    workers: list[WorkerJoined]
+    adapters: dict[WorkerId, KnownAdapters]
+    models: list[ModelState]
+    replicas: list[ReplicaState]  #: in the order in which they were added
+    drains: list[DrainState]
+    unplaced: list[ModelId]
+    refused_pins: list[int]
+
+
+def save(fleet: Fleet) -> FleetState:
+    """Return the facts of a fleet. They change with the fleet: encode them before the next step."""
+    return FleetState(
+        now_s=fleet.now_s,
+        step_number=fleet.step_number,
+        num_added=fleet.num_added,
+        most_workers=fleet.most_workers,
+        next_number=fleet.queues.next_number,
+        timer_s=fleet.timer_s,
+        kept_until_s=fleet.kept_until_s,
+        estimates=fleet.estimates,
+        resting=fleet.resting,
+        kinds=list(fleet.capacity.by_kind),
+        workers=[_joined(one) for one in fleet.workers.values()],
+        adapters={name: one.adapters for name, one in fleet.workers.items()},
+        models=[
+            ModelState(_facts(one), _all_facts(one.waiting.values()), list(one.failed_on))
+            for one in fleet.models.values()
+        ],
+        replicas=[
+            ReplicaState(one.model.name, one.worker.name, _facts(one), _all_facts(one.running.values()))
+            for one in sorted(fleet.replicas(), key=lambda replica: replica.number)
+        ],
+        drains=[
+            DrainState(
+                *(one.model.name, one.worker.name, one.began_s),
+                victims=[victim.number for victim in one.victims if victim.hold is not None],
+                gone=[
+                    victim.model.name
+                    for victim in one.victims
+                    if victim.hold is None and fleet.models.get(victim.model.name) is victim.model
+                ],
+            )
+            for one in fleet.drains.values()
+        ],
+        unplaced=list(fleet.unplaced),
+        refused_pins=[replica.number for replica in fleet.refused_pins],
+    )
+
+
+def _facts(record: Request | Model | Replica) -> Facts:
+    return {name: getattr(record, name) for name in STORED[type(record)]}
+
+
+def _all_facts(requests: Iterable[Request]) -> list[Facts]:
+    return [_facts(request) for request in requests]
+
+
+def _joined(worker: Worker) -> WorkerJoined:
+    promises = worker.promises
+    return WorkerJoined(0.0, worker.name, worker.kind, promises.budget_bytes, promises.shares_workspace)
+
+
+def restore(config: BrainConfig, state: FleetState) -> Fleet:
+    """Return a fleet that decides as the saved one would have.
+
+    Raises:
+        ValueError, KeyError, AssertionError: a record has wrong facts, or refers to one that is not there.
+    """
+    fleet, replicas = Fleet(config), dict[int, Replica]()
+    fleet.now_s, fleet.step_number, fleet.num_added = state.now_s, state.step_number, state.num_added
+    fleet.most_workers, fleet.queues.next_number = state.most_workers, state.next_number
+    fleet.timer_s, fleet.kept_until_s = state.timer_s, state.kept_until_s
+    fleet.estimates, fleet.resting = state.estimates, state.resting
+    fleet.capacity.by_kind.update((kind, CapacityIndex()) for kind in state.kinds)
+    for joined in state.workers:
+        fleet.join(joined)
+        fleet.workers[joined.worker].adapters = state.adapters[joined.worker]
+    for one in state.models:
+        model = msgspec.convert(one.facts, Model)
+        fleet.models[model.name] = model
+        for facts in one.waiting:
+            request = _restore_request(fleet, model, facts)
+            fleet.queues.enqueue(request, request.queued_s, request.queued_step)
+        for name in one.failed_on:
+            model.record_failure(fleet.workers[name])
+    for each in state.replicas:
+        model, worker = fleet.models[each.model], fleet.workers[each.worker]
+        replica = msgspec.convert({**each.facts, "model": model, "worker": worker}, Replica)
+        model.replicas[worker.name] = worker.replicas[model.name] = replicas[replica.number] = replica
+        for facts in each.running:
+            request = _restore_request(fleet, model, facts)
+            request.replica = replica
+            replica.running[request.request_id] = request
+            fleet.queues.num_awaiting_turn += request.awaits_turn
+    for begun in state.drains:
+        model, worker = fleet.models[begun.model], fleet.workers[begun.worker]
+        victims = [replicas[number] for number in begun.victims]
+        victims += [Replica(fleet.models[name], worker, Promise(0, 0), 0, "") for name in begun.gone]
+        drain = fleet.drains[model.name] = worker.drain = Drain(model, worker, tuple(victims), begun.began_s)
+        for replica in victims:
+            replica.drain = drain
+    fleet.unplaced = {name: fleet.models[name] for name in state.unplaced}
+    fleet.refused_pins = {replicas[number]: None for number in state.refused_pins}
+    for replica in replicas.values():
+        fleet.update_indexes(replica)
+    for model in fleet.models.values():
+        for name, num_bytes in list(model.resident_bytes.items()):
+            record_bytes(model, fleet.workers[name], num_bytes)
+    fleet.queues.must_serve = fleet.queues.must_refuse = False
+    return fleet
+
+
+def _restore_request(fleet: Fleet, model: Model, facts: Facts) -> Request:
+    request = msgspec.convert({**facts, "model": model}, Request)
+    fleet.queues.requests[request.request_id] = request
+    return request

@@ -1,0 +1,74 @@
+"""A fleet that was saved and restored is the same fleet, and decides as the saved one does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hearth.policy.fleet.audit import audit
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.fleet_state import FleetState, restore, save
+from hearth.policy.fleet.ranking import Ranking
+from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
+from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
+
+#: `Expiries` and `patient` may have entries that are out of date; victims that have left do not count.
+NOT_COMPARED = {"expiries", "expiry_entry_s", "patient", "victims"}
+
+
+def encoded(fleet: Fleet) -> FleetState:
+    """The state of a fleet, by way of JSON."""
+    return msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(save(fleet)))), FleetState)
+
+
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, LONG_LIVES, st.integers(0, 200))
+def test_a_restored_fleet_is_the_same_and_decides_the_same(
+    config: BrainConfig, moves: Moves, num_before: int
+) -> None:
+    world = played(config, moves)
+    fleet = Fleet(config)
+    for event in world.events[:num_before]:
+        step(fleet, event)
+    restored = restore(config, encoded(fleet))
+    assert list(values(restored)) == list(values(fleet))
+    audit(restored)
+    for event, actions in list(zip(world.events, world.actions, strict=True))[num_before:]:
+        assert step(restored, event) == actions
+
+
+def values(value: object, seen: set[int] | None = None, path: str = "fleet") -> Iterator[tuple[str, object]]:
+    """Yield every value that a fleet holds, by its path; of records that were seen before only the name."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Request | Model | Replica | Worker | Drain):
+        yield path, type(value).__name__
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+    if isinstance(value, dict):
+        in_order = {} if any(isinstance(key, Replica) for key in value) else dict(sorted(value.items()))
+        for key, held in in_order.items():
+            yield from values(held, seen, f"{path}[{key}]")
+        yield f"len({path})", len(value)
+    elif isinstance(value, list | tuple):
+        for at, held in enumerate(value):
+            yield from values(held, seen, f"{path}[{at}]")
+    elif is_dataclass(value) or type(value).__module__.startswith("hearth.policy"):
+        for name in names(value):
+            if name not in NOT_COMPARED:
+                yield from values(getattr(value, name), seen, f"{path}.{name}")
+    else:
+        yield path, value
+
+
+def names(value: object) -> list[str]:
+    if isinstance(value, Ranking):
+        return ["_ranked"]
+    return [one.name for one in fields(value)] if is_dataclass(value) else list(vars(value))
