@@ -28,6 +28,7 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not install
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace.sampling import ParentBased
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -309,6 +310,26 @@ def test_a_full_queue_drops_whole_traces_and_counts_them(
     collector.is_open.set()
     asyncio.run(tracing.close())
     assert len(collector.spans()) == 20 - num_dropped
+
+
+def test_a_sampler_that_fails_costs_a_trace_and_no_request(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a plugin")
+
+    monkeypatch.setattr(ParentBased, "should_sample", fail)
+    ended: list[ExchangeRecord] = []
+    traced(data_dir, environment, lambda _, records: ended.extend(records))
+
+    assert (len(ended), ended[0].status) == (3, 200)
+    assert collector.requests == []
+    assert caplog.text.count("a plugin") == 1
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,12 @@ class Tracing:
 
     def trace(self, record: ExchangeRecord) -> None:
         """Create the spans of an exchange that has ended, except for unauthenticated ones and scrapes."""
-        if record.caller is not None and record.route not in UNTRACED:
+        if record.caller is None or record.route in UNTRACED:
+            return
+        try:
             self._spans.add(record)
+        except Exception as error:  # a sampler may be a plugin; the access log still gets its line
+            self._exporter.drop(1, repr(error))
 
     async def close(self) -> None:
         """Send the remaining spans, for at most `CLOSING_S`."""
