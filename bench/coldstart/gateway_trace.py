@@ -11,7 +11,6 @@ from hearth.api.answer import Answer
 from hearth.api.exchange import Exchanges
 from hearth.api.protocol import LimitedProtocol
 from hearth.control.driver import Driver
-from hearth.control.exchange_batches import ExchangeBatches
 from hearth.control.fact_decoder import DecodedFact, DecodedLate, FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.journal import Journal
@@ -23,8 +22,8 @@ TRACED = (
     (Driver, "_deliver_all", "deliver"),
     (Driver, "_end", "end request"),
     (Driver, "_book_all_finished", "book ends"),
-    (ExchangeBatches, "flush", "flush exchanges"),
     (FactDecoder, "_decode_next", "decode"),
+    (Gateway, "exchange_ended", "exchange ended"),
     (Gateway, "start", "start request"),
     (Journal, "record", "journal"),
     (LimitedProtocol, "data_received", "read request"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,14 +26,9 @@ from tests.control.gateway_rig import GatewayRig, RecordingLink, emit, with_rig
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanContext
+from opentelemetry.sdk.trace.sampling import ParentBased
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -49,6 +45,9 @@ class Collector:
     url: str = ""
     requests: list[ExportTraceServiceRequest] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    status: int = 200
+    #: Requests wait until it is set.
+    is_open: threading.Event = field(default_factory=threading.Event)
 
     def spans(self) -> list[Span]:
         resources = [resource for request in self.requests for resource in request.resource_spans]
@@ -62,15 +61,18 @@ class Collector:
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     found = Collector()
+    found.is_open.set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
-            found.requests.append(ExportTraceServiceRequest.FromString(body))
-            found.headers.append({"path": self.path, **dict(self.headers.items())})
-            self.send_response(200)
+            found.is_open.wait()
+            if found.status == 200:
+                found.requests.append(ExportTraceServiceRequest.FromString(body))
+                found.headers.append({"path": self.path, **dict(self.headers.items())})
+            self.send_response(found.status)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -131,18 +133,6 @@ def traced(
     with_rig(data_dir, scene)
 
 
-@pytest.fixture
-def other_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exporter that is built otherwise than those that take spans as bytes."""
-    export = trace_exporter.OTLPSpanExporter.export
-
-    def otherwise(self: trace_exporter.OTLPSpanExporter, spans: list[ReadableSpan]) -> object:
-        assert all(isinstance(span, ReadableSpan) for span in spans)
-        return export(self, spans)
-
-    monkeypatch.setattr(trace_exporter.OTLPSpanExporter, "export", otherwise)
-
-
 def by_name(spans: list[Span]) -> dict[str, Span]:
     assert len({span.name for span in spans}) == len(spans)
     return {span.name: span for span in spans}
@@ -173,101 +163,6 @@ def test_a_request_is_a_trace_with_the_spans_of_its_waterfall(
     assert {event.name for event in generated.events} >= {"queued", "placed", "first_token"}
     for span in spans.values():
         assert span.start_time_unix_nano <= span.end_time_unix_nano
-
-
-def without_ids(spans: list[Span]) -> list[Span]:
-    """Leave out what is drawn or measured anew for each request."""
-    for span in spans:
-        for name in ("trace_id", "span_id", "parent_span_id", "start_time_unix_nano", "end_time_unix_nano"):
-            span.ClearField(name)
-        kept = [one for one in span.attributes if not one.key.endswith("request_id")]
-        del span.attributes[:]
-        span.attributes.extend(kept)
-        for event in span.events:
-            event.ClearField("time_unix_nano")
-            del event.attributes[:]
-    return spans
-
-
-def test_an_exporter_that_takes_no_bytes_gets_spans_of_the_sdk_and_that_is_told(
-    data_dir: DataDir,
-    deployed: Deployed,
-    collector: Collector,
-    environment: dict[str, str],
-    request: pytest.FixtureRequest,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    traced(data_dir, environment)
-    as_bytes = without_ids(collector.spans())
-    assert "fallback" not in caplog.text
-    collector.requests.clear()
-
-    request.getfixturevalue("other_exporter")
-    traced(data_dir, environment)
-
-    assert len(as_bytes) == 5
-    assert without_ids(collector.spans()) == as_bytes
-    assert "fallback traces=slow" in caplog.text
-    tracing = tracing_of(environment)
-    assert isinstance(tracing, Tracing)
-    assert re.search(
-        "more processor time: opentelemetry-exporter-otlp-proto-http [0-9.]+", tracing.note or ""
-    )
-    asyncio.run(tracing.close())
-
-
-@pytest.mark.parametrize("error", [AttributeError, TypeError])
-def test_a_queue_that_asks_more_of_a_span_than_bytes_have_gets_spans_of_the_sdk(
-    error: type[Exception],
-    data_dir: DataDir,
-    deployed: Deployed,
-    collector: Collector,
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    on_end = BatchSpanProcessor.on_end
-
-    def ask_more(self: BatchSpanProcessor, span: ReadableSpan) -> None:
-        if not isinstance(span, ReadableSpan):
-            raise error("no span")
-        on_end(self, span)
-
-    monkeypatch.setattr(BatchSpanProcessor, "on_end", ask_more)
-    traced(data_dir, environment)
-
-    assert len(collector.spans()) == 5
-    assert "fallback traces=slow" in caplog.text
-
-
-@pytest.mark.usefixtures("other_exporter")
-def test_the_sdk_hashes_the_resource_once_and_not_with_every_span(
-    data_dir: DataDir,
-    deployed: Deployed,
-    collector: Collector,
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hashed: list[Resource] = []
-    hash_of = Resource.__hash__
-
-    def count(resource: Resource) -> int:
-        hashed.append(resource)
-        return hash_of(resource)
-
-    monkeypatch.setattr(Resource, "__hash__", count)
-    traced(data_dir, environment)
-
-    assert len(collector.spans()) > 1
-    assert len(hashed) == 1
-
-
-def test_what_others_in_the_process_export_is_encoded_as_before(environment: dict[str, str]) -> None:
-    tracing = tracing_of(environment)
-    assert isinstance(tracing, Tracing)
-    span = ReadableSpan("another", SpanContext(1, 2, is_remote=False), attributes={"a": 1})
-    assert trace_exporter.encode_spans([span]) == encode_spans([span])
-    asyncio.run(tracing.close())
 
 
 def test_the_trace_of_the_client_goes_on(
@@ -348,6 +243,16 @@ def test_limits_of_spans_and_of_batches_hold(
     assert len(collector.requests) == 3
 
 
+def dropped(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("hearth_fallbacks_total", {"what": "traces_dropped"})
+
+
+def answered() -> ExchangeRecord:
+    record = ExchangeRecord("GET", "/v1/models", caller="ann", route="/v1/models", status=200)
+    record.ended_s = record.began_s
+    return record
+
+
 def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_end(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +266,72 @@ def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_end(
     assert statuses == [200]
 
 
+def test_traces_that_a_collector_rejects_are_counted_and_logged_once_until_it_accepts_them_again(
+    collector: Collector, environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics()
+    tracing = tracing_with(environment, metrics)
+    assert isinstance(tracing, Tracing)
+    collector.status = 400
+    for _ in range(3):
+        tracing.trace(answered())
+        tracing._provider.force_flush()  # a batch each
+
+    assert dropped(metrics) == 3
+    assert "rejects them" in (tracing.note or "")
+    messages = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
+    assert len(messages) == 2, "one with the SDK's reason and one of ours"
+    assert "400" in messages[0]
+    assert messages[1].startswith("fallback traces=dropped")
+
+    collector.status = 200
+    tracing.trace(answered())
+    asyncio.run(tracing.close())
+    assert (dropped(metrics), tracing.note) == (3, None)
+    assert len(collector.spans()) == 1
+
+
+def test_a_full_queue_drops_whole_traces_and_counts_them(
+    collector: Collector, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")  # a full one is sent at once
+    metrics = Metrics()
+    collector.is_open.clear()
+    tracing = tracing_with(environment | {"OTEL_BSP_MAX_QUEUE_SIZE": "8"}, metrics)
+    assert isinstance(tracing, Tracing)
+    records = [answered() for _ in range(20)]
+    for record in records:
+        tracing.trace(record)
+
+    num_dropped = int(dropped(metrics) or 0)
+    assert num_dropped >= 20 - (8 + 4), "no more fit the queue and the batch on its way"
+    assert sum(record.trace_id is None for record in records) == num_dropped
+    assert "too slow" in (tracing.note or "")
+    collector.is_open.set()
+    asyncio.run(tracing.close())
+    assert len(collector.spans()) == 20 - num_dropped
+
+
+def test_a_sampler_that_fails_costs_a_trace_and_no_request(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a plugin")
+
+    monkeypatch.setattr(ParentBased, "should_sample", fail)
+    ended: list[ExchangeRecord] = []
+    traced(data_dir, environment, lambda _, records: ended.extend(records))
+
+    assert (len(ended), ended[0].status) == (3, 200)
+    assert collector.requests == []
+    assert caplog.text.count("a plugin") == 1
+
+
 @pytest.mark.parametrize(
     "environment",
     [
@@ -372,6 +343,14 @@ def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_end(
 )
 def test_nothing_is_traced_unless_the_environment_asks_for_it(environment: dict[str, str]) -> None:
     assert tracing_of(environment) is None
+
+
+def test_a_service_without_an_endpoint_does_not_import_opentelemetry() -> None:
+    code = (
+        "import sys, hearth.control.service as one; assert one.tracing_of({}, one.Metrics()) is None;"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +383,7 @@ def test_missing_packages_are_told_and_stop_nobody(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("OTEL_BSP_MAX_QUEUE_SIZE", "max_queue_size"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "schedule_delay_millis"),
         ("OTEL_SPAN_EVENT_COUNT_LIMIT", "OTEL_SPAN_EVENT_COUNT_LIMIT"),
     ],
 )

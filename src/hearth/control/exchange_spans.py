@@ -1,112 +1,150 @@
-"""The spans of an exchange, made when it has ended, of the times that were noted.
+"""Creates the OpenTelemetry spans of an HTTP exchange after it has ended, from the recorded times.
 
-Imports OpenTelemetry's SDK, which is an extra: `tracing.py` imports this module only where there is an
-endpoint. The SDK's sampler decides which exchanges are traced. Encodes nothing.
+Imports OpenTelemetry's SDK, an optional extra: `tracing.py` imports this module only if an endpoint is set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Sequence
 
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import (
     NonRecordingSpan,
     SpanContext,
     SpanKind,
+    StatusCode,
     TraceFlags,
+    Tracer,
     set_span_in_context,
 )
+from prometheus_client import Counter
 
 from hearth.control.correlation import TraceParent
 from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.otlp import AttributeValue, FinishedSpan, SpanEvent
 from hearth.control.timeline import Timeline
 
+log = logging.getLogger(__name__)
+
 _NO_PARENT = Context()
-_NO_DETAIL: dict[str, str] = {}
+
+
+class CountingExporter(SpanExporter):
+    """Sends spans with the SDK's exporter and counts the traces that are dropped.
+
+    The SDK calls `export` on its own thread; everything else runs on the event loop. An outage of the
+    collector is logged once, after the SDK's own messages about the first batch, and not with every batch.
+    """
+
+    def __init__(self, exporter: SpanExporter, dropped: Counter) -> None:
+        self._exporter, self._dropped = exporter, dropped
+        self.num_taken = 0  #: spans that have left the SDK's queue
+        self.note: str | None = None  #: set while traces are dropped
+        self._sdk_log = logging.getLogger(type(exporter).__module__)
+        self._sdk_log.addFilter(self._is_logged)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_taken += len(spans)
+        result = self._exporter.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self.note = None
+        else:
+            num_traces = sum(span.kind is SpanKind.SERVER for span in spans)
+            self.drop(num_traces, "the collector is unreachable or rejects them")
+        return result
+
+    def drop(self, num_traces: int, reason: str) -> None:
+        """Count traces that are not sent, and log the first of them."""
+        self._dropped.inc(num_traces)
+        if self.note is None:
+            self.note = f"traces are dropped: {reason}"
+            log.warning("fallback traces=dropped reason=`%s`", reason)
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+        self._sdk_log.removeFilter(self._is_logged)
+
+    def _is_logged(self, _: logging.LogRecord) -> bool:
+        return self.note is None
 
 
 class ExchangeSpans:
-    """Makes spans of exchanges and hands them on. Used on the event loop alone."""
+    """Creates spans. Used on the event loop alone."""
 
-    def __init__(self, provider: TracerProvider, add_span: Callable[[FinishedSpan], None]) -> None:
-        self._add_span, self._sampler = add_span, provider.sampler
-        self._new_trace_id = provider.id_generator.generate_trace_id
-        self._new_span_id = provider.id_generator.generate_span_id
+    def __init__(self, tracer: Tracer, exporter: CountingExporter, max_queued_spans: int) -> None:
+        """`max_queued_spans`: size of the SDK's queue between `tracer` and `exporter`."""
+        self._tracer, self._exporter, self._max_queued = tracer, exporter, max_queued_spans
+        self._num_ended = 0  #: spans handed to the SDK
 
     def add(self, record: ExchangeRecord) -> None:
-        """Hand over the spans of an exchange that has ended, if it is sampled; its record notes the trace."""
-        sent = record.correlation.trace
-        trace_id = self._new_trace_id() if sent is None else int(sent.trace_id, 16)
-        name = f"{record.method} {record.route}" if record.route else record.method
-        sampled = self._sampler.should_sample(
-            _parent(sent), trace_id, name, SpanKind.SERVER, _exchange_attributes(record)
+        """Create the spans of an exchange that has ended, if it is sampled; sets `record.trace_id`."""
+        server = self._tracer.start_span(
+            f"{record.method} {record.route}" if record.route else record.method,
+            _parent(record.correlation.trace),
+            SpanKind.SERVER,
+            _exchange_attributes(record),
+            start_time=_nanoseconds(record.began_at_s),
         )
-        if sampled.decision is not Decision.RECORD_AND_SAMPLE:
+        context = server.get_span_context()
+        if not context.trace_flags.sampled:
             return
-        record.trace_id = f"{trace_id:032x}"
-        state = ",".join([f"{key}={value}" for key, value in (sampled.trace_state or {}).items()])
-        span_id = self._new_span_id()
+        if (
+            self._num_ended - self._exporter.num_taken >= self._max_queued
+        ):  # the SDK would drop parts of traces
+            self._exporter.drop(1, "the collector is too slow")
+            return
+        record.trace_id = f"{context.trace_id:032x}"
+        inside = set_span_in_context(server, _NO_PARENT)
         for timeline, _ in record.requests:
-            self._trace_request(trace_id, span_id, state, timeline, record.ended_s)
-        self._add_span(
-            FinishedSpan(
-                *(name, trace_id, span_id, None if sent is None else int(sent.span_id, 16)),
-                *(_nanoseconds(record.began_at_s), _nanoseconds(record.began_at_s + record.total_s)),
-                sampled.attributes,
-                error="" if record.status_code >= 500 else None,
-                is_server=True,
-                is_parent_remote=sent is not None,
-                trace_state=state,
-            )
-        )
+            self._add_request(timeline, inside, record.ended_s)
+        if record.status_code >= 500:
+            server.set_status(StatusCode.ERROR)
+        server.end(_nanoseconds(record.began_at_s + record.total_s))
+        self._num_ended += 1
 
-    def _trace_request(
-        self, trace_id: int, parent_id: int, state: str, timeline: Timeline, now_s: float
-    ) -> None:
-        span_id = self._new_span_id()
+    def _add_request(self, timeline: Timeline, parent: Context, now_s: float) -> None:
         arrived_s, arrived_at_s = timeline.arrived_s, timeline.arrived_at_s
         end_s = now_s if timeline.ended_s is None else timeline.ended_s
-        self._add_span(
-            FinishedSpan(
-                *(f"generate {timeline.adapter or timeline.model}", trace_id, span_id, parent_id),
-                *(_nanoseconds(arrived_at_s), _nanoseconds(arrived_at_s + (end_s - arrived_s))),
-                _request_attributes(timeline),
-                [
-                    SpanEvent(what, _nanoseconds(arrived_at_s + (at_s - arrived_s)), _detail(detail))
-                    for at_s, what, detail in timeline.told_marks(now_s)
-                    if what != "ended"  # whose detail may quote what somebody wrote
-                ],
-                None if timeline.error is None else timeline.outcome,
-                trace_state=state,
-            )
+        span = self._tracer.start_span(
+            f"generate {timeline.adapter or timeline.model}",
+            parent,
+            attributes=_request_attributes(timeline),
+            start_time=_nanoseconds(arrived_at_s),
         )
-        for phase in timeline.told_spans(now_s):
-            self._add_span(
-                FinishedSpan(
-                    *(phase.what, trace_id, self._new_span_id(), span_id),
-                    *(_nanoseconds(arrived_at_s + phase.begin_s), _nanoseconds(arrived_at_s + phase.end_s)),
-                    _detail(phase.detail),
-                    trace_state=state,
-                )
-            )
+        for at_s, what, detail in timeline.told_marks(now_s):
+            if what != "ended":  # its detail may quote the request
+                span.add_event(what, _detail(detail), _nanoseconds(arrived_at_s + (at_s - arrived_s)))
+        inside = set_span_in_context(span, parent)
+        phases = timeline.told_spans(now_s)
+        for phase in phases:
+            self._tracer.start_span(
+                phase.what,
+                inside,
+                attributes=_detail(phase.detail),
+                start_time=_nanoseconds(arrived_at_s + phase.begin_s),
+            ).end(_nanoseconds(arrived_at_s + phase.end_s))
+        if timeline.error is not None:
+            span.set_status(StatusCode.ERROR, timeline.outcome)
+        span.end(_nanoseconds(arrived_at_s + (end_s - arrived_s)))
+        self._num_ended += 1 + len(phases)
 
 
 def _parent(trace: TraceParent | None) -> Context:
-    """Return where a client has begun the trace; empty: nowhere."""
+    """Return the context of the client's span; an empty one without a `traceparent`.
+
+    Never None, which means the current context to the SDK.
+    """
     if trace is None:
         return _NO_PARENT
     flags = TraceFlags(TraceFlags.SAMPLED if trace.is_sampled else TraceFlags.DEFAULT)
-    sent_from = SpanContext(
-        int(trace.trace_id, 16), int(trace.span_id, 16), is_remote=True, trace_flags=flags
-    )
-    return set_span_in_context(NonRecordingSpan(sent_from), Context())
+    client = SpanContext(int(trace.trace_id, 16), int(trace.span_id, 16), is_remote=True, trace_flags=flags)
+    return set_span_in_context(NonRecordingSpan(client), _NO_PARENT)
 
 
 def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
-    """Return what OpenTelemetry's conventions say of an HTTP request, and who sent it."""
+    """Return the attributes of OpenTelemetry's conventions for an HTTP request, and who sent it."""
     attributes: dict[str, str | int] = {
         "http.request.method": record.method,
         "http.response.status_code": record.status_code,
@@ -123,9 +161,9 @@ def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
     return attributes | {name: value for name, value in optional.items() if value is not None}
 
 
-def _request_attributes(timeline: Timeline) -> dict[str, AttributeValue]:
-    """Return what OpenTelemetry's conventions say of an answer, and where it was made."""
-    attributes: dict[str, AttributeValue] = {
+def _request_attributes(timeline: Timeline) -> dict[str, str | int | list[str]]:
+    """Return the attributes of OpenTelemetry's conventions for an answer, and where it was generated."""
+    attributes: dict[str, str | int | list[str]] = {
         "gen_ai.request.model": timeline.adapter or timeline.model,
         "gen_ai.response.finish_reasons": [timeline.outcome],
         "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
@@ -140,8 +178,8 @@ def _request_attributes(timeline: Timeline) -> dict[str, AttributeValue]:
     return attributes
 
 
-def _detail(text: str) -> dict[str, str]:
-    return {"hearth.detail": text} if text else _NO_DETAIL
+def _detail(text: str) -> dict[str, str] | None:
+    return {"hearth.detail": text} if text else None
 
 
 def _nanoseconds(seconds: float) -> int:

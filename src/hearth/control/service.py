@@ -21,7 +21,6 @@ from hearth.control.deploy import clear_snapshots, collect, collect_snapshots
 from hearth.control.deployments import Deployments
 from hearth.control.devices import Devices
 from hearth.control.driver import Driver
-from hearth.control.exchange_batches import ExchangeBatches
 from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
@@ -123,20 +122,18 @@ async def running(
         process_log = ProcessLog(data_dir.log_path, to_stderr=logs_to_stderr())
         stack.callback(process_log.close)
         stack.push_async_callback(LogRotation(data_dir.log_path).close)
-        writers: list[Callable[[ExchangeRecord], None]] = []
+        idle = IdleCollection(lambda: not driver.requests.by_id)
+        stack.callback(idle.close)
+        exchange_sinks: list[Callable[[ExchangeRecord], None]] = [metrics.count_response, idle.exchange_ended]
         if isinstance(tracing, Tracing):
-            writers.append(tracing.trace)
+            exchange_sinks.append(tracing.trace)  # before the access log, which names the trace
         access_log = None
         if service.access_log != "off":
             line_format = LINE_FORMATS[service.access_log]
             access_log = AccessLog(data_dir.access_log_path, line_format, metrics)
             stack.callback(access_log.close)
             stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
-            writers.append(access_log.write)
-        batches = ExchangeBatches(writers, metrics)
-        stack.callback(batches.close)  # before what they write to is closed
-        idle = IdleCollection(lambda: not driver.requests.by_id)
-        stack.callback(idle.close)
+            exchange_sinks.append(access_log.write)
         count_spawned = metrics.fallbacks.labels("template").inc
         template = WorkerTemplate(process_log.fd, service.start_s, count_spawned, first_template)
         supervisor = Supervisor(
@@ -197,15 +194,12 @@ async def running(
             notes=lambda: (
                 tuple(
                     one.note
-                    for one in (usage, journal, process_log, access_log, batches, tracing, template)
+                    for one in (usage, journal, process_log, access_log, tracing, template)
                     if one is not None and one.note is not None
                 )
                 + snapshots.notes
             ),
-            exchange_sinks=[
-                *(metrics.count_response, idle.exchange_ended),
-                *([batches.add] if writers else []),
-            ],
+            exchange_sinks=exchange_sinks,
         )
         yield gateway
         observer.close()

@@ -1,9 +1,8 @@
-"""OpenTelemetry traces: a span for each HTTP request, with what `hearth explain` draws below it.
+"""OpenTelemetry traces: a span for each HTTP request, with the phases that `hearth explain` shows below it.
 
-Spans (`exchange_spans.py`) are made when an exchange has ended; a thread of OpenTelemetry's SDK sends them
-(`span_export.py`). Where to, how often and which of them say the standard OTEL_* variables, which the SDK
-reads itself. Its packages are an extra, and imported only where an endpoint is set. Tells nothing of prompts
-and answers.
+`exchange_spans.py` creates spans when an exchange has ended. OpenTelemetry's SDK samples, batches and sends
+them, configured by the standard OTEL_* variables. It is an optional extra, imported only if an endpoint is
+set. Spans contain no prompts and no answers.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from hearth.version import hearth_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SpanExporter
 
-    from hearth.control.exchange_spans import ExchangeSpans
+    from hearth.control.exchange_spans import CountingExporter, ExchangeSpans
 
 #: The variables that turn traces on, the more specific one first.
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL = "http/protobuf"
+_MAX_QUEUED_SPANS = 2048  # the default of OTEL_BSP_MAX_QUEUE_SIZE
 #: Routes whose requests are too many and too dull.
 UNTRACED = frozenset(["/metrics"])
 #: Time to send the last spans when the service ends.
@@ -57,20 +56,17 @@ def tracing_of(environ: Mapping[str, str], metrics: Metrics) -> Tracing | Untrac
     if endpoint is None or exporter == "none" or is_disabled:
         return None
     try:
-        tracing = _tracing(environ, endpoint, exporter)
+        tracing = _tracing(environ, endpoint, exporter, metrics)
     except ConfigError as error:
         log.warning("fallback traces=off reason=`%s`", str(error).replace("`", ""))
         metrics.fallbacks.labels("untraced").inc()
         return Untraced(f"requests are not traced: {error}")
     log.info("tracing by=%s", endpoint)  # without its value: a URL may hold a password
-    if tracing.obstacle is not None:
-        log.warning("fallback traces=slow reason=`%s`", tracing.obstacle)
-        metrics.fallbacks.labels("trace_encoder").inc()
     return tracing
 
 
-def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracing:
-    """Return what sends traces to the URL in `endpoint`.
+def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str, metrics: Metrics) -> Tracing:
+    """Set up the SDK; `endpoint` names the variable that holds the collector's URL.
 
     Raises:
         ConfigError: the packages are missing, or the environment asks for what they cannot do.
@@ -86,11 +82,10 @@ def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracin
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+        from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from hearth.control.exchange_spans import ExchangeSpans
-        from hearth.control.span_export import OtlpQueue, SdkQueue, obstacle_to_bytes
+        from hearth.control.exchange_spans import CountingExporter, ExchangeSpans
     except ImportError as error:
         raise ConfigError(
             f"{endpoint} is set, and a package that sends traces is missing: {error.name}; install Hearth's "
@@ -99,42 +94,38 @@ def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracin
     defaults = Resource.create({"service.name": "hearth", "service.version": hearth_version()})
     resource = defaults.merge(OTELResourceDetector().detect())  # again: what the environment says wins
     try:
-        limits = SpanLimits()
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False, span_limits=limits)
-        span_exporter = OTLPSpanExporter()
-        processor = BatchSpanProcessor(span_exporter)
-    except ValueError as error:  # of a number that is none, say
-        raise ConfigError(
-            f"a variable OTEL_* that sending traces goes by has a wrong value: {error}"
-        ) from error
-    provider.add_span_processor(processor)
-    obstacle = obstacle_to_bytes()
-    queue = (OtlpQueue if obstacle is None else SdkQueue)(resource, processor, limits)
-    return Tracing(provider, ExchangeSpans(provider, queue.add), span_exporter, obstacle)
+        max_queued = int(environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or _MAX_QUEUED_SPANS)
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        span_exporter = CountingExporter(OTLPSpanExporter(), metrics.fallbacks.labels("traces_dropped"))
+        provider.add_span_processor(BatchSpanProcessor(span_exporter, max_queue_size=max_queued))
+    except ValueError as error:
+        raise ConfigError(f"invalid value in an OTEL_* variable: {error}") from error
+    tracer = provider.get_tracer("hearth", hearth_version())
+    return Tracing(provider, ExchangeSpans(tracer, span_exporter, max_queued), span_exporter)
 
 
 class Tracing:
     """Traces exchanges until it is closed. Used on the event loop alone."""
 
-    def __init__(
-        self, provider: TracerProvider, spans: ExchangeSpans, exporter: SpanExporter, obstacle: str | None
-    ) -> None:
-        """`obstacle`: to sending spans as the bytes that we write; None: they are sent so."""
+    def __init__(self, provider: TracerProvider, spans: ExchangeSpans, exporter: CountingExporter) -> None:
         self._provider, self._spans, self._exporter = provider, spans, exporter
-        self.obstacle = obstacle
 
     @property
     def note(self) -> str | None:
-        """Say why traces cost more than they need to; None: they do not."""
-        return None if self.obstacle is None else f"traces take more processor time: {self.obstacle}"
+        """Why traces are dropped, for `hearth doctor`; None: they are sent."""
+        return self._exporter.note
 
     def trace(self, record: ExchangeRecord) -> None:
-        """Hand the spans of an exchange that has ended to the SDK; not of strangers and of scrapers."""
-        if record.caller is not None and record.route not in UNTRACED:
+        """Create the spans of an exchange that has ended, except for unauthenticated ones and scrapes."""
+        if record.caller is None or record.route in UNTRACED:
+            return
+        try:
             self._spans.add(record)
+        except Exception as error:  # a sampler may be a plugin; the access log still gets its line
+            self._exporter.drop(1, repr(error))
 
     async def close(self) -> None:
-        """Send what is left, as far as the collector takes it in time."""
+        """Send the remaining spans, for at most `CLOSING_S`."""
         closing = threading.Thread(target=self._provider.shutdown, name="hearth-traces", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, CLOSING_S)
