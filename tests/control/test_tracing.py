@@ -16,12 +16,15 @@ import httpx
 import pytest
 
 from hearth.api.app import ApiLimits, create_app
+from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
 from hearth.control.deployed import Deployed
 from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.metrics import Metrics
+from hearth.control.timeline import Timeline
 from hearth.control.tracing import Tracing, Untraced
 from hearth.control.tracing import tracing_of as tracing_with
+from hearth.types import RequestId
 from tests.control.gateway_rig import GatewayRig, RecordingLink, emit, with_rig
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
@@ -29,6 +32,8 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not install
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace.sampling import ParentBased
+
+from hearth.control.exchange_spans import MAX_TRACED_REQUESTS
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -310,6 +315,30 @@ def test_a_full_queue_drops_whole_traces_and_counts_them(
     collector.is_open.set()
     asyncio.run(tracing.close())
     assert len(collector.spans()) == 20 - num_dropped
+
+
+def test_an_exchange_of_many_requests_has_spans_of_some_and_drops_no_later_trace(
+    collector: Collector, environment: dict[str, str]
+) -> None:
+    metrics = Metrics()
+    collector.is_open.clear()
+    tracing = tracing_with(environment, metrics)
+    assert isinstance(tracing, Tracing)
+    large, small = answered(), answered()
+    for number in range(2048):
+        timeline = Timeline(RequestId(f"r{number}"), "tiny", large.began_s, 0.0, 7, ANYBODY.group)
+        large.requests.append((timeline, True))
+    tracing.trace(large)
+    tracing.trace(small)
+    collector.is_open.set()
+    asyncio.run(tracing.close())
+
+    assert dropped(metrics) == 0
+    assert small.trace_id is not None
+    spans = [span for span in collector.spans() if span.trace_id.hex() == large.trace_id]
+    assert sum(span.name.startswith("generate ") for span in spans) == MAX_TRACED_REQUESTS
+    (server,) = (span for span in spans if not span.parent_span_id)
+    assert values(server)["hearth.num_requests"] == 2048
 
 
 def test_a_sampler_that_fails_costs_a_trace_and_no_request(

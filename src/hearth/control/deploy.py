@@ -140,7 +140,7 @@ async def deploying(
             try:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _CLEARING_S)
-            finally:  # also when cancelled while waiting
+            finally:  # also when cancelled while waiting; then `collect` clears what was made
                 if process.returncode is None:
                     process.kill()
                     await process.wait()

@@ -24,11 +24,13 @@ from prometheus_client import Counter
 
 from hearth.control.correlation import TraceParent
 from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.timeline import Timeline
+from hearth.control.timeline import Timeline, TimelineSpan
 
 log = logging.getLogger(__name__)
 
 _NO_PARENT = Context()
+#: Requests of one exchange that get spans. Embeddings of a thousand inputs would hold up the event loop.
+MAX_TRACED_REQUESTS = 64
 
 
 class CountingExporter(SpanExporter):
@@ -90,21 +92,25 @@ class ExchangeSpans:
         context = server.get_span_context()
         if not context.trace_flags.sampled:
             return
-        if (
-            self._num_ended - self._exporter.num_taken >= self._max_queued
-        ):  # the SDK would drop parts of traces
+        now_s = record.ended_s
+        traced = [(one, one.told_spans(now_s)) for one, _ in record.requests[:MAX_TRACED_REQUESTS]]
+        num_spans = 1 + sum(1 + len(phases) for _, phases in traced)
+        num_queued = self._num_ended - self._exporter.num_taken
+        if num_queued + num_spans > self._max_queued:  # the SDK would drop parts of traces
             self._exporter.drop(1, "the collector is too slow")
             return
+        self._num_ended += num_spans
         record.trace_id = f"{context.trace_id:032x}"
         inside = set_span_in_context(server, _NO_PARENT)
-        for timeline, _ in record.requests:
-            self._add_request(timeline, inside, record.ended_s)
+        for timeline, phases in traced:
+            self._add_request(timeline, phases, inside, now_s)
         if record.status_code >= 500:
             server.set_status(StatusCode.ERROR)
         server.end(_nanoseconds(record.began_at_s + record.total_s))
-        self._num_ended += 1
 
-    def _add_request(self, timeline: Timeline, parent: Context, now_s: float) -> None:
+    def _add_request(
+        self, timeline: Timeline, phases: Sequence[TimelineSpan], parent: Context, now_s: float
+    ) -> None:
         arrived_s, arrived_at_s = timeline.arrived_s, timeline.arrived_at_s
         end_s = now_s if timeline.ended_s is None else timeline.ended_s
         span = self._tracer.start_span(
@@ -117,7 +123,6 @@ class ExchangeSpans:
             if what != "ended":  # its detail may quote the request
                 span.add_event(what, _detail(detail), _nanoseconds(arrived_at_s + (at_s - arrived_s)))
         inside = set_span_in_context(span, parent)
-        phases = timeline.told_spans(now_s)
         for phase in phases:
             self._tracer.start_span(
                 phase.what,
@@ -128,7 +133,6 @@ class ExchangeSpans:
         if timeline.error is not None:
             span.set_status(StatusCode.ERROR, timeline.outcome)
         span.end(_nanoseconds(arrived_at_s + (end_s - arrived_s)))
-        self._num_ended += 1 + len(phases)
 
 
 def _parent(trace: TraceParent | None) -> Context:
@@ -152,11 +156,13 @@ def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
         "http.response.body.size": record.num_sent_bytes,
         "hearth.request_id": record.request_id,
     }
-    optional = {
+    num_requests = len(record.requests)
+    optional: dict[str, str | int | None] = {
         "http.route": record.route,
         "client.address": record.peer,
         "hearth.client_request_id": record.correlation.client_id,
         "hearth.key": record.caller,
+        "hearth.num_requests": num_requests if num_requests > MAX_TRACED_REQUESTS else None,
     }
     return attributes | {name: value for name, value in optional.items() if value is not None}
 

@@ -35,7 +35,7 @@ from hearth.policy.fleet.fleet_state import FleetState, restore, save
 
 log = logging.getLogger(__name__)
 
-#: Raise it when a change makes older journals unreadable: a tag is gone, or a field, or one has no default.
+#: Raise it when a change makes older journals unreadable: a tag is gone, or a new field has no default.
 VERSION = 9
 
 #: Between two tries to go on after the disk took no more, by the times of events.
@@ -191,6 +191,8 @@ class Replay:
 def replay(path: Path) -> Replay:
     """Run the events of a file through a new fleet, or that of its snapshot, until the first difference.
 
+    There is none if the policy is the one that was live; one that decides otherwise by now differs.
+
     Raises:
         DataDirError: it is no journal, one of another version, or a line is damaged.
     """
@@ -262,7 +264,7 @@ def _first_fleet(path: Path, line: bytes) -> Fleet:
     try:
         header = msgspec.convert(values, _JournalHeader)
         return Fleet(header.config) if header.fleet is None else restore(header.config, header.fleet)
-    except (ValueError, KeyError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise _damaged(path, 1, error) from error
 
 

@@ -148,10 +148,10 @@ class GrammarGuide:
         text, is_token, _ = self._matcher.compute_ff_bytes().partition(b"\xff")
         if not text and is_token:
             return mask  # the grammar names an end token, `<|im_end|>` without quotes
-        first = self._tokenizer.greedy_tokenize(text.decode(errors="ignore")[:1])[0]
         spelled = bytearray(len(mask))
-        spelled[first // 8] = 1 << first % 8
-        return bytes(spelled)
+        for first in self._tokenizer.greedy_tokenize(text.decode(errors="ignore")[:1])[:1]:
+            spelled[first // 8] = 1 << first % 8
+        return bytes(spelled)  # without any token the guide is stuck, and says so
 
 
 def _without(mask: bytes, tokens: Sequence[int]) -> bytes:

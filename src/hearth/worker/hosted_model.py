@@ -444,8 +444,8 @@ class HostedModel:
 
     # The way back.
 
-    def weights_taken(self) -> None:
-        """Note that others took from the model's weights."""
+    def became_incomplete(self) -> None:
+        """Note that the model has lost weights, or its workspace, to other models."""
         match self.state:
             case Loaded(served):
                 self.state = Incomplete(served)

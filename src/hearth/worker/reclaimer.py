@@ -341,7 +341,7 @@ class Reclaimer:
         # Also where nothing came free: what models share is taken from one of them, and stays with the other.
         for model, hosted in self._hosted.items():
             if self.pool.is_incomplete(model):
-                hosted.weights_taken()
+                hosted.became_incomplete()
         return freed
 
     def _follow_moves(self) -> None:

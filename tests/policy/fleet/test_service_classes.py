@@ -23,6 +23,7 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.routing import explain_wait
 from hearth.types import BATCH_PATIENCE_S, ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import profile
 
@@ -60,6 +61,16 @@ class Scene:
 
 def dispatched(actions: list[Action]) -> list[str]:
     return [action.request_id for action in actions if isinstance(action, Dispatch)]
+
+
+def test_a_batch_request_says_that_free_slots_are_kept_for_others() -> None:
+    scene = Scene(max_seqs=4)
+    scene.ask("first")
+    while dispatched(scene.ask(name := f"b{len(scene.fleet.queues.requests)}", batch=True)):
+        pass
+    assert (
+        explain_wait(scene.fleet, RequestId(name)) == f"{W}: its free slots are kept for interactive requests"
+    )
 
 
 def test_an_interactive_request_goes_before_batch_requests_that_wait() -> None:

@@ -32,7 +32,8 @@ runs steps in order: whatever a late row writes, the next owner overwrites befor
 For the same reason a prompt is a known prefix from the moment it is planned, not only once it is committed:
 a step writes the KV of all its rows in a layer before any row attends there. So of many prompts that begin
 alike and arrive together the first computes the beginning, and the others read it in the very same step. If
-that row's logits turn out to be NaN, or its request ends before its commit, nobody else finds it any more.
+that row's logits turn out to be NaN, or its request ends or is preempted before the commit, its blocks are
+withdrawn: requests that hold them keep them, and no other one finds them.
 
 A request of no tokens (`max_tokens` of 0) is one whose prompt alone is wanted, for its embedding or for the
 logprobs of its tokens. It ends like all others, by a token, of which nobody is told. Where something is
@@ -243,7 +244,8 @@ class Batcher:
             hits = first.known_prefix(prefixes).blocks
             # Of the first block that is not known, if it was looked for.
             digest = first.chain.computed(len(hits))
-            if digest in digests:  # one that starts in this step computes it, and has no blocks yet
+            # One that starts in this step computes it, and has no blocks yet.
+            if digest in digests and not first.reads_all:
                 self._allocate_first(started, draft)
                 started, digests, num_promised = [], set(), 0
                 continue
@@ -323,11 +325,11 @@ class Batcher:
 
     @property
     def is_settled(self) -> bool:
-        """True if the books of blocks are those of all that was committed."""
+        """True if the books of blocks are those of all that was planned and committed."""
         return self._late_books.is_settled
 
     def settle(self) -> None:
-        """Publish and release blocks, which `take_tokens` has left to be done."""
+        """Publish and release blocks, which `plan` and `take_tokens` have left to be done."""
         self._late_books.settle()
 
     # Who waits.
@@ -371,9 +373,10 @@ class Batcher:
         )
 
     def wanted_blocks(self) -> int:
-        """Return the most blocks that the next plan would hand out if there were enough for everybody.
+        """Return how many blocks the next plan would hand out if there were enough for everybody.
 
-        A prompt counts with all that is left of it, for it is not admitted without room for that.
+        A prompt counts with all that is left of it, for it is not admitted without room for that. Prompts that
+        begin alike count as if none of them found the blocks of another.
         """
         self.settle()
         tokens_left, num_wanted = self.limits.max_batch_tokens, 0

@@ -260,7 +260,7 @@ class BlockBook:
         self.withdraw(one for one in blocks if self._num_holders[one] == 1)
 
     def _forget(self, blocks: list[int]) -> None:
-        """Let nobody find blocks any more that are no longer cached, nor those that were found by them."""
+        """Let nobody find blocks any more that are live or have left the cache, nor those behind them."""
         lost = self.cached_among(self.prefixes.forget(blocks))
         if lost:
             self._cached.remove(lost)

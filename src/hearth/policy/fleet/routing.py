@@ -388,8 +388,11 @@ def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
     if option is None:
         return "no worker is up"
     worker, obstacle = fleet.workers[option.worker], option.obstacle
+    replica = worker.replicas.get(model.name)
+    if replica is not None and replica.has_free_slot and not replica.has_slot_for(request, fleet.now_s):
+        obstacle = "its free slots are kept for interactive requests"
     footprint = None if model.profile is None else model.profile.footprints.get(worker.kind)
-    if footprint is not None and worker.name not in model.replicas:
+    if footprint is not None and replica is None and worker.name not in model.failed_on:
         takes_turns = fleet.config.takes_turns
         if _could_take(worker, footprint, Hold.BUSY if takes_turns else Hold.WARM):
             obstacle = "its room is kept for requests that came first"

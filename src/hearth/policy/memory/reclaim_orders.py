@@ -44,7 +44,7 @@ class TakeWeights:
 
     num_bytes: int
     below_s_per_byte: float = math.inf  #: only those whose reload cost is less
-    with_workspaces: bool = False  #: and the workspaces of these models, where they have any to themselves
+    with_workspaces: bool = False  #: and the bytes that only the workspaces of these models need
 
 
 @dataclass(frozen=True, slots=True)
