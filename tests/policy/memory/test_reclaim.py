@@ -609,6 +609,16 @@ def test_an_adapter_never_gets_the_kv_that_a_model_is_owed() -> None:
     assert pool.before_step(A, num_wanted=4) == 4
 
 
+def test_no_workspace_is_taken_for_an_adapter_which_is_promised_nothing() -> None:
+    pool = pool_of(a=hosted(num_blocks=8, running=(8,), floor_blocks=8), keeps_addresses=False)
+
+    assert pool.bring_adapter(NEW, 5) is None
+
+    takes = [order for order in pool.orders if isinstance(order, TakeWeights)]
+    assert takes
+    assert not any(order.with_workspaces for order in takes)
+
+
 def test_running_requests_give_way_to_an_adapter_beyond_what_their_model_is_promised() -> None:
     busy = hosted(num_blocks=8, running=(2, 2, 2, 2), floor_blocks=4)
     pool = pool_of(a=busy)

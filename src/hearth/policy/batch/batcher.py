@@ -375,8 +375,8 @@ class Batcher:
     def wanted_blocks(self) -> int:
         """Return how many blocks the next plan would hand out if there were enough for everybody.
 
-        A prompt counts with all that is left of it, for it is not admitted without room for that. Prompts that
-        begin alike count as if none of them found the blocks of another.
+        A prompt counts with all that is left of it, for it is not admitted without room for that. Prompts
+        that begin alike count as if none of them found the blocks of another.
         """
         self.settle()
         tokens_left, num_wanted = self.limits.max_batch_tokens, 0

@@ -426,9 +426,10 @@ class ReclaimPolicy:
             freed += yield from self._free_kv(
                 num_bytes - freed, beside, may_preempt=True, keeps_floor=keeps_floor
             )
-        if freed < num_bytes and may_preempt and not self._keeps_addresses:
+        is_promised = may_preempt and not keeps_floor
+        if freed < num_bytes and is_promised and not self._keeps_addresses:
             freed += yield TakeWeights(num_bytes - freed, with_workspaces=True)
-        if freed < num_bytes and may_preempt and not keeps_floor:
+        if freed < num_bytes and is_promised:
             freed += yield from self._free_adapters(num_bytes - freed, is_promised=True)
         if freed < num_bytes and may_preempt:
             freed += yield from self._spill_tables(num_bytes - freed)
