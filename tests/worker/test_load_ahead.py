@@ -72,7 +72,7 @@ class Ahead:
 
 
 @contextmanager
-def waiting(root: Path, kind: str = "mapped", *, spare_pages: int = 3) -> Iterator[Ahead]:
+def waiting(root: Path, kind: str = "mapped", *, spare_pages: int = 2) -> Iterator[Ahead]:
     """The second model waits for the first, which is pinned and has nothing to do yet."""
     setting = SETTINGS[kind]
     budget_bytes = least_bytes(setting, setting.names[:3]) + spare_pages * setting.page_bytes
