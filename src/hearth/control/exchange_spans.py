@@ -24,7 +24,8 @@ from prometheus_client import Counter
 
 from hearth.control.correlation import TraceParent
 from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.timeline import Timeline, TimelineSpan
+from hearth.control.timeline import Timeline
+from hearth.control.views import TimelineSpan
 
 log = logging.getLogger(__name__)
 
