@@ -336,7 +336,10 @@ class Reclaimer:
     def _take(self, order: TakeWeights) -> int:
         """Take weights of idle or paused models, which have to be loaded again before they can step."""
         freed = self.pool.take_weights(
-            *(order.num_bytes, TAKEABLE[-1], order.below_s_per_byte), with_workspaces=order.with_workspaces
+            order.num_bytes,
+            most=TAKEABLE[-1],
+            below_s_per_byte=order.below_s_per_byte,
+            with_workspaces=order.with_workspaces,
         )
         # Also where nothing came free: what models share is taken from one of them, and stays with the other.
         for model, hosted in self._hosted.items():

@@ -249,18 +249,21 @@ class BlockBook:
             add(publication)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Let nobody find blocks any more; whoever holds them keeps them."""
+        """Remove blocks from the prefix index; sequences that hold them keep them."""
         self._forget([one for one in blocks if one in self.prefixes])
 
     def withdraw_unshared(self, blocks: Iterable[int]) -> None:
-        """Let nobody find live blocks any more that have one holder, because their content may be wrong.
+        """Remove live blocks with one holder from the prefix index, because their content may be wrong.
 
         Where one of several holders is wrong all its readers fail, and the last of them withdraws it.
         """
         self.withdraw(one for one in blocks if self._num_holders[one] == 1)
 
     def _forget(self, blocks: list[int]) -> None:
-        """Let nobody find blocks any more that are live or have left the cache, nor those behind them."""
+        """Remove blocks from the prefix index, and those that followed them in their runs.
+
+        None of the given blocks is cached; of those that followed, cached ones become free.
+        """
         lost = self.cached_among(self.prefixes.forget(blocks))
         if lost:
             self._cached.remove(lost)

@@ -46,7 +46,7 @@ class LateBooks:
     def publish_committed(self, sequence: LiveSequence) -> None:
         """Note that of a sequence which stops running all that is committed can be found, and nothing else.
 
-        Its output, too, which nobody asks for earlier.
+        Its output is published here too, not before: no other request needs an unfinished answer.
         """
         self.withdraw_planned(sequence)
         if len(sequence.tokens) > sequence.num_prefill and sequence.slot is not None:

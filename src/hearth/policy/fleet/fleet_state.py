@@ -107,7 +107,9 @@ def save(fleet: Fleet) -> FleetState:
         ],
         drains=[
             DrainState(
-                *(one.model.name, one.worker.name, one.began_s),
+                model=one.model.name,
+                worker=one.worker.name,
+                began_s=one.began_s,
                 victims=[victim.number for victim in one.victims if victim.hold is not None],
                 gone=[
                     victim.model.name
