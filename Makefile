@@ -17,7 +17,7 @@ CODE := src tests bench scripts/tables scripts/reference
 # The GPU machine installs nothing: its own Python, the sources, and what scripts/carry unpacked.
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
-NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_guide.py
+NOT_ON_GPU := tests/api tests/cli tests/control tests/node tests/service tests/engine/test_guide.py
 # Processes for the tests: one more than the cores of a small machine, for services make tests wait.
 TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.

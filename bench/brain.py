@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate, count
 
 from bench.report import arguments, emit, percentiles
+from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     Action,
@@ -38,7 +39,6 @@ from hearth.policy.fleet.events import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.sim.costs import CostModel
 from hearth.sim.simulator import Simulator
-from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 NUM_MODELS = (100, 1_000, 10_000)
 NUM_WORKERS = 1_000

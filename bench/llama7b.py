@@ -6,7 +6,7 @@ import torch
 
 from bench.random_engine import new_engine as new_random_engine
 from bench.shape import llama_shape
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
 from hearth.engine.engine import Engine
 
 SHAPE = llama_shape("7B", "Llama-2-7B", max_positions=4096)

@@ -21,13 +21,13 @@ from pathlib import Path
 from random import Random
 
 from bench.report import arguments, emit
+from hearth.core.types import Pace, RequestId
 from hearth.policy.batch import prompt_allowance
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import Profile, ShapeProfile
 from hearth.sim.report import Percentiles
 from hearth.sim.stepped_engine import SteppedEngine
-from hearth.types import Pace, RequestId
 
 MAX_STEPS_S = (0.04, 0.06, 0.1, math.inf)
 LOADS = (0.5, 0.8, 0.95)  #: of saturation

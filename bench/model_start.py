@@ -33,8 +33,8 @@ from bench.random_engine import new_engine
 from bench.report import arguments, emit, tell
 from bench.service.process import Service
 from bench.shape import Shape
-from hearth.config import EngineConfig
-from hearth.types import RequestId, SamplingParams
+from hearth.core.config import EngineConfig
+from hearth.core.types import RequestId, SamplingParams
 
 _NUM_STEPS = 4
 _NUM_CALLS = 24  #: of a profile that are told

@@ -10,7 +10,7 @@ import torch
 
 from bench.random_model import tokenizer_json
 from bench.shape import Shape
-from hearth.config import EngineConfig, StoreConfig
+from hearth.core.config import EngineConfig, StoreConfig
 from hearth.engine.assemble import ModelSpec, assemble, own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hearth.models.families import arch_from_config
 from hearth.models.layout import TensorSpec, layout_of
-from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Chunk, Manifest, chunk_of
+from hearth.store.format.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Chunk, Manifest, chunk_of
 
 #: Costs almost nothing to compute, so that what is left is the service.
 TINY: Mapping[str, object] = {

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from bench.hosting import config_of
+from hearth.core.sizes import block_buffer
 from hearth.models.arch import Arch
 from hearth.models.families import arch_from_config
 from hearth.models.layout import Layout, layout_of
-from hearth.sizes import block_buffer
 
 
 @dataclass(frozen=True)  # no slots: what is derived is kept

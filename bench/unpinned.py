@@ -32,13 +32,13 @@ from queue import SimpleQueue
 import torch
 
 from bench.report import Row, arguments, emit, tell
-from hearth.cuda_batches import ByteCopy
-from hearth.store import staging_buffers as staging_module
-from hearth.store.copy_stream import CopyStream
-from hearth.store.manifest import CHUNK_BYTES
-from hearth.store.pinning import cuda_registration
-from hearth.store.segment import Segment
-from hearth.store.staging_buffers import StagingBuffers
+from hearth.store.format.manifest import CHUNK_BYTES
+from hearth.store.tiers.pinning import cuda_registration
+from hearth.store.tiers.segment import Segment
+from hearth.store.transfer import staging_buffers as staging_module
+from hearth.store.transfer.copy_stream import CopyStream
+from hearth.store.transfer.staging_buffers import StagingBuffers
+from hearth.system.cuda.batches import ByteCopy
 
 NUM_BYTES = 13_476_831_232  #: of a Llama-2-7B
 FOUND_S = 1.4

@@ -6,8 +6,8 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-from hearth.cuda_driver import CudaDriver
-from hearth.native_code import native_library
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.native_code import native_library
 
 
 class _Call(ctypes.Structure):

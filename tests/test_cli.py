@@ -22,19 +22,19 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
-from hearth import doctor
+from hearth.cli import doctor_checks as doctor
 from hearth.cli.commands import MODULES, whole_app
 from hearth.cli.help import command_of
-from hearth.config import CPU_HOST_BYTES, EngineConfig, StoreConfig
-from hearth.cpus import WaitPolicy
-from hearth.errors import DeviceError
+from hearth.core.config import CPU_HOST_BYTES, EngineConfig, StoreConfig
+from hearth.core.errors import DeviceError
+from hearth.core.types import FinishReason, Rung, SamplingParams
 from hearth.kernels import prefill_hopper
-from hearth.store.manifest import read_manifest
-from hearth.store.record import LoadRecord, RungTotals
-from hearth.types import FinishReason, Rung, SamplingParams
+from hearth.store.format.manifest import read_manifest
+from hearth.store.transfer.record import LoadRecord, RungTotals
+from hearth.system.cpus import WaitPolicy
 from tests.cli.shell import Hearth
 from tests.models.zoo import build
-from tests.store.gguf_files import write_model
+from tests.store.format.gguf_files import write_model
 
 
 @pytest.fixture
@@ -549,7 +549,7 @@ def test_a_convert_interrupted_after_the_model_was_put_in_place_says_so(
         if directory == model:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("hearth.store.writer._sync", interrupt)
+    monkeypatch.setattr("hearth.store.format.writer._sync", interrupt)
 
     shown = hearth("convert", source, str(model), "--dtype", "float16", "--force")
 

@@ -19,8 +19,8 @@ from hearth.api.guard import OPEN_PATHS
 from hearth.cli.commands import whole_app
 from hearth.cli.environment import EnvironmentSettings, read_environment, variable_of
 from hearth.cli.server import MAX_OPEN_FILES
-from hearth.config import HearthConfig, ServiceConfig, load, parse_bytes, setting_keys
-from hearth.errors import ConfigError
+from hearth.core.config import HearthConfig, ServiceConfig, load, parse_bytes, setting_keys
+from hearth.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

@@ -22,11 +22,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from hearth import LLM, Completion, SamplingParams, garbage
-from hearth.config import EngineConfig
-from hearth.engine.engine import StepOutcome, StepOutputs
-from hearth.engine.loop import Outbox, StepLoop
-from hearth.errors import (
+from hearth import LLM, Completion, SamplingParams
+from hearth.core.config import EngineConfig
+from hearth.core.errors import (
     BadCheckpoint,
     BadPrompt,
     BadSampling,
@@ -38,11 +36,14 @@ from hearth.errors import (
     ModelError,
     PromptTooLong,
 )
+from hearth.core.types import FinishReason
+from hearth.engine.engine import StepOutcome, StepOutputs
+from hearth.engine.loop import Outbox, StepLoop
 from hearth.llm import Delta, Prompt
 from hearth.policy.batch.plan import EngineRequest
+from hearth.system import garbage
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import FinishReason
 from tests.engine.harness import assert_greedy, engine_for, reference_logits
 from tests.models.zoo import build
 

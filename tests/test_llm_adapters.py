@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hearth import LLM, SamplingParams
-from hearth.config import EngineConfig
-from hearth.errors import BadCheckpoint, BadPrompt, ChunkCorrupt, UnknownModel
-from hearth.store.convert_adapter import AdapterBase, convert_adapter
-from hearth.store.peft import open_peft
-from hearth.store.read_adapter import read_adapter
+from hearth.core.config import EngineConfig
+from hearth.core.errors import BadCheckpoint, BadPrompt, ChunkCorrupt, UnknownModel
+from hearth.store.format.convert_adapter import AdapterBase, convert_adapter
+from hearth.store.format.peft import open_peft
+from hearth.store.format.read_adapter import read_adapter
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
 from tests.models.zoo import build
 from tests.service.checkpoints import smollm2_file

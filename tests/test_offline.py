@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from hearth import LLM, SamplingParams, offline
-from hearth.config import EngineConfig, StoreConfig
-from hearth.errors import BadTokenizer, ChunkCorrupt, EngineFailed, LoadCancelled, ModelError
-from hearth.store.manifest import WEIGHTS, Manifest
-from hearth.store.tiers import Tiers
-from hearth.types import Rung
+from hearth.core.config import EngineConfig, StoreConfig
+from hearth.core.errors import BadTokenizer, ChunkCorrupt, EngineFailed, LoadCancelled, ModelError
+from hearth.core.types import Rung
+from hearth.store.format.manifest import WEIGHTS, Manifest
+from hearth.store.tiers.tiers import Tiers
 from tests.models.zoo import build
 from tests.store.stored import (
     PATIENCE_S,

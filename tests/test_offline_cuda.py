@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hearth import LLM, SamplingParams
-from hearth.config import EngineConfig, StoreConfig
-from hearth.store.borrower import Borrower
-from hearth.store.lender import Lender
-from hearth.store.loader import Loader, whole
-from hearth.store.manifest import WEIGHTS
-from hearth.store.tiers import Tiers
-from hearth.types import Rung
+from hearth.core.config import EngineConfig, StoreConfig
+from hearth.core.types import Rung
+from hearth.store.format.manifest import WEIGHTS
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.loader import Loader, whole
 from tests.models.zoo import VARIANTS, build
 from tests.store.stored import converted, tiers_at
 

@@ -12,64 +12,39 @@ PACKAGE = Path(__file__).parents[1] / "src" / "hearth"
 
 Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
-BASE = {"types", "errors", "version", "sizes"}
-EXECUTION = BASE | {"config", "policy", "kernels", "models"}
-COMPOSITION = EXECUTION | {
-    *("cpus", "garbage", "host_memory"),
-    *("text", "messages", "engine", "memory", "store", "snapshot"),
-    *("transfer", "worker", "control", "forecast", "api", "sim"),
-}
+#: Rooms that everything above them may import.
+BASE = {"core", "system", "policy"}
+EXECUTION = BASE | {"kernels", "models", "text"}
+SERVING = EXECUTION | {"engine", "memory", "store", "snapshot"}
 
 #: What each room, or file at the top of the package, may import of Hearth besides itself.
 ARROWS: dict[str, set[str]] = {
-    "version": set(),
-    "errors": set(),
-    "sizes": set(),
-    "types": {"errors"},
-    "config": BASE,
-    "cgroups": set(),
-    "cpus": {"cgroups"},
-    "host_memory": {"cgroups"},
-    "garbage": set(),
-    "native_code": set(),
-    "cuda_driver": {"errors"},
-    "cuda_batches": {"cuda_driver", "native_code"},
-    "cuda_graphs": {"cuda_driver"},
-    "beacon": BASE,
-    "messages": BASE,
-    "wire": BASE | {"messages"},
-    "policy": BASE,
-    "kernels": BASE,
-    "model_files": {"errors"},
-    "text": BASE | {"model_files"},
-    "models": BASE | {"kernels", "model_files"},
-    "engine": EXECUTION | {"host_memory", "text"},
-    "memory": EXECUTION | {"cuda_batches", "cuda_driver"},
-    "store": EXECUTION
-    | {"cpus", "cuda_batches", "cuda_driver", "garbage", "messages", "model_files", "native_code"},
-    "snapshot": BASE | {"cuda_driver", "cuda_graphs", "kernels", "native_code"},
-    "transfer": EXECUTION | {"messages"},
-    "worker": EXECUTION
-    | {"beacon", "cpus", "garbage", "host_memory", "engine", "memory", "store", "snapshot", "transfer"}
-    | {"cuda_batches", "cuda_driver", "cuda_graphs", "messages", "native_code", "wire"},
-    "forecast": BASE | {"policy"},
-    "control": BASE
-    | {"beacon", "config", "cpus", "host_memory", "policy", "store", "messages", "wire", "forecast", "text"}
-    | {"garbage", "snapshot"},
-    "api": BASE | {"config", "control", "messages", "policy", "text"},
-    "sim": BASE | {"config", "policy", "snapshot"},
-    "doctor": BASE | {"config", "cpus", "kernels", "snapshot", "store"},
-    "offline": COMPOSITION,
-    "llm": COMPOSITION | {"offline"},
-    "cli": COMPOSITION | {"doctor", "llm", "offline"},
-    "__init__": BASE | {"cpus", "llm"},
+    "core": set(),
+    "system": {"core"},
+    "policy": {"core"},
+    "text": {"core"},
+    "kernels": {"core"},
+    "models": {"core", "kernels"},
+    "engine": EXECUTION,
+    "memory": BASE | {"kernels", "models"},
+    "store": BASE | {"models"},
+    "snapshot": {"core", "system", "kernels"},
+    "worker": SERVING - {"text"},
+    "node": BASE | {"store"},
+    "control": BASE | {"node", "snapshot", "store", "text"},
+    "api": {"control", "core", "policy", "system", "text"},
+    "sim": {"core", "policy", "snapshot"},
+    "offline": SERVING,
+    "llm": SERVING | {"offline"},
+    "cli": SERVING | {"api", "control", "llm", "node", "offline", "sim"},
+    "__init__": {"core", "llm", "system"},
     "__main__": {"cli"},
 }
 
 #: Modules from outside that a room must do without; "*" is every room.
 FORBIDDEN: dict[str, set[str]] = {
     "*": {"transformers"},
-    "sizes": {"torch"},
+    "core": {"torch"},
     "policy": {"asyncio", "logging", "os", "random", "socket", "subprocess", "threading", "time", "torch"},
     "sim": {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time", "torch"},
     "text": {"torch"},
@@ -184,7 +159,7 @@ def test_the_check_catches_a_wrong_arrow(tmp_path: Path) -> None:
 
 def test_the_check_sees_relative_room_and_lazy_imports(tmp_path: Path) -> None:
     plant(tmp_path, "kernels/norm.py", "from ..models import arch\nfrom . import jit\n")
-    plant(tmp_path, "models/arch.py", "from hearth import engine, types\n")
+    plant(tmp_path, "models/arch.py", "from hearth import engine, core\n")
     plant(tmp_path, "engine/runner.py", "def run():\n    from hearth import LLM\n    import hearth.cli\n")
     assert wrong_arrows(tmp_path) == [
         "engine/runner.py:2 engine -> hearth",
@@ -218,8 +193,8 @@ def test_the_check_catches_transformers_anywhere(tmp_path: Path) -> None:
 
 
 def test_a_room_without_arrows_may_import_nothing(tmp_path: Path) -> None:
-    plant(tmp_path, "utils.py", "import hearth.types\n")
-    assert wrong_arrows(tmp_path) == ["utils.py:1 utils -> hearth.types"]
+    plant(tmp_path, "utils.py", "import hearth.core.types\n")
+    assert wrong_arrows(tmp_path) == ["utils.py:1 utils -> hearth.core.types"]
 
 
 def test_benchmarks_import_nothing_of_the_tests() -> None:

@@ -18,10 +18,10 @@ import pytest
 
 from hearth.cli import demo
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployOrder
-from hearth.control.deployer import carry_out
-from hearth.control.registry import Registry
-from hearth.version import VERSION
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.deployer import carry_out
+from hearth.control.deploy.registry import Registry
+from hearth.core.version import VERSION
 from tests.models.speaking import save_speaking
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +78,7 @@ def test_the_wheel_holds_the_package_whole_and_nothing_beside_it(wheel: Path) ->
         programs = archive.read(f"{noted}/entry_points.txt").decode()
     assert {
         "hearth/py.typed",
-        "hearth/store/read_hashed.c",
+        "hearth/store/tiers/read_hashed.c",
         "hearth/snapshot/native_rebuild.c",
         "hearth/sim/profiles/h200.json",
     } <= held

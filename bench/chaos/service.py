@@ -19,13 +19,13 @@ from bench.random_model import write_random
 from bench.service.client import metrics_of
 from bench.service.process import Service, children, command_of, serving
 from bench.soak.setting import CONFIG, NUM_WORKERS, flags
-from hearth.control import keys
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployOrder
-from hearth.control.deployer import carry_out
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.deployer import carry_out
+from hearth.control.deploy.registry import Registry
 from hearth.control.journal import previous, replay
-from hearth.control.registry import Registry
-from hearth.errors import DataDirError
+from hearth.control.keys import keys
+from hearth.core.errors import DataDirError
 
 LOCAL_MODELS = tuple(f"near{number}" for number in range(6))
 FAR_MODELS = tuple(f"far{number}" for number in range(3))  #: in the object store

@@ -26,7 +26,7 @@ from bench.service.gaps import Gap
 from bench.service.process import Service
 from bench.service.streams import good
 from bench.sharegpt import Lengths, conversations
-from hearth.types import SnapshotOutcome
+from hearth.core.types import SnapshotOutcome
 
 MODEL = "7B"
 ARMS = {"restored": True, "captured": False}  #: whether there are snapshots

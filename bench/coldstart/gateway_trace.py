@@ -11,10 +11,10 @@ from hearth.api.answer import Answer
 from hearth.api.exchange import Exchanges
 from hearth.api.protocol import LimitedProtocol
 from hearth.control.driver import Driver
-from hearth.control.fact_decoder import DecodedFact, DecodedLate, FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.journal import Journal
-from hearth.control.observer import Observer
+from hearth.control.observe.observer import Observer
+from hearth.control.requests.fact_decoder import DecodedFact, DecodedLate, FactDecoder
 from hearth.policy.fleet.events import Event
 
 #: Functions, by how they are told of.

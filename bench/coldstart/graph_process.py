@@ -28,9 +28,10 @@ import torch
 from bench.coldstart.start_log import LoggedEvent, Restoring
 from bench.random_engine import fill_random
 from bench.shape import Shape as BenchShape
-from hearth.config import EngineConfig
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import CudaGraphs
+from hearth.core.config import EngineConfig
+from hearth.core.messages import WorkerSetup
+from hearth.core.sizes import StepLimits
+from hearth.core.types import Hold, ModelId, RequestId, SamplingParams, SnapshotOutcome, WorkerId
 from hearth.engine.assemble import Memory, ModelSpec, assemble, block_bytes, tables_bytes, workspace_bytes
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
@@ -38,18 +39,17 @@ from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.memory.pool import EvictionTerms, Pool, Shape, Space
-from hearth.messages import WorkerSetup
 from hearth.models.dtypes import DTYPES
 from hearth.models.weights import bind
-from hearth.sizes import StepLimits
 from hearth.snapshot import memory_profile
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_nodes import GraphNodes
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.software import software
-from hearth.store.manifest import CHUNK_BYTES, Chunk, Manifest, digest_of
-from hearth.types import Hold, ModelId, RequestId, SamplingParams, SnapshotOutcome, WorkerId
+from hearth.store.format.manifest import CHUNK_BYTES, Chunk, Manifest, digest_of
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.__main__ import SWITCH_S
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosting_spec import HostingSpec

@@ -40,9 +40,8 @@ from bench.coldstart.restore_parts import PackedGraph
 from bench.coldstart.ring import Noted, Ring
 from bench.coldstart.shapes import SHAPES, TINY_SHAPES
 from bench.report import percentiles, tell
-from hearth.config import EngineConfig, StoreConfig
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import CudaGraphs
+from hearth.core.config import EngineConfig, StoreConfig
+from hearth.core.types import Hold, ModelId, RequestId, SamplingParams
 from hearth.engine.assemble import Memory, ModelSpec, assemble, block_bytes, own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
@@ -65,7 +64,8 @@ from hearth.snapshot.native_rebuild import CALLS, NativeRebuild, _Rebuilt
 from hearth.snapshot.rebuild import RestoredGraph
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.snapshot.trial_mark import TrialMark
-from hearth.types import Hold, ModelId, RequestId, SamplingParams
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.__main__ import SWITCH_S
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.runtime import start

@@ -55,22 +55,8 @@ from bench.random_model import write_random
 from bench.report import step, tell
 from bench.reuse.worker import TimedFact, WorkerClient, keeping
 from bench.service.gaps import Gap, Window
-from hearth.config import EngineConfig, StoreConfig
-from hearth.engine.assemble import own_limits
-from hearth.engine.dry_run import KernelNeeds
-from hearth.engine.engine import Engine, StepOutcome
-from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.graph_trial import GraphTrial
-from hearth.engine.graphs import StepGraphs
-from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.engine.pending_step import PendingStep
-from hearth.engine.runner import Runner
-from hearth.garbage import collect_when_idle
-from hearth.kernels.compilations import COMPILATIONS
-from hearth.kernels.kernel_cache import KernelCache
-from hearth.memory.page_table import PageTable
-from hearth.memory.vmm import MappedPool
-from hearth.messages import (
+from hearth.core.config import EngineConfig, StoreConfig
+from hearth.core.messages import (
     DropModel,
     HostModel,
     MakeSnapshot,
@@ -81,14 +67,28 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.core.types import ModelId
+from hearth.engine.assemble import own_limits
+from hearth.engine.dry_run import KernelNeeds
+from hearth.engine.engine import Engine, StepOutcome
+from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graph_trial import GraphTrial
+from hearth.engine.graphs import StepGraphs
+from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.engine.pending_step import PendingStep
+from hearth.engine.runner import Runner
+from hearth.kernels.compilations import COMPILATIONS
+from hearth.kernels.kernel_cache import KernelCache
+from hearth.memory.page_table import PageTable
+from hearth.memory.vmm import MappedPool
 from hearth.models.dtypes import DTYPES
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs
-from hearth.store.borrower import Borrower
-from hearth.store.loader import Load, Loader
-from hearth.store.manifest import read_manifest
-from hearth.types import ModelId
+from hearth.store.format.manifest import read_manifest
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.loader import Load, Loader
+from hearth.system.garbage import collect_when_idle
 from hearth.worker import __main__ as worker_main
 from hearth.worker import snapshot_maker
 from hearth.worker.first_tokens import FirstTokens

@@ -14,7 +14,7 @@ from bench.report import Row, percentiles, step
 from bench.service.client import uncollected
 from bench.service.gpu import Asked
 from bench.service.gpu import kill as kill_worker
-from hearth.types import Rung
+from hearth.core.types import Rung
 
 AIM_READY_S = 5.0
 #: Of the time that the bytes take from their rung, and beyond it.

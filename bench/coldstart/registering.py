@@ -27,8 +27,8 @@ from bench.coldstart.setting import Setting
 from bench.report import Row, step
 from bench.service.process import ROOT
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
-from hearth.store.manifest import CHUNK_BYTES
-from hearth.store.segment import Segment
+from hearth.store.format.manifest import CHUNK_BYTES
+from hearth.store.tiers.segment import Segment
 
 AIM_WAIT_MS = 50.0
 ALONE_S = 0.5

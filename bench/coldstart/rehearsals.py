@@ -40,9 +40,7 @@ import torch
 from bench.coldstart.graph_process import GraphTask, worker_setup
 from bench.coldstart.shapes import SHAPES
 from bench.report import arguments, emit, tell
-from hearth.config import EngineConfig
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import GRAPH_NODE_TYPE_KERNEL, CudaGraphs
+from hearth.core.config import EngineConfig
 from hearth.engine.assemble import own_limits
 from hearth.engine.dry_run import KernelNeeds, dry_runner
 from hearth.engine.graph_capture import GraphCapture
@@ -54,9 +52,11 @@ from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.models.dtypes import DTYPES
 from hearth.snapshot.graph_names import num_rows_of
-from hearth.store.die_with_parent import die_with_parent
-from hearth.store.manifest import CHUNK_BYTES
-from hearth.store.segment import Segment
+from hearth.store.format.manifest import CHUNK_BYTES
+from hearth.store.tiers.segment import Segment
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import GRAPH_NODE_TYPE_KERNEL, CudaGraphs
+from hearth.system.die_with_parent import die_with_parent
 from hearth.worker.__main__ import SWITCH_S
 from hearth.worker.heaps import grow_by_pieces
 from hearth.worker.runtime import start

@@ -31,9 +31,7 @@ import torch
 from bench.coldstart.graph_process import GraphTask, Rig, capture_seconds
 from bench.coldstart.shapes import SHAPES
 from bench.report import arguments, emit, step
-from hearth.config import EngineConfig
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import CudaGraphs
+from hearth.core.config import EngineConfig
 from hearth.engine.assemble import own_limits
 from hearth.engine.step_shape import StepShape
 from hearth.kernels.variants import loaded_functions
@@ -42,6 +40,8 @@ from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild, RebuildTimes
 from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild, RestoredGraph
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.__main__ import SWITCH_S
 
 ROUNDS = 3  #: of everything; the least counts

@@ -34,17 +34,17 @@ from bench.service.gpu import Scale as KillScale
 from bench.service.process import Service, deploy, serving
 from bench.service.streams import Prompts
 from bench.shape import Shape
-from hearth.config import EngineConfig
 from hearth.control.datadir import DataDir
-from hearth.control.views import SnapshotView
+from hearth.control.observe.views import SnapshotView
+from hearth.core.config import EngineConfig
+from hearth.core.sizes import StepLimits
+from hearth.core.types import Rung
 from hearth.engine.assemble import own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.dtypes import DTYPES
-from hearth.sizes import StepLimits
-from hearth.types import Rung
 
 GIB = 1 << 30
 PROMPT_TOKENS, NEW_TOKENS = 128, 16

@@ -14,8 +14,8 @@ from bench.service.client import metrics_of
 from bench.service.process import Service
 from hearth.cli import local_models
 from hearth.control.datadir import DataDir
+from hearth.core.types import SnapshotOutcome
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.types import SnapshotOutcome
 
 _GRAPH = "graph/"  #: how names of sections begin that hold one
 _COUNT = re.compile(r'hearth_snapshots_total\{outcome="(\w+)"\}')

@@ -23,7 +23,7 @@ from bench.elastic.setting import Batch, Scale, Surge
 from bench.elastic.stage import Arm, Body, Stage, blocks_for
 from bench.llama7b import ARCH
 from bench.report import HERE, arguments, emit
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.memory.vmm import MappedPool
 

@@ -18,10 +18,10 @@ from bench.elastic.parts import answers
 from bench.elastic.setting import Batch, Scale, Surge
 from bench.elastic.stage import Arm, Body, Stage, blocks_for
 from bench.report import arguments, emit
-from hearth.config import EngineConfig
-from hearth.host_memory import machine_bytes
+from hearth.core.config import EngineConfig
 from hearth.memory.arena import ArenaPool
 from hearth.models.families import arch_from_config
+from hearth.system.host_memory import machine_bytes
 
 NUM_THREADS = 2
 #: Promised to it: less than it was made for, so that little memory saturates.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import RequestId, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from functools import cached_property
 
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.messages import HostModel
+from hearth.core.types import Hold, ModelId
 from hearth.engine.assemble import (
     Memory,
     ModelSpec,
@@ -24,13 +26,11 @@ from hearth.engine.assemble import (
 )
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.pool import EvictionTermsOf, Pool, Shape, Space
-from hearth.messages import HostModel
 from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import ALIGNMENT_BYTES, Layout, TensorSpec, layout_of
 from hearth.models.weights import Weights, bind
-from hearth.store.manifest import Chunk, Manifest, digest_of
-from hearth.types import Hold, ModelId
+from hearth.store.format.manifest import Chunk, Manifest, digest_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.hosting_state import Loaded, ServedModel

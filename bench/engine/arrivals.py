@@ -21,9 +21,9 @@ from bench.engine.finding import Arm, Found
 from bench.engine.rig import Rig
 from bench.report import Row, percentiles
 from bench.sharegpt import Lengths, conversations
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.engine import Engine
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import RequestId, SamplingParams
 
 _SEED = 5
 _AIM_SHARE = 0.8  #: of saturation, at which gaps should be even

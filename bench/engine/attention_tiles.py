@@ -23,12 +23,12 @@ from triton.runtime.errors import OutOfResources
 from bench.engine.decode_kernels import TB_PER_S, run, say
 from bench.engine.timing import microseconds
 from bench.sharegpt import conversations
+from hearth.core.sizes import PROGRAMS_PER_PROCESSOR, num_subgroups
 from hearth.engine.compile import compile_each
 from hearth.kernels.decode_attention import SplitScratch, TileShape, decode_attention_triton, tile_shape
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.rotary import heads_per_program, rotate_and_store_triton
 from hearth.kernels.variants import TargetDriver, recording
-from hearth.sizes import PROGRAMS_PER_PROCESSOR, num_subgroups
 
 #: Written between attentions: more than the cache holds.
 FLUSHED_BYTES = 64 << 20

@@ -20,6 +20,7 @@ import torch
 
 from bench.engine.kernels import BF16, INT32, _paged
 from bench.engine.timing import microseconds
+from hearth.core.sizes import PROGRAMS_PER_PROCESSOR
 from hearth.kernels import jit
 from hearth.kernels.activation import activate
 from hearth.kernels.decode_attention import SplitScratch, decode_attention_triton
@@ -28,7 +29,6 @@ from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.quantized import quantized_skinny_triton
 from hearth.kernels.rotary import rotate_and_store
-from hearth.sizes import PROGRAMS_PER_PROCESSOR
 
 TB_PER_S = 4.2
 

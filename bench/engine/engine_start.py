@@ -18,7 +18,7 @@ TORCH_S = time.perf_counter() - STARTED_S
 
 from bench.llama7b import new_engine  # noqa: E402
 from hearth import LLM, SamplingParams  # noqa: E402
-from hearth.config import EngineConfig  # noqa: E402
+from hearth.core.config import EngineConfig  # noqa: E402
 
 HEARTH_S = time.perf_counter() - STARTED_S - TORCH_S
 

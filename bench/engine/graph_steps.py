@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.llama7b import new_engine
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.sizes import graph_bytes
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.assemble import own_limits
 from hearth.engine.engine import Engine
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrites
-from hearth.sizes import graph_bytes
-from hearth.types import RequestId, SamplingParams
 
 CONFIG = EngineConfig(max_batch_tokens=8192, max_seqs=1024, kv_bytes=48 << 30, graphs="lazy")
 GREEDY = SamplingParams(temperature=0.0)

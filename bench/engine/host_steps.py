@@ -33,12 +33,12 @@ from bench.random_engine import new_engine, new_tokenizer
 from bench.random_model import TINY
 from bench.shape import Shape
 from hearth import LLM, SamplingParams
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.types import RequestId
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
 from hearth.engine.pending_step import PendingStep
 from hearth.engine.step_shape import GraphKey
-from hearth.types import RequestId
 
 PROMPT_TOKENS, NUM_STEPS, NUM_WARM_STEPS = 16, 160, 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)

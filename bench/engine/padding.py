@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench.sharegpt import Lengths, conversations
+from hearth.core.sizes import StepLimits
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest
-from hearth.sizes import StepLimits
-from hearth.types import RequestId, SamplingParams
 
 NUM_REQUESTS, BLOCK_TOKENS, MAX_CONTEXT = 600, 16, 4096
 #: Blocks of KV that an H200 has beside a Llama-2-7B.

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from bench.report import HERE, arguments, emit
+from hearth.core.sizes import StepSize, counter_buffer
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.buffers import zeros
@@ -27,9 +28,8 @@ from hearth.models.rope import cos_sin_table
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import bind, contiguous_places
 from hearth.models.workspace import Workspace
-from hearth.sizes import StepSize, counter_buffer
-from hearth.store.convert import convert
-from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
+from hearth.store.format.convert import convert
+from hearth.store.format.manifest import WEIGHTS, Manifest, read_manifest
 from hearth.text.tokenizer import Tokenizer
 
 QUESTIONS_PER_STEP = 8

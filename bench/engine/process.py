@@ -26,7 +26,7 @@ from bench.engine.rig import Rig, fill_cache, opened
 from bench.engine.scale import GPU, TINY, Scale
 from bench.report import tell
 from bench.shape import Shape
-from hearth.store.die_with_parent import die_with_parent
+from hearth.system.die_with_parent import die_with_parent
 
 #: What may be asked of an open shape; how it is saved follows from the name.
 PARTS: Mapping[str, Callable[[Rig], Mapping[str, Arm]]] = {

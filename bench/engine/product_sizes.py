@@ -20,8 +20,8 @@ import torch
 from bench.engine.decode_kernels import LLAMA_7B, LLAMA_8B, Shape, run, say
 from bench.engine.kernels import BF16
 from bench.engine.timing import microseconds
+from hearth.core.sizes import StepLimits, decode_sizes
 from hearth.kernels.norm import add_norm
-from hearth.sizes import StepLimits, decode_sizes
 
 #: Sizes of mixed steps, twice as dense as those in use.
 MIXED = (*range(576, 2048, 64), *range(2048, 8193, 128))

@@ -38,12 +38,12 @@ from bench.engine.host_trace import HostTrace, TracedStep
 from bench.random_engine import new_engine
 from bench.random_model import TINY
 from bench.shape import Shape
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.types import RequestId
 from hearth.engine import inputs
 from hearth.engine.engine import Engine
-from hearth.garbage import postponed
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import RequestId
+from hearth.system.garbage import postponed
 
 #: With a vocabulary whose ids are objects of their own, as most are: those of small numbers are shared.
 VOCABULARY, MAX_CONTEXT = 32_000, 4096

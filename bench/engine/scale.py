@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from bench.random_model import TINY as TINY_CONFIG
 from bench.shape import Shape, llama_shape
 from bench.sharegpt import Lengths, conversations
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

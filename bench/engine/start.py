@@ -29,7 +29,7 @@ from bench.llama7b import CONFIG as LLAMA_7B  # noqa: E402
 from bench.random_model import write_random  # noqa: E402
 from bench.report import Row, arguments, emit, step, tell  # noqa: E402
 from hearth import LLM, SamplingParams  # noqa: E402
-from hearth.config import EngineConfig, StoreConfig  # noqa: E402
+from hearth.core.config import EngineConfig, StoreConfig  # noqa: E402
 from hearth.engine.compile import CompileTask, compile_all  # noqa: E402
 from hearth.engine.dry_run import KernelNeeds  # noqa: E402
 from hearth.kernels.compilations import COMPILATIONS  # noqa: E402

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from bench.llama7b import CONFIG as LLAMA_7B
 from bench.report import arguments, emit
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
 from hearth.engine.dry_run import KernelNeeds, dry_run
 from hearth.kernels.variants import TargetDriver, recording
 from hearth.models.families import arch_from_config

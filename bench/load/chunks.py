@@ -14,7 +14,7 @@ import torch
 from bench.load.peers import Started
 from bench.load.setting import QUICK, Part, Scale, Setting, flags, shelved
 from bench.report import Row, emit, percentiles, step
-from hearth.store.manifest import read_manifest
+from hearth.store.format.manifest import read_manifest
 
 
 def chunks(setting: Setting) -> Part:

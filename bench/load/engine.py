@@ -17,10 +17,10 @@ import torch
 from bench.load.setting import Part, Setting
 from bench.report import Row, percentiles, step
 from hearth import LLM, SamplingParams
-from hearth.config import EngineConfig
-from hearth.store.manifest import read_manifest
-from hearth.store.tiers import Tiers
-from hearth.types import Rung
+from hearth.core.config import EngineConfig
+from hearth.core.types import Rung
+from hearth.store.format.manifest import read_manifest
+from hearth.store.tiers.tiers import Tiers
 
 QUANTS = ("int8", "fp8")
 

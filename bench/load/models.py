@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hearth.store.convert import convert
-from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, chunk_of, read_manifest
+from hearth.store.format.convert import convert
+from hearth.store.format.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, chunk_of, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SHARDS = 3

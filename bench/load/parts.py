@@ -16,8 +16,8 @@ from bench.load.engine import first_token, quantised
 from bench.load.raw_readers import Caches, fastest_readers, pinned
 from bench.load.setting import Part, Setting
 from bench.report import Row, percentiles, step
-from hearth.store.local_hashes import forget_hashes
-from hearth.store.manifest import WEIGHTS, read_manifest
+from hearth.store.format.local_hashes import forget_hashes
+from hearth.store.format.manifest import WEIGHTS, read_manifest
 
 NUM_RAW_READERS = 1  #: the fastest run beside the contestants
 

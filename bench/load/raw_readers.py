@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from hearth.store.segment import Segment
+from hearth.store.tiers.segment import Segment
 
 REQUEST_BYTES = 4 << 20
 THREADS = (1, 2, 4, 8, 16)

@@ -24,14 +24,14 @@ from bench.load.models import Shelf
 from bench.load.peers import Started
 from bench.load.raw_readers import to_device_bytes_per_s
 from bench.report import HERE, Row, arguments
-from hearth.config import StoreConfig
-from hearth.store.loader import Loader, whole
-from hearth.store.manifest import CHUNK_BYTES
-from hearth.store.model import StoredModel
-from hearth.store.record import LoadRecord
-from hearth.store.tiers import Tiers
-from hearth.store.verify import verify
-from hearth.types import Rung
+from hearth.core.config import StoreConfig
+from hearth.core.types import Rung
+from hearth.store.format.manifest import CHUNK_BYTES
+from hearth.store.format.verify import verify
+from hearth.store.tiers.model import StoredModel
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.loader import Loader, whole
+from hearth.store.transfer.record import LoadRecord
 
 MIB, GIB = 1 << 20, 1 << 30
 SHM = Path("/dev/shm")

@@ -12,6 +12,8 @@ from bench.engine.bounds import BYTES_PER_S, FLOPS_PER_S
 from bench.engine.timing import microseconds
 from bench.llama7b import ARCH
 from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank, random_pieces, slice_sizes
+from hearth.core.sizes import ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_ROWS
+from hearth.core.types import AdapterId
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.upload import Uploads
 from hearth.kernels.adapter_blocks import AdapterBlocks, adapter_blocks
@@ -19,8 +21,6 @@ from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows
 from hearth.kernels.lora_expand import expand_triton
 from hearth.kernels.lora_shrink import shrink_triton
 from hearth.models.adapter import Projection, projection_shape, target_index
-from hearth.sizes import ADAPTER_PROMPT_TILE_ROWS, ADAPTER_TILE_ROWS
-from hearth.types import AdapterId
 
 #: Of so many layers, so that no factor is found in a cache.
 NUM_LAYERS = 10

@@ -18,18 +18,18 @@ from bench.llama7b import CONFIG
 from bench.lora.random_adapters import query_value_layout, write_adapter
 from bench.random_model import TINY as TINY_CONFIG
 from bench.random_model import write_random
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.messages import AdapterOrder, HostModel
+from hearth.core.sizes import StepLimits
+from hearth.core.types import AdapterId, ModelId
 from hearth.engine.assemble import ModelSpec, block_bytes, tables_bytes, workspace_bytes
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
-from hearth.messages import AdapterOrder, HostModel
 from hearth.models.dtypes import DTYPES
-from hearth.sizes import StepLimits
-from hearth.store.adapter_manifest import stored_bytes
-from hearth.store.manifest import CHUNK_BYTES, read_manifest
-from hearth.types import AdapterId, ModelId
+from hearth.store.format.adapter_manifest import stored_bytes
+from hearth.store.format.manifest import CHUNK_BYTES, read_manifest
 
 BASE = ModelId("base")
 #: Adapters are cut out of one row of random numbers, so far from each other: no two have a chunk in common.

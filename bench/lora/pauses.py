@@ -30,8 +30,8 @@ from bench.lora.library import TINY, Library, full
 from bench.lora.serving import AdapterAsk, AdapterClient, asking, zipf_requests
 from bench.report import arguments, percentiles, step
 from bench.reuse.worker import keeping
+from hearth.core.messages import AdapterLoaded, StepDone
 from hearth.kernels.compilations import COMPILATIONS
-from hearth.messages import AdapterLoaded, StepDone
 
 LONG_S, LOOK_S = 0.05, 0.001
 NUM_LOOKS = 20_000  #: that are kept, and as many collections

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
+from hearth.core.sizes import Dimensions
+from hearth.core.types import AdapterId
 from hearth.engine.engine import Engine
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection, projection_shape
 from hearth.models.arch import Arch
-from hearth.sizes import Dimensions
-from hearth.store.adapter_manifest import AdapterManifest, stored_bytes
-from hearth.store.manifest import CHUNK_BYTES, MANIFEST
-from hearth.store.writer import staged
-from hearth.types import AdapterId
+from hearth.store.format.adapter_manifest import AdapterManifest, stored_bytes
+from hearth.store.format.manifest import CHUNK_BYTES, MANIFEST
+from hearth.store.format.writer import staged
 
 CUDA = torch.device("cuda", 0)
 #: The ranks of the adapters of a set, in turn.

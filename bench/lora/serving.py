@@ -38,7 +38,15 @@ from bench.lora import rows
 from bench.lora.library import BASE, TINY, Library, full
 from bench.report import arguments, keep, percentiles, step
 from bench.reuse.worker import WorkerClient, keeping, working_over
-from hearth.messages import AdapterLoaded, AdapterOrder, CancelRequest, Fact, Sampling, StartRequest, StepDone
+from hearth.core.messages import (
+    AdapterLoaded,
+    AdapterOrder,
+    CancelRequest,
+    Fact,
+    Sampling,
+    StartRequest,
+    StepDone,
+)
 
 AIM_COLD_S, AIM_ZIPF = 0.005, 0.9
 #: Requests for other adapters come so many steps apart beside a batch that decodes.

@@ -14,12 +14,12 @@ from bench.engine.bounds import BYTES_PER_S
 from bench.llama7b import SHAPE
 from bench.lora.random_adapters import CUDA, AdapterSet
 from bench.random_engine import random_weights
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.types import AdapterId, RequestId, SamplingParams
 from hearth.engine.assemble import ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
 from hearth.models.dtypes import DTYPES
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrites
-from hearth.types import AdapterId, RequestId, SamplingParams
 
 CONFIG = EngineConfig(max_batch_tokens=8192, max_seqs=256, kv_bytes=8 << 30, graphs="lazy")
 GREEDY = SamplingParams(temperature=0.0)

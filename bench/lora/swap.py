@@ -34,18 +34,18 @@ from bench.lora import rows
 from bench.lora.random_adapters import CUDA, RANKS, layout_of_rank, write_adapter
 from bench.report import arguments, keep
 from bench.reuse.worker import SWITCH_S, keeping
-from hearth.config import EngineConfig
-from hearth.cuda_batches import ByteCopy
+from hearth.core.config import EngineConfig
+from hearth.core.messages import AdapterOrder
+from hearth.core.types import AdapterId, Hold
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.vmm import MappedPool
-from hearth.messages import AdapterOrder
 from hearth.models.adapter import AdapterLayout
-from hearth.store.adapter_manifest import stored_bytes
-from hearth.store.borrower import BorrowedAdapter, Borrower
-from hearth.store.chunk_copies import ChunkCopies
-from hearth.store.loader import Loader
-from hearth.types import AdapterId, Hold
+from hearth.store.format.adapter_manifest import stored_bytes
+from hearth.store.transfer.borrower import BorrowedAdapter, Borrower
+from hearth.store.transfer.chunk_copies import ChunkCopies
+from hearth.store.transfer.loader import Loader
+from hearth.system.cuda.batches import ByteCopy
 from hearth.worker.adapter_load import (
     AdapterArriving,
     AdapterFilled,

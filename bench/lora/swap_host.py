@@ -27,15 +27,15 @@ from bench.lora.random_adapters import layout_of_rank, write_adapter
 from bench.lora.swap import SwapSetting, TimedLoader, scatter
 from bench.report import arguments, keep
 from bench.reuse.worker import SWITCH_S, own_keeper
-from hearth.config import EngineConfig
-from hearth.cuda_batches import BatchedCopies, ByteCopy
+from hearth.core.config import EngineConfig
+from hearth.core.messages import AdapterOrder
+from hearth.core.types import AdapterId, Hold
 from hearth.memory.cuda_pages import PAGE_BYTES
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.vmm import MappedPool
-from hearth.messages import AdapterOrder
-from hearth.store.adapter_manifest import stored_bytes
-from hearth.store.borrower import Borrower
-from hearth.types import AdapterId, Hold
+from hearth.store.format.adapter_manifest import stored_bytes
+from hearth.store.transfer.borrower import Borrower
+from hearth.system.cuda.batches import BatchedCopies, ByteCopy
 from hearth.worker.runtime import HostingResources
 
 CPU = torch.device("cpu")

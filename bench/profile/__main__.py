@@ -35,10 +35,10 @@ from bench.profile.requests import measure_request
 from bench.profile.scale import CPU, GIB, GPU, TINY_CPU, TINY_GPU, Scale
 from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
+from hearth.core.types import Rung
 from hearth.sim.profile import Profile
 from hearth.sim.step_times import StepTimes
 from hearth.snapshot.cost_profile import VERSION, MeasuredShape, MeasuredSwitch, Origin, PartOrigin
-from hearth.types import Rung
 
 KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
 NUM_THREADS = 2  #: of a CPU

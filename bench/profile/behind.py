@@ -28,8 +28,8 @@ from bench.profile.moves import (
 from bench.profile.scale import Scale
 from bench.report import step, tell
 from bench.reuse.worker import WorkerClient, working
-from hearth.messages import CancelRequest, RetireModel
-from hearth.types import ModelId
+from hearth.core.messages import CancelRequest, RetireModel
+from hearth.core.types import ModelId
 
 ANSWERING = ModelId("answering")
 #: Tokens of prompts, a padded size each. The first time that a size comes counts for nothing: libraries load

@@ -32,10 +32,8 @@ from bench.reuse.setting import Scale as ReuseScale
 from bench.reuse.setting import Setting
 from bench.reuse.worker import WorkerClient, working
 from bench.shape import Shape
-from hearth.config import StoreConfig
-from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
-from hearth.memory.cuda_pages import PAGE_BYTES
-from hearth.messages import (
+from hearth.core.config import StoreConfig
+from hearth.core.messages import (
     CancelRequest,
     DropModel,
     HostModel,
@@ -45,14 +43,16 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.core.types import ModelId, Rung
+from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
+from hearth.memory.cuda_pages import PAGE_BYTES
 from hearth.models.dtypes import DTYPES
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.cost_profile import MeasuredMapping, MeasuredSwitch
-from hearth.store.loader import Loader, whole
-from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.store.tiers import Tiers
-from hearth.store.verify import verify
-from hearth.types import ModelId, Rung
+from hearth.store.format.manifest import WEIGHTS, read_manifest
+from hearth.store.format.verify import verify
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.loader import Loader, whole
 
 #: Pages beyond what the largest model takes: sinks of others, and what rounding may cost.
 SPARE_PAGES = 8

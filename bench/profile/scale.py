@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from bench.elastic.cpu import SHAPE as SMOLLM2
 from bench.random_model import TINY as TINY_CONFIG
 from bench.shape import Shape, llama_shape
-from hearth.sizes import StepLimits
-from hearth.store.manifest import CHUNK_BYTES
+from hearth.core.sizes import StepLimits
+from hearth.store.format.manifest import CHUNK_BYTES
 
 MIB, GIB = 1 << 20, 1 << 30
 

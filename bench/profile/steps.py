@@ -22,12 +22,12 @@ import torch
 from bench.profile.scale import Scale
 from bench.random_engine import new_engine
 from bench.shape import Shape
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.sizes import padded_size
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.engine import Engine
 from hearth.engine.step_samples import TimedStep
-from hearth.sizes import padded_size
 from hearth.snapshot.cost_profile import MeasuredStep
-from hearth.types import RequestId, SamplingParams
 
 #: Steps after a change of rows that are not counted: one is under way, one may capture a graph.
 NUM_WARM_STEPS = 3

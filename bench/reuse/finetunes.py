@@ -14,7 +14,7 @@ from bench.reuse.replay import Replay, ReplayTerms, check_bytes, make_room, num_
 from bench.reuse.setting import Aim, Part, Setting
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange
-from hearth.store.manifest import Manifest
+from hearth.store.format.manifest import Manifest
 
 #: Of the chunks of the second one, those that only it has.
 CHANGED_SHARE = 0.1

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.errors import LoadCancelled
+from hearth.core.errors import LoadCancelled
+from hearth.core.sizes import block_buffer
+from hearth.core.types import ModelId
 from hearth.memory.pool import Shape
 from hearth.models.arch import Arch
 from hearth.models.families import arch_from_config
 from hearth.models.layout import ByteRange, layout_of
-from hearth.sizes import block_buffer
-from hearth.store.fetch import HostChunk
-from hearth.store.manifest import Chunk, Manifest, chunk_of
-from hearth.store.segment import Segment
-from hearth.types import ModelId
+from hearth.store.format.manifest import Chunk, Manifest, chunk_of
+from hearth.store.tiers.segment import Segment
+from hearth.store.transfer.fetch import HostChunk
 
 MAX_DRAWS = 10_000
 BLOCK_TOKENS = 16

@@ -17,11 +17,11 @@ from bench.reuse.curve import Curve
 from bench.reuse.models import Library, LibraryModel
 from bench.reuse.replay import ReplayTerms, make_room, map_ahead_of, synchronize
 from bench.reuse.setting import Aim, Part, Setting
+from hearth.core.types import ModelId
 from hearth.memory.pool import Pool, Space
 from hearth.models.layout import ByteRange
-from hearth.store.loader import Loader, whole
-from hearth.store.piece_copies import LoadPiece
-from hearth.types import ModelId
+from hearth.store.transfer.loader import Loader, whole
+from hearth.store.transfer.piece_copies import LoadPiece
 
 MAX_MAPPING = 1.02
 PACKERS = ("mapped", "arena", "merge_all")

@@ -14,12 +14,12 @@ import torch
 
 from bench.reuse.models import Library, LibraryModel
 from bench.reuse.workload import Asked
+from hearth.core.types import Hold, ModelId
 from hearth.memory.pool import EvictionTerms, Pool, Space
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
-from hearth.store.loader import Loader
-from hearth.store.piece_copies import LoadPiece
-from hearth.types import Hold, ModelId
+from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.piece_copies import LoadPiece
 from hearth.worker.map_ahead import MapAhead
 
 

@@ -19,7 +19,7 @@ from bench.report import Row
 from bench.reuse.models import MIX, TINY_MIX, Kind, Library, cell_tensor, drawn, library
 from bench.reuse.replay import ReplayTerms, synchronize
 from bench.reuse.workload import LEVELS
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pages import Pages
 from hearth.memory.pool import EvictionTermsOf, Pool
@@ -28,9 +28,9 @@ from hearth.models.arch import Arch
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
 from hearth.policy.memory.packing import merge_all, pack
-from hearth.store.loader import Loader
-from hearth.store.manifest import CHUNK_BYTES
-from hearth.store.segment import Segment
+from hearth.store.format.manifest import CHUNK_BYTES
+from hearth.store.tiers.segment import Segment
+from hearth.store.transfer.loader import Loader
 
 MIB, GIB = 1 << 20, 1 << 30
 #: How many times the budget all models are: Tangram's pools of 120 and 200 GB over an L40's 45 GB.

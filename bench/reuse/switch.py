@@ -22,11 +22,11 @@ from bench.random_model import write_random
 from bench.report import Row, percentiles, step
 from bench.reuse.setting import Aim, Part, Setting
 from bench.reuse.worker import WorkerClient, working
+from hearth.core.messages import DropModel, HostModel, ModelLoaded, RetireModel, StepDone
+from hearth.core.types import ModelId
 from hearth.engine.assemble import ModelSpec, own_limits, workspace_bytes
-from hearth.messages import DropModel, HostModel, ModelLoaded, RetireModel, StepDone
 from hearth.models.dtypes import DTYPES
-from hearth.store.manifest import read_manifest
-from hearth.types import ModelId
+from hearth.store.format.manifest import read_manifest
 
 SLACK, SLACK_S = 1.15, 0.003
 MODEL = ModelId("model")

@@ -20,9 +20,8 @@ import msgspec
 import torch
 
 from bench.reuse.setting import Setting
-from hearth.config import EngineConfig, StoreConfig
-from hearth.memory.pool import EvictionTermsOf, Pool
-from hearth.messages import (
+from hearth.core.config import EngineConfig, StoreConfig
+from hearth.core.messages import (
     DropModel,
     Fact,
     HostingFailed,
@@ -38,13 +37,14 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.core.types import ModelId
+from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.borrower import Borrower
-from hearth.store.lender import Lender
-from hearth.store.loader import Loader
-from hearth.store.segment import Segment
-from hearth.store.tiers import Tiers
-from hearth.types import ModelId
+from hearth.store.tiers.segment import Segment
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.loader import Loader
 from hearth.worker.runtime import HostingResources
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 

@@ -51,10 +51,10 @@ from bench.service.dialects import (
 from bench.service.process import Service, deploy, serving
 from bench.service.streams import Prompts, Round, in_turn, rounds, stream_all
 from bench.service.watched import WatchedRound, watched_round
-from hearth.config import EngineConfig
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Registry
-from hearth.cpus import num_usable_cores
+from hearth.control.deploy.registry import Registry
+from hearth.core.config import EngineConfig
+from hearth.system.cpus import num_usable_cores
 
 NUM_THREADS = num_usable_cores()  #: as a worker takes them
 KV_BYTES = 512 << 20  #: of the engine alone, and the least of the service's tiny model

@@ -14,7 +14,7 @@ import torch
 
 from bench.service.process import machine_cpu_s
 from hearth import LLM, SamplingParams
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
 
 Tokens = list[list[int]]
 

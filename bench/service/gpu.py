@@ -39,11 +39,11 @@ from bench.service.process import Service, deploy, serving
 from bench.service.streams import Prompts, good
 from hearth.cli.waterfall import waterfall
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Registry
-from hearth.control.views import Explanation
+from hearth.control.deploy.registry import Registry
+from hearth.control.observe.views import Explanation
+from hearth.core.sizes import StepLimits
 from hearth.policy.fleet.footprint import footprint
-from hearth.sizes import StepLimits
-from hearth.store.manifest import CHUNK_BYTES
+from hearth.store.format.manifest import CHUNK_BYTES
 
 MODELS = ("m1", "m2", "m3")
 LIMITS = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)

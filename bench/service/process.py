@@ -15,7 +15,7 @@ from typing import IO
 
 from hearth.cli.client import Client
 from hearth.control.datadir import DataDir, running_service
-from hearth.errors import Unreached
+from hearth.core.errors import Unreached
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bench.random_model import TINY
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Registry
+from hearth.control.deploy.registry import Registry
+from hearth.core.sizes import StepLimits
 from hearth.policy.fleet.footprint import footprint
-from hearth.sizes import StepLimits
 
 NUM_WORKERS = 2
 NUM_FITTING = 3  #: models in the budget of a worker

@@ -35,9 +35,9 @@ from bench.turns.workload import (
 )
 from hearth.cli.waterfall import waterfall
 from hearth.control.datadir import DataDir
-from hearth.control.views import Explanation
-from hearth.errors import HearthError
-from hearth.types import ModelId
+from hearth.control.observe.views import Explanation
+from hearth.core.errors import HearthError
+from hearth.core.types import ModelId
 
 T = TypeVar("T")
 

@@ -39,9 +39,8 @@ from bench.reuse.setting import Scale as ReuseScale
 from bench.reuse.setting import Setting
 from bench.reuse.worker import TimedFact, WorkerClient, working
 from bench.shape import Shape
-from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, workspace_bytes
-from hearth.messages import (
+from hearth.core.config import EngineConfig
+from hearth.core.messages import (
     CancelRequest,
     DropModel,
     HostModel,
@@ -52,12 +51,13 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.core.types import ModelId
+from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.models.dtypes import DTYPES
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.loader import Loader
-from hearth.store.manifest import read_manifest
-from hearth.types import ModelId
+from hearth.store.format.manifest import read_manifest
+from hearth.store.transfer.loader import Loader
 
 AIM = 1.1  #: times the gap of a model that is alone
 RUNNING, WAITING = ModelId("running"), tuple(ModelId(f"waiting-{number}") for number in range(48))

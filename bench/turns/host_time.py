@@ -38,20 +38,20 @@ from bench.reuse.setting import Scale, Setting
 from bench.reuse.worker import WorkerClient, working
 from bench.shape import Shape
 from bench.turns.setting import H200
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.messages import HostModel, ModelTurn, Sampling, StartRequest, StepDone
+from hearth.core.sizes import StepLimits
+from hearth.core.types import ModelId
 from hearth.engine.assemble import ModelSpec, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine
 from hearth.engine.pending_step import StepResult
 from hearth.engine.runner import Runner
-from hearth.messages import HostModel, ModelTurn, Sampling, StartRequest, StepDone
 from hearth.models.dtypes import DTYPES
 from hearth.policy.batch.plan import StepPlan
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile, ShapeProfile
-from hearth.sizes import StepLimits
-from hearth.store.loader import Loader
-from hearth.store.manifest import read_manifest
-from hearth.types import ModelId
+from hearth.store.format.manifest import read_manifest
+from hearth.store.transfer.loader import Loader
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runs import Runs

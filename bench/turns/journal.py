@@ -13,8 +13,8 @@ from pathlib import Path
 
 from bench.report import percentiles
 from hearth.control.journal import decode
+from hearth.core.types import ModelId, RequestId, TurnEnd
 from hearth.policy.fleet import events
-from hearth.types import ModelId, RequestId, TurnEnd
 
 
 @dataclass(frozen=True, slots=True)

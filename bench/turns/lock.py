@@ -34,12 +34,12 @@ from bench.random_model import write_random
 from bench.report import Row, arguments, emit, percentiles, step
 from bench.reuse.parts import device_pages, host_pages
 from bench.reuse.worker import SWITCH_S, keeping
+from hearth.core.types import Hold, ModelId
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.pool import Shape as PoolShape
 from hearth.memory.vmm import MappedPool
-from hearth.store.borrower import BorrowedModel, Borrower
-from hearth.store.loader import Loader
-from hearth.types import Hold, ModelId
+from hearth.store.transfer.borrower import BorrowedModel, Borrower
+from hearth.store.transfer.loader import Loader
 from hearth.worker.map_ahead import MapAhead
 from hearth.worker.watched_load import (
     Destination,

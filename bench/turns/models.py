@@ -20,14 +20,14 @@ from bench.report import step
 from bench.service.process import deploy
 from bench.turns.setting import Setting
 from hearth.cli import local_models
-from hearth.config import EngineConfig
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Registry
+from hearth.control.deploy.registry import Registry
+from hearth.core.config import EngineConfig
+from hearth.core.sizes import computed_dtype
 from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.footprint import Facts, footprint
-from hearth.sizes import computed_dtype
-from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS
+from hearth.store.format.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS
 
 _AT_ONCE = 4  #: deployments; each has threads of its own
 _SLACK_BYTES = 1 << 30  #: of host memory, beyond what the models take

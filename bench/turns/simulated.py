@@ -16,13 +16,13 @@ from bench.turns.outcome import Measures, Outcome, measures, outcome
 from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, WARM_SPEED, Arm, Curve
 from bench.turns.table import PERCENTILES, Aim, Judged, Line, by_arm
 from bench.turns.workload import Question
+from hearth.core.types import ModelId
 from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import Policy, SimulationSetting
 from hearth.sim.traces import Trace, TracedRequest
-from hearth.types import ModelId
 
 #: Between the end of all requests and the next ones, while a service is warmed up and before each run.
 _WARM_S = 1.5

@@ -20,8 +20,8 @@ from itertools import pairwise
 from bench.report import percentiles
 from bench.turns.journal import Entry
 from bench.turns.setting import MAX_SWITCH_S
+from hearth.core.types import ModelId, TurnEnd
 from hearth.policy.fleet import events
-from hearth.types import ModelId, TurnEnd
 
 
 @dataclass(frozen=True, slots=True)

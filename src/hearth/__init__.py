@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hearth.cpus import wait_policy
-from hearth.types import SamplingParams
+from hearth.core.types import SamplingParams
+from hearth.system.cpus import wait_policy
 
 if TYPE_CHECKING:
     from hearth.llm import LLM, Completion

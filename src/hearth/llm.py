@@ -18,19 +18,9 @@ from typing import Self
 
 from rich.progress import track
 
-from hearth.config import EngineConfig, StoreConfig
-from hearth.engine.engine import Engine, Output, StepOutputs
-from hearth.engine.loop import Failed, Outbox, StepLoop
-from hearth.errors import BadPrompt, BadSampling, EngineFailed, UnknownModel
-from hearth.garbage import postponed
-from hearth.offline import ModelOptions, OpenedModel, add_adapters, open_model, read_adapters
-from hearth.policy.batch.plan import EngineRequest, RequestFailed
-from hearth.store.record import LoadRecord
-from hearth.store.tiers import Tiers
-from hearth.text.chat_template import Message
-from hearth.text.tokenizer import Tokenizer
-from hearth.text.transcript import Transcript
-from hearth.types import (
+from hearth.core.config import EngineConfig, StoreConfig
+from hearth.core.errors import BadPrompt, BadSampling, EngineFailed, UnknownModel
+from hearth.core.types import (
     AdapterId,
     FinishReason,
     PromptReading,
@@ -39,6 +29,16 @@ from hearth.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from hearth.engine.engine import Engine, Output, StepOutputs
+from hearth.engine.loop import Failed, Outbox, StepLoop
+from hearth.offline import ModelOptions, OpenedModel, add_adapters, open_model, read_adapters
+from hearth.policy.batch.plan import EngineRequest, RequestFailed
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.record import LoadRecord
+from hearth.system.garbage import postponed
+from hearth.text.chat_template import Message
+from hearth.text.tokenizer import Tokenizer
+from hearth.text.transcript import Transcript
 
 Prompt = str | Sequence[int]
 
@@ -71,7 +71,7 @@ class Completion:
 class LLM:
     """A model that is loaded and ready. Any thread may ask it.
 
-    While it answers, the process around it looks for garbage only if very much comes: see `garbage.py`.
+    While it answers, garbage collection in this process is mostly postponed: see `system/garbage.py`.
     """
 
     def __init__(

@@ -17,14 +17,13 @@ from typing import Protocol
 
 import torch
 
-from hearth.config import EngineConfig, StoreConfig
-from hearth.cpus import log_if_threads_spin, num_usable_cores
+from hearth.core.config import EngineConfig, StoreConfig
+from hearth.core.errors import DeviceError, ModelError, StoreError
 from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
 from hearth.engine.capture_ahead import CaptureAhead
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.errors import DeviceError, ModelError, StoreError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
@@ -34,15 +33,16 @@ from hearth.models.dtypes import DTYPES
 from hearth.models.layout import Layout, layout_of
 from hearth.models.pack import checkpoint_dtype, pack
 from hearth.models.weights import bind, contiguous_places
-from hearth.store.convert import open_source
-from hearth.store.convert_adapter import AdapterBase
-from hearth.store.loader import Load, Loader, LoadGate, whole
-from hearth.store.manifest import MANIFEST, Manifest, of_model
-from hearth.store.read_adapter import AdapterBytes, read_adapter
-from hearth.store.record import LoadRecord
-from hearth.store.source import ModelSource
-from hearth.store.tiers import Tiers
-from hearth.store.widen_dtype import served_layout, stored_part, widen
+from hearth.store.format.convert import open_source
+from hearth.store.format.convert_adapter import AdapterBase
+from hearth.store.format.manifest import MANIFEST, Manifest, of_model
+from hearth.store.format.read_adapter import AdapterBytes, read_adapter
+from hearth.store.format.source import ModelSource
+from hearth.store.format.widen_dtype import served_layout, stored_part, widen
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.loader import Load, Loader, LoadGate, whole
+from hearth.store.transfer.record import LoadRecord
+from hearth.system.cpus import log_if_threads_spin, num_usable_cores
 from hearth.text.tokenizer import Tokenizer
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken
 
 from hearth.api.app import ApiLimits, create_app
-from hearth.control.exchange_record import ExchangeRecord
+from hearth.control.observe.exchange_record import ExchangeRecord
 from hearth.text.tokenizer import Tokenizer
 from tests.api.fake import FakeGateway
 from tests.text.conftest import byte_level

@@ -12,18 +12,18 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from hearth.control.caller import OPERATOR, Caller, GroupId, KeyTerms
-from hearth.control.correlation import Correlation
-from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
-from hearth.control.key_admission import KeyAdmission, KeyAdmissions
-from hearth.control.key_usage import KeyUsage
-from hearth.control.keys import ApiKeys
-from hearth.control.metrics import Metrics
-from hearth.control.views import Explanation, Health, ModelView, ProcessView, UnloadView, UpstreamView
-from hearth.errors import HearthError, NameTaken, UnknownModel
+from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
+from hearth.control.keys.key_usage import KeyUsage
+from hearth.control.keys.keys import ApiKeys
+from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.views import Explanation, Health, ModelView, ProcessView, UnloadView, UpstreamView
+from hearth.control.requests.caller import OPERATOR, Caller, GroupId, KeyTerms
+from hearth.control.requests.correlation import Correlation
+from hearth.control.requests.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
+from hearth.core.errors import HearthError, NameTaken, UnknownModel
+from hearth.core.types import FinishReason, ModelId, RateStatus, RequestId, TokenLogprob, TokenLogprobs
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import FinishReason, ModelId, RateStatus, RequestId, TokenLogprob, TokenLogprobs
 
 MODEL = ModelView(
     name="tiny",

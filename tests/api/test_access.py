@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from hearth.errors import Overloaded
+from hearth.core.errors import Overloaded
 from tests.api.conftest import Connection, app_of, complete, request
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of
 

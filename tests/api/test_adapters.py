@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.errors import BadCheckpoint, HasAdapters, HearthError, RequestError, SourceMissing, StoreFull
+from hearth.core.errors import BadCheckpoint, HasAdapters, HearthError, RequestError, SourceMissing, StoreFull
 from tests.api.conftest import request
 from tests.api.fake import MODEL, FakeGateway, FakeKeys
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from hearth.control.views import Explanation
-from hearth.errors import ConfigError, StoreFull
+from hearth.control.observe.views import Explanation
+from hearth.core.errors import ConfigError, StoreFull
 from tests.api.conftest import request
 from tests.api.fake import MODEL, FakeGateway
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from hearth.errors import EngineFailed
+from hearth.core.errors import EngineFailed
 from hearth.text.tokenizer import Tokenizer
 from tests.api.conftest import Connection, app_of
 from tests.api.fake import FakeGateway, tokens_of

@@ -8,10 +8,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from hearth.control.generation import AnswerStream, ChatPrompt
-from hearth.errors import Overloaded
+from hearth.control.requests.generation import AnswerStream, ChatPrompt
+from hearth.core.errors import Overloaded
+from hearth.core.types import FinishReason
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import FinishReason
 from tests.api.conftest import request
 from tests.api.fake import FakeGateway, tokens_of
 

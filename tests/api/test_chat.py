@@ -10,12 +10,12 @@ import pytest
 from hearth.api.openai.answer_format import CHAT
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.dialect import CompletionDialect
-from hearth.control.generation import ChatPrompt
-from hearth.errors import BadGuide, NoCapacity
+from hearth.control.requests.generation import ChatPrompt
+from hearth.core.errors import BadGuide, NoCapacity
+from hearth.core.types import FinishReason
 from hearth.text.chat_template import Json
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import Tool, ToolFormat, call_grammar
-from hearth.types import FinishReason
 from tests.api.conftest import chat, complete, events
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
 

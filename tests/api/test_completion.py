@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hearth.api import answer as answer_module
-from hearth.control.generation import AnswerStream
+from hearth.control.requests.generation import AnswerStream
+from hearth.core.types import FinishReason, PromptLogprobs, PromptReading
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import FinishReason, PromptLogprobs, PromptReading
 from tests.api.conftest import complete, events
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
 

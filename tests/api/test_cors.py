@@ -3,7 +3,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from hearth.errors import Overloaded
+from hearth.core.errors import Overloaded
 from tests.api.conftest import request
 from tests.api.fake import FakeGateway, FakeKeys
 

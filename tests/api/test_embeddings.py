@@ -10,9 +10,9 @@ import pytest
 
 from hearth.api import answer as answer_module
 from hearth.api.openai.embedding import MAX_INPUTS
-from hearth.control.generation import AnswerStream
-from hearth.errors import LogitsNotFinite
-from hearth.types import FinishReason, Pooling, PromptReading
+from hearth.control.requests.generation import AnswerStream
+from hearth.core.errors import LogitsNotFinite
+from hearth.core.types import FinishReason, Pooling, PromptReading
 from tests.api.conftest import request
 from tests.api.fake import FakeGateway
 

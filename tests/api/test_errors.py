@@ -7,7 +7,7 @@ import schemathesis
 from fastapi.exceptions import RequestValidationError
 
 from hearth.api.guard import MAX_HEADER_BYTES, OPEN_PATHS
-from hearth.errors import (
+from hearth.core.errors import (
     GuideStuck,
     HearthError,
     LogitsNotFinite,

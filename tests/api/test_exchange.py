@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from hearth.api.ollama.routes import GREETING
-from hearth.control.correlation import UNNAMED, Correlation, TraceParent
-from hearth.errors import NoCapacity, Overloaded
+from hearth.control.requests.correlation import UNNAMED, Correlation, TraceParent
+from hearth.core.errors import NoCapacity, Overloaded
 from tests.api.conftest import Connection, app_of, complete, request
 from tests.api.fake import FakeGateway, FakeKeys
 

@@ -11,10 +11,10 @@ import pytest
 
 from hearth.api import guard
 from hearth.api.guard import OPEN_PATHS
-from hearth.control import keys
-from hearth.control.generation import AnswerStream
-from hearth.control.keys import ApiKeys
-from hearth.types import PromptReading
+from hearth.control.keys import keys
+from hearth.control.keys.keys import ApiKeys
+from hearth.control.requests.generation import AnswerStream
+from hearth.core.types import PromptReading
 from tests.api.conftest import app_of, chat, request
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of
 

@@ -11,12 +11,12 @@ import pytest
 
 from hearth.api.answer import MANY_BYTES
 from hearth.api.ollama.models import show_object
-from hearth.control.caller import Caller
-from hearth.control.generation import AnswerStream, ChatPrompt
-from hearth.control.views import Explanation, ProcessView, ResidentView, TimelineSpan, WorkerView
-from hearth.errors import EngineFailed
+from hearth.control.observe.views import Explanation, ProcessView, ResidentView, TimelineSpan, WorkerView
+from hearth.control.requests.caller import Caller
+from hearth.control.requests.generation import AnswerStream, ChatPrompt
+from hearth.core.errors import EngineFailed
+from hearth.core.types import FinishReason, PromptReading
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import FinishReason, PromptReading
 from tests.api.conftest import request
 from tests.api.fake import MODEL, FakeGateway, FakeKeys, tokens_of
 

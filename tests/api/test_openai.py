@@ -11,7 +11,7 @@ import openai
 import pytest
 import uvicorn
 
-from hearth.errors import NoCapacity, Overloaded
+from hearth.core.errors import NoCapacity, Overloaded
 from hearth.text.tokenizer import Tokenizer
 from tests.api.conftest import app_of
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of, with_logprobs

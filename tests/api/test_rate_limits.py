@@ -11,11 +11,11 @@ import openai
 import pytest
 
 from hearth.api.rate_limit_headers import openai_duration
-from hearth.control import keys
-from hearth.control.caller import KeyTerms
-from hearth.control.generation import AnswerStream
-from hearth.control.keys import ApiKeys
-from hearth.errors import EngineFailed
+from hearth.control.keys import keys
+from hearth.control.keys.keys import ApiKeys
+from hearth.control.requests.caller import KeyTerms
+from hearth.control.requests.generation import AnswerStream
+from hearth.core.errors import EngineFailed
 from hearth.policy.limits.key_limiter import KeyLimits
 from tests.api.conftest import Connection, app_of, request
 from tests.api.fake import FakeGateway, tokens_of

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.api.responses.store import MAX_AGE_S, MAX_RESPONSES, OVERHEAD_BYTES, ResponseStore, StoredResponse
-from hearth.control.caller import GroupId
-from hearth.errors import UnknownResponse
+from hearth.control.requests.caller import GroupId
+from hearth.core.errors import UnknownResponse
 
 ANN, BOB = GroupId("ann's"), GroupId("bob's")
 

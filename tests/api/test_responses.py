@@ -19,12 +19,12 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessa
 
 from hearth.api.dialect import AnswerSpec, Choice, TokenUsage, ToolUse
 from hearth.api.responses.dialect import ResponseDialect
-from hearth.control.caller import Caller, GroupId, KeyTerms
-from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
-from hearth.errors import NoCapacity
+from hearth.control.requests.caller import Caller, GroupId, KeyTerms
+from hearth.control.requests.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
+from hearth.core.errors import NoCapacity
+from hearth.core.types import FinishReason, ModelId, RequestId, SamplingParams
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import ToolFormat
-from hearth.types import FinishReason, ModelId, RequestId, SamplingParams
 from tests.api.conftest import Connection, app_of
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of, with_logprobs
 

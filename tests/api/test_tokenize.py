@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.control.generation import ChatPrompt
+from hearth.control.requests.generation import ChatPrompt
 from tests.api.conftest import request
 from tests.api.fake import FakeGateway, FakeKeys
 

@@ -20,8 +20,8 @@ from hearth.api.unread_fields import (
     ignored_fields_header,
     metric_labels,
 )
-from hearth.control.generation import AnswerStream, ChatPrompt
-from hearth.types import FinishReason, PromptReading
+from hearth.control.requests.generation import AnswerStream, ChatPrompt
+from hearth.core.types import FinishReason, PromptReading
 from tests.api.conftest import chat, complete, events, request
 from tests.api.fake import FakeGateway, tokens_of
 

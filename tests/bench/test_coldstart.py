@@ -36,17 +36,17 @@ from bench.load.raw_readers import pinned, to_device_bytes_per_s
 from bench.report import Row
 from bench.service.client import Answer, Event, Reply
 from bench.service.gaps import Gap, Window, load_again_and_again
-from hearth.store.segment import Segment
-from tests.store.noted_driver import note_pins
+from hearth.store.tiers.segment import Segment
+from tests.store.transfer.noted_driver import note_pins
 
 LOG = """\
-2026-11-16 11:43:00,000 INFO hearth.control.worker_template template_ready pid=1
+2026-11-16 11:43:00,000 INFO hearth.node.worker_template template_ready pid=1
 2026-11-16 11:43:35,361 INFO hearth.cli.serve settings log.level by --set
 2026-11-16 11:43:37,066 INFO hearth.cli.server serving listening=127.0.0.1:1 url=http://127.0.0.1:1
 Traceback of somebody
-2026-11-16 11:43:39,632 INFO hearth.control.worker_template template_ready pid=2
-2026-11-16 11:43:39,656 INFO hearth.control.worker_template worker_forked worker=w0 pid=3
-2026-11-16 11:43:40,084 INFO hearth.control.supervisor worker_ready worker=w0 pid=3 device=GPU
+2026-11-16 11:43:39,632 INFO hearth.node.worker_template template_ready pid=2
+2026-11-16 11:43:39,656 INFO hearth.node.worker_template worker_forked worker=w0 pid=3
+2026-11-16 11:43:40,084 INFO hearth.node.supervisor worker_ready worker=w0 pid=3 device=GPU
 2026-11-16 11:43:40,086 INFO w0 hearth.worker worker_started total_s=0.418 context_s=0.300 pages_s=0.100
 2026-11-16 11:43:41,500 INFO w0 hearth.snapshot graphs_restored graphs=50 of=51 seconds=0.420 paused_s=0.150
 2026-11-16 11:43:50,000 INFO w0.1 hearth.worker worker_started total_s=9.000

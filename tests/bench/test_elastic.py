@@ -19,7 +19,7 @@ from bench.elastic.setting import Batch, Scale, Surge
 from bench.elastic.stage import Arm, Body, Stage
 from bench.host_pages import HostPages
 from bench.random_model import TINY
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool

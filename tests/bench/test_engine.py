@@ -22,8 +22,8 @@ from bench.engine.scale import GPU, LLAMA_2_7B, LLAMA_3_8B, TINY, even
 from bench.engine.step_budget import Span, advances_us, kinds
 from bench.report import Row, peers
 from bench.sharegpt import Lengths, conversations
-from hearth.sizes import StepLimits
-from hearth.types import RequestId, SamplingParams
+from hearth.core.sizes import StepLimits
+from hearth.core.types import RequestId, SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import pytest
 
 from bench.coldstart import in_worker
 from bench.coldstart.ring import Ring
+from hearth.core.types import ModelId
 from hearth.engine.runner import Runner
-from hearth.types import ModelId
 
 A, B = ModelId("a"), ModelId("b")
 

@@ -17,9 +17,9 @@ from bench.load.contest import turns
 from bench.load.models import recut, write_checkpoint
 from bench.load.parts import PARTS
 from bench.load.setting import QUICK
-from hearth.store.convert import convert
-from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.store.verify import verify
+from hearth.store.format.convert import convert
+from hearth.store.format.manifest import WEIGHTS, read_manifest
+from hearth.store.format.verify import verify
 
 Quick = Callable[[Callable[[], None]], dict[str, Any]]
 ROW = {"measure", "unit", "value", "bound", "aim", "peers", "is_comparable"}

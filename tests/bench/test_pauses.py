@@ -11,8 +11,8 @@ import pytest
 from bench.lora import pauses
 from bench.lora.pauses import Look, Watcher, watched
 from bench.lora.serving import AdapterAsk
-from hearth.messages import Fact, StepDone
-from hearth.types import ModelId
+from hearth.core.messages import Fact, StepDone
+from hearth.core.types import ModelId
 
 
 def test_threads_go_on_while_it_is_told_what_was_seen_of_them() -> None:

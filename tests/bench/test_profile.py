@@ -19,9 +19,9 @@ from bench.profile.scale import GPU, TINY_CPU
 from bench.random_model import TINY as TINY_CONFIG
 from bench.shape import Shape
 from bench.turns.beside import Gap, Times, ToldStep
+from hearth.core.types import Rung
 from hearth.sim.profile import Profile
 from hearth.snapshot.cost_profile import VERSION, MeasuredProfile, MeasuredShape, MeasuredStep, MeasuredSwitch
-from hearth.types import Rung
 
 CPU = torch.device("cpu")
 GB = 10**9

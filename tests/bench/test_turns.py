@@ -41,11 +41,11 @@ from bench.turns.workload import (
     warm_batches,
     warm_lengths,
 )
-from hearth.control.views import Explanation
+from hearth.control.observe.views import Explanation
+from hearth.core.types import ModelId, RequestId, Rung, TurnEnd, WorkerId
 from hearth.policy.fleet import events
 from hearth.sim.profile import Profile
 from hearth.sim.traces import Trace, TracedRequest
-from hearth.types import ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 W, A, B = WorkerId("w0"), ModelId("a"), ModelId("b")
 CALIBRATION = Calibration(1e9, {"1B": {100: 0.02, 200: 0.03, 400: 0.07}})

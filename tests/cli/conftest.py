@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployOrder
-from hearth.control.deployed import AdapterFacts, DeployedAdapter
-from hearth.control.deployer import carry_out
-from hearth.control.registry import Registry
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.deployed import AdapterFacts, DeployedAdapter
+from hearth.control.deploy.deployer import carry_out
+from hearth.control.deploy.registry import Registry
 from tests.cli.fake_service import FakeService, serving
 from tests.cli.shell import Hearth
 from tests.models.speaking import save_speaking

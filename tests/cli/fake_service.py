@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import msgspec
 
 from hearth.control.datadir import DataDir, ServiceFile
-from hearth.control.views import (
+from hearth.control.observe.views import (
     Explanation,
     Health,
     HostMemoryView,
@@ -30,8 +30,8 @@ from hearth.control.views import (
     UnloadView,
     WorkerView,
 )
+from hearth.core.types import Rung, WorkerId
 from hearth.policy.fleet.events import Option
-from hearth.types import Rung, WorkerId
 
 MODEL = ModelView(
     name="smol",

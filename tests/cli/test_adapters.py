@@ -10,15 +10,15 @@ import pytest
 
 from hearth.cli import local_models
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployOrder
-from hearth.control.deployed import DeployedAdapter
-from hearth.control.deployer import carry_out
-from hearth.control.registry import Registry
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.deployed import DeployedAdapter
+from hearth.control.deploy.deployer import carry_out
+from hearth.control.deploy.registry import Registry
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
 from tests.cli.test_tab_completion import completed
 from tests.models.zoo import build
-from tests.store.peft_files import write_peft
+from tests.store.format.peft_files import write_peft
 
 
 def test_list_shows_adapters_below_their_base(hearth: Hearth, shop: DeployedAdapter) -> None:

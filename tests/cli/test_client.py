@@ -9,9 +9,9 @@ import pytest
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
 from hearth.cli.client import Client, _error_of
-from hearth.control.deploy import DeployProgress
-from hearth.control.views import ModelView
-from hearth.errors import (
+from hearth.control.deploy.deploy import DeployProgress
+from hearth.control.observe.views import ModelView
+from hearth.core.errors import (
     ConfigError,
     Forbidden,
     NameTaken,
@@ -24,7 +24,7 @@ from hearth.errors import (
     UnknownRequest,
     Unreached,
 )
-from hearth.types import SamplingParams
+from hearth.core.types import SamplingParams
 from tests.cli.fake_service import EXPLANATION, MODEL, PROCESSES, FakeService
 
 PARAMS = SamplingParams(max_tokens=7, temperature=0.0, seed=3)

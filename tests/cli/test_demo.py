@@ -13,9 +13,9 @@ from types import FrameType, ModuleType
 import pytest
 
 from hearth.cli import demo, local_models
-from hearth.config import HearthConfig
-from hearth.control.views import Health
-from hearth.errors import ConfigError
+from hearth.control.observe.views import Health
+from hearth.core.config import HearthConfig
+from hearth.core.errors import ConfigError
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
 

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from hearth.cli import local_models
 from hearth.cli.deploy import follow
-from hearth.control.deploy import DeployProgress
-from hearth.control.views import UpstreamView
-from hearth.errors import Unreached
-from hearth.store.convert import convert
+from hearth.control.deploy.deploy import DeployProgress
+from hearth.control.observe.views import UpstreamView
+from hearth.core.errors import Unreached
+from hearth.store.format.convert import convert
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
 from tests.store.stored import serving

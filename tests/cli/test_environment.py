@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from hearth.cli.console import resolved, told_origins
 from hearth.cli.environment import EnvironmentSettings, read_environment, variable_of
-from hearth.config import HearthConfig, Limits, ModelConfig, load, setting_keys
-from hearth.errors import ConfigError
+from hearth.core.config import HearthConfig, Limits, ModelConfig, load, setting_keys
+from hearth.core.errors import ConfigError
 from tests.cli.shell import Hearth
 
 DEFAULTS = HearthConfig()

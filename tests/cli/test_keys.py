@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hearth.control.caller import KeyTerms
 from hearth.control.datadir import DataDir
-from hearth.control.key_usage import KeyUse, UsageRecord
-from hearth.control.keys import ApiKeys, list_keys
+from hearth.control.keys.key_usage import KeyUse, UsageRecord
+from hearth.control.keys.keys import ApiKeys, list_keys
+from hearth.control.requests.caller import KeyTerms
 from hearth.policy.limits.key_limiter import KeyLimits
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth

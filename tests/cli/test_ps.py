@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 
 from hearth.control.datadir import DataDir
-from hearth.control.log_rotation import rotate
-from hearth.control.registry import Registry
-from hearth.control.views import UnloadView
+from hearth.control.deploy.registry import Registry
+from hearth.control.observe.log_rotation import rotate
+from hearth.control.observe.views import UnloadView
 from tests.cli.fake_service import POOL, PROCESSES, FakeService, serving
 from tests.cli.shell import Hearth
 
@@ -441,7 +441,7 @@ def test_doctor_names_settings_of_models_that_are_not_deployed(hearth: Hearth, d
 def test_doctor_looks_at_the_disk_of_the_data_directory_too(
     hearth: Hearth, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hearth.doctor._has_direct_reads", lambda directory: directory != data_dir)
+    monkeypatch.setattr("hearth.cli.doctor_checks._has_direct_reads", lambda directory: directory != data_dir)
     DataDir.open(data_dir)
     report = json.loads(hearth("doctor", "--json", "--set", f"store.path={tmp_path}").out)
     assert (report["store"]["path"], report["service_store"]["path"]) == (str(tmp_path), str(data_dir))

@@ -10,8 +10,8 @@ import pytest
 from hearth.cli import run
 from hearth.cli.client import AnswerDelta
 from hearth.control.datadir import DataDir
+from hearth.core.types import SamplingParams
 from hearth.text.chat_template import Message
-from hearth.types import SamplingParams
 from tests.cli.fake_service import MODEL, FakeService
 from tests.cli.shell import Hearth
 

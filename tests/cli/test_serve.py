@@ -16,13 +16,13 @@ import pytest
 
 from hearth import cli
 from hearth.cli import server
-from hearth.config import HearthConfig, ModelConfig, ServiceConfig
-from hearth.control import keys
 from hearth.control.datadir import DataDir, is_held
-from hearth.control.devices import Devices
 from hearth.control.gateway import Gateway
-from hearth.errors import ConfigError, DataDirError
-from hearth.garbage import MAX_YOUNG
+from hearth.control.keys import keys
+from hearth.core.config import HearthConfig, ModelConfig, ServiceConfig
+from hearth.core.errors import ConfigError, DataDirError
+from hearth.node.devices import Devices
+from hearth.system.garbage import MAX_YOUNG
 from tests.cli.shell import Hearth
 from tests.control.gateway_rig import GatewayRig
 

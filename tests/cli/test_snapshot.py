@@ -17,8 +17,8 @@ from hearth.cli import snapshot as snapshot_command
 from hearth.cli.client import SnapshotEvent
 from hearth.cli.progress import Advance
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import DeployedAdapter
-from hearth.control.views import SnapshotView
+from hearth.control.deploy.deployed import DeployedAdapter
+from hearth.control.observe.views import SnapshotView
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile

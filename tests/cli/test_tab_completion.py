@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.control import keys
+from hearth.control.keys import keys
 from tests.cli.fake_service import FakeService
 
 

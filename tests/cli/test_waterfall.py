@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hearth.cli.waterfall import MIN_BAR, waterfall
-from hearth.control.views import TimelineSpan
+from hearth.control.observe.views import TimelineSpan
 from tests.cli.fake_service import EXPLANATION
 
 

@@ -12,9 +12,9 @@ import asyncio, sys
 from pathlib import Path
 from hearth.control.driver import Driver
 from hearth.control.journal import Journal
-from hearth.control.metrics import Metrics
-from hearth.control.observer import Observer
-from hearth.control.pool_reports import PoolReports
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.observer import Observer
+from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.snapshots import Snapshots
 from hearth.policy.fleet.events import BrainConfig, SetTimer, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet

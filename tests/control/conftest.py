@@ -11,11 +11,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployOrder
-from hearth.control.deployed import Deployed
-from hearth.control.deployer import carry_out
-from hearth.control.registry import Registry
-from hearth.store.convert import convert
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.deployed import Deployed
+from hearth.control.deploy.deployer import carry_out
+from hearth.control.deploy.registry import Registry
+from hearth.store.format.convert import convert
 from tests.models.zoo import build
 
 

@@ -9,37 +9,37 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hearth.beacon import Beacon
-from hearth.config import HearthConfig, ModelConfig
-from hearth.control.caller import Caller
-from hearth.control.catalog import Catalog
-from hearth.control.correlation import UNNAMED, Correlation
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
-from hearth.control.deploy import clear_snapshots
-from hearth.control.deployments import Deployments
+from hearth.control.deploy.catalog import Catalog
+from hearth.control.deploy.deploy import clear_snapshots
+from hearth.control.deploy.deployments import Deployments
+from hearth.control.deploy.registry import Registry
 from hearth.control.driver import Driver
-from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.fact_decoder import DecodedFact, DecodedTexts, DecodedToken
 from hearth.control.gateway import Gateway
-from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
-from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
-from hearth.control.key_admission import KeyAdmissions
-from hearth.control.key_usage import KeyUsage
-from hearth.control.keys import ApiKeys
-from hearth.control.metrics import Metrics
-from hearth.control.observer import Observer
-from hearth.control.pool_reports import PoolReports
-from hearth.control.registry import Registry
+from hearth.control.keys.key_admission import KeyAdmissions
+from hearth.control.keys.key_usage import KeyUsage
+from hearth.control.keys.keys import ApiKeys
+from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.control.observe.host_reports import HostReports
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.observer import Observer
+from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.requests.caller import Caller
+from hearth.control.requests.correlation import UNNAMED, Correlation
+from hearth.control.requests.fact_decoder import DecodedFact, DecodedTexts, DecodedToken
+from hearth.control.requests.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
+from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
-from hearth.control.supervisor import Supervisor, Vigilance
-from hearth.control.tokenization import PromptEncoder
-from hearth.messages import Fact, KeeperSetup, Order, StepDone, WorkerHello
+from hearth.core.beacon import Beacon
+from hearth.core.config import HearthConfig, ModelConfig
+from hearth.core.messages import Fact, KeeperSetup, Order, StepDone, WorkerHello
+from hearth.core.types import FinishReason, ModelId, SamplingParams, WorkerId
+from hearth.node.supervisor import Supervisor, Vigilance
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
-from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
 
 CONTEXT = 32
 WORKER = WorkerId("w0")

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from prometheus_client import generate_latest
 
-from hearth.control.metrics import Metrics
+from hearth.control.observe.metrics import Metrics
 
 
 def shown(metrics: Metrics) -> str:

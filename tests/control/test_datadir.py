@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hearth.control.datadir import DataDir, ServiceFile, running_service, write_private
-from hearth.errors import DataDirError
+from hearth.core.errors import DataDirError
 
 URL = "http://127.0.0.1:8000"
 _NOBODY = 65534  #: a user who owns nothing

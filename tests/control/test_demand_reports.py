@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hearth.control.demand_reports import DemandReports
-from hearth.errors import StoreError
+from hearth.core.errors import StoreError
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.lender import Lender
+from hearth.store.transfer.lender import Lender
 from tests.store.stored import tiers_at, write_model
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
-from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.generation import AnswerStream
-from hearth.control.registry import Registry
-from hearth.control.views import Explanation, UnloadView
-from hearth.errors import EngineFailed, LogitsNotFinite, RequestError, StoreError, UnknownModel
-from hearth.messages import (
+from hearth.control.deploy.deployed import AdapterFacts, Deployed, DeployedAdapter
+from hearth.control.deploy.registry import Registry
+from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.control.observe.views import Explanation, UnloadView
+from hearth.control.requests.caller import ANYBODY
+from hearth.control.requests.generation import AnswerStream
+from hearth.core.errors import EngineFailed, LogitsNotFinite, RequestError, StoreError, UnknownModel
+from hearth.core.messages import (
     AdapterLoaded,
     AdapterOrder,
     Admitted,
@@ -39,9 +39,9 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.core.sizes import StepLimits
+from hearth.core.types import AdapterId, Hold, ModelId, Pace, Rung, TurnEnd
 from hearth.policy.fleet.events import ResidencyReported
-from hearth.sizes import StepLimits
-from hearth.types import AdapterId, Hold, ModelId, Pace, Rung, TurnEnd
 from tests.control.broken_driver import run_broken_driver
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value

@@ -10,19 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-from hearth.control.caller import ANYBODY, Caller, GroupId, KeyId, KeyTerms
-from hearth.control.correlation import Correlation
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import Deployed
-from hearth.control.exchange_record import ExchangeRecord, set_current_exchange
-from hearth.control.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
+from hearth.control.deploy.deployed import Deployed
+from hearth.control.deploy.registry import Registry
 from hearth.control.gateway import Gateway
-from hearth.control.generation import GenerationRequest, TokenDelta
-from hearth.control.registry import Registry
-from hearth.control.request_checks import MIN_TEXT_CHARS
-from hearth.control.timeline import Timeline
-from hearth.control.worker_ending import WorkerEnding
-from hearth.errors import (
+from hearth.control.observe.exchange_record import ExchangeRecord, set_current_exchange
+from hearth.control.observe.timeline import Timeline
+from hearth.control.requests.caller import ANYBODY, Caller, GroupId, KeyId, KeyTerms
+from hearth.control.requests.correlation import Correlation
+from hearth.control.requests.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
+from hearth.control.requests.generation import GenerationRequest, TokenDelta
+from hearth.control.requests.request_checks import MIN_TEXT_CHARS
+from hearth.core.errors import (
     BadPrompt,
     BadSampling,
     EngineFailed,
@@ -34,10 +33,8 @@ from hearth.errors import (
     UnknownModel,
     WorkersLost,
 )
-from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
-from hearth.policy.fleet.events import Option
-from hearth.policy.limits.key_limiter import KeyLimits
-from hearth.types import (
+from hearth.core.messages import CancelRequest, HostModel, StartRequest, StepDone
+from hearth.core.types import (
     FinishReason,
     ModelId,
     Pace,
@@ -47,9 +44,12 @@ from hearth.types import (
     SamplingParams,
     WorkerId,
 )
+from hearth.node.worker_ending import WorkerEnding
+from hearth.policy.fleet.events import Option
+from hearth.policy.limits.key_limiter import KeyLimits
+from tests.control.deploy.test_registry import ADAPTER
 from tests.control.gateway_rig import CONTEXT, WORKER, GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
-from tests.control.test_registry import ADAPTER
 
 USER = Caller("somebody", "user", GroupId("somebody"))
 
@@ -353,7 +353,7 @@ def test_more_prompt_logprobs_than_one_answer_should_have_are_refused(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
-        monkeypatch.setattr("hearth.control.request_checks.MAX_PROMPT_LOGPROBS", 20)
+        monkeypatch.setattr("hearth.control.requests.request_checks.MAX_PROMPT_LOGPROBS", 20)
         scored = replace(ask([5] * 6), sampling=SamplingParams(prompt_logprobs=3))
         with pytest.raises(BadPrompt, match="6 tokens has 24 logprobs with 3 of the most likely"):
             await rig.submit(scored, ANYBODY)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from hearth import garbage
-from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.idle_collection import IdleCollection
-from hearth.garbage import collect_when_idle
-from tests.test_garbage import grow, lost_cycle
+from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.system import garbage
+from hearth.system.garbage import collect_when_idle
+from tests.system.test_garbage import grow, lost_cycle
 
 QUIET_S = 0.05
 

@@ -18,17 +18,17 @@ import pytest
 from bench.failing_disk import failing_writes
 from hearth.control.driver import Driver
 from hearth.control.journal import RETRY_S, TAGS, VERSION, Journal, Replay, previous, replay
-from hearth.control.metrics import Metrics
-from hearth.control.observer import Observer
-from hearth.control.pool_reports import PoolReports
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.observer import Observer
+from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.snapshots import Snapshots
-from hearth.errors import DataDirError
-from hearth.messages import HostModel
+from hearth.core.errors import DataDirError
+from hearth.core.messages import HostModel
+from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import BrainConfig, LoadModel, RequestArrived, WorkerJoined, WorkerLost
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.fleet_state import STORED, FleetState
-from hearth.types import ModelId, RequestId, WorkerId
 from tests.control.broken_driver import run_broken_driver
 from tests.policy.fleet.world import MOVES, World
 

@@ -8,14 +8,14 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from hearth.config import EngineConfig
-from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import Deployed
-from hearth.control.registry import Registry
+from hearth.control.deploy.catalog import Catalog
+from hearth.control.deploy.deployed import Deployed
+from hearth.control.deploy.registry import Registry
 from hearth.control.residency import ResidencyReporter
+from hearth.core.config import EngineConfig
+from hearth.core.types import ModelId, Rung
 from hearth.store.keeper_client import KeeperClient
-from hearth.types import ModelId, Rung
 from tests.control.gateway_rig import GatewayRig
 
 COUNTED = {Rung.HOST: 5, Rung.DISK: 7}

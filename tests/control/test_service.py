@@ -5,12 +5,12 @@ from typing import Literal
 
 import pytest
 
-from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig, StoreConfig
-from hearth.control import keys
 from hearth.control.datadir import DataDir
-from hearth.control.devices import Devices
+from hearth.control.keys import keys
 from hearth.control.service import keys_of, log_unused_memory
-from hearth.errors import ConfigError
+from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig, StoreConfig
+from hearth.core.errors import ConfigError
+from hearth.node.devices import Devices
 
 
 @pytest.fixture

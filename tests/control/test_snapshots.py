@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import AdapterFacts, Deployed, DeployedAdapter
-from hearth.control.metrics import Metrics
-from hearth.control.registry import Registry
+from hearth.control.deploy.deployed import AdapterFacts, Deployed, DeployedAdapter
+from hearth.control.deploy.registry import Registry
+from hearth.control.observe.metrics import Metrics
+from hearth.control.requests.caller import ANYBODY
 from hearth.control.snapshots import Snapshots
-from hearth.errors import SnapshotError, UnknownModel
-from hearth.messages import (
+from hearth.core.errors import SnapshotError, UnknownModel
+from hearth.core.messages import (
     HostModel,
     MakeSnapshot,
     ModelLoaded,
@@ -24,11 +24,11 @@ from hearth.messages import (
     SnapshotMade,
     SnapshotProgress,
 )
+from hearth.core.types import ModelId, SnapshotOutcome, WorkerId
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.types import ModelId, SnapshotOutcome, WorkerId
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 from tests.control.shown_metrics import shown_value
-from tests.control.test_supervisor import PATIENCE_S
+from tests.node.test_supervisor import PATIENCE_S
 from tests.snapshot.fingerprints import FINGERPRINT
 
 TINY = ModelId("tiny")

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hearth.store.gguf import open_gguf
+from hearth.store.format.gguf import open_gguf
 from hearth.text.tokenizer import Tokenizer
 from tests.service.checkpoints import smollm2_file, write_smollm2
 

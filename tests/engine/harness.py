@@ -12,13 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.errors import HearthError
+from hearth.core.sizes import sampler_buffers
+from hearth.core.types import FinishReason, PromptReading, RequestId, SamplingParams
 from hearth.engine.assemble import Memory, ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
 from hearth.engine.pending_step import PendingStep, StepResult
 from hearth.engine.sampler import Sampler, SampleRows, Samples
 from hearth.engine.upload import Uploads
-from hearth.errors import HearthError
 from hearth.models.arch import Arch
 from hearth.models.buffers import zeroed
 from hearth.models.dtypes import DTYPES
@@ -26,8 +28,6 @@ from hearth.models.families import read_arch
 from hearth.models.layout import Layout, layout_of
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import Admission, EngineRequest, StepPlan
-from hearth.sizes import sampler_buffers
-from hearth.types import FinishReason, PromptReading, RequestId, SamplingParams
 from tests.models.zoo import build, pack_directory
 
 #: DESIGN of "the same tokens": where the reference's two best logits are closer than this, either is right.

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.sizes import ADAPTER_PROJECTIONS, TARGET_FIELDS, Dimensions, PackedAdapters
+from hearth.core.types import AdapterId, RequestId
 from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.step_shape import PaddedSizes
@@ -23,8 +25,6 @@ from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Pr
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import COMPUTED_DTYPES
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
-from hearth.sizes import ADAPTER_PROJECTIONS, TARGET_FIELDS, Dimensions, PackedAdapters
-from hearth.types import AdapterId, RequestId
 from tests.models.adapters import fields_of
 from tests.models.test_adapter_layout import SIZES as SIZES_OF_LAYOUTS
 from tests.models.test_adapter_layout import targets

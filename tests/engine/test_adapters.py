@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hearth.core.sizes import StepLimits
+from hearth.core.types import AdapterId, Pooling, RequestId
 from hearth.engine import adapter_inputs, inputs
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.engine import Engine
@@ -15,8 +17,6 @@ from hearth.engine.step_shape import PaddedSizes
 from hearth.models.adapter import Projection
 from hearth.models.families import read_arch
 from hearth.policy.batch.plan import Admission, DecodeRows, EngineRequest, StepPlan, TableWrite, TableWrites
-from hearth.sizes import StepLimits
-from hearth.types import AdapterId, Pooling, RequestId
 from tests.engine.harness import (
     ROOMY,
     Answer,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.assemble import own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Output
@@ -18,7 +19,6 @@ from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import triton
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.families import read_arch
-from hearth.types import RequestId, SamplingParams
 from tests.engine.harness import ROOMY, engine_for, engine_over, greedy, kv_bytes, new_id, run
 from tests.engine.test_adapters import add, check, prompts, request, turns_of
 from tests.models.adapters import KINDS, random_adapter

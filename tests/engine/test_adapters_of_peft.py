@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hearth.core.types import AdapterId
 from hearth.engine.engine import Engine
 from hearth.models.families import read_arch
-from hearth.store.convert_adapter import AdapterBase
-from hearth.store.read_adapter import read_adapter
-from hearth.types import AdapterId
+from hearth.store.format.convert_adapter import AdapterBase
+from hearth.store.format.read_adapter import read_adapter
 from tests.engine.harness import (
     ROOMY,
     admissions_of,

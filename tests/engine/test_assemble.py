@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hearth.config import EngineConfig
-from hearth.errors import DeviceError
-from hearth.types import RequestId
+from hearth.core.config import EngineConfig
+from hearth.core.errors import DeviceError
+from hearth.core.types import RequestId
 from tests.engine.harness import ROOMY, ask, engine_for, greedy
 
 #: Of llama-gqa in float32, with blocks of 4 tokens: 3 layers, k and v, 2 kv heads of 16.

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from hearth import LLM
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.errors import LogitsNotFinite
+from hearth.core.types import Pooling, RequestId, SamplingParams
 from hearth.engine.engine import Output
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.engine.upload import Uploads
-from hearth.errors import LogitsNotFinite
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.policy.batch.blocks import SINK_BLOCK
 from hearth.policy.batch.plan import Admission
-from hearth.types import Pooling, RequestId, SamplingParams
 from tests.engine.harness import (
     ROOMY,
     ask,

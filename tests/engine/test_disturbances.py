@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from hearth.core.types import Pooling, PromptReading, RequestId, SamplingParams, TokenLogprobs
 from hearth.engine.engine import Engine, Output, StepOutcome
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import Pooling, PromptReading, RequestId, SamplingParams, TokenLogprobs
 from tests.engine.harness import MAX_IDLE_STEPS, ROOMY, TIE, TIES, engine_for
 from tests.engine.test_adapters import add
 from tests.engine.test_elastic import EXTENTS, elastic_engine, take

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.assemble import Memory, ModelSpec, block_bytes, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine, Output
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.elastic import KvUse
-from hearth.types import RequestId, SamplingParams
 from tests.engine.harness import ROOMY, Answer, assert_greedy, engine_over, greedy, prompts_for, run
 from tests.models.zoo import build
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTooLong
+from hearth.core.types import FinishReason, RequestId, SamplingParams
 from hearth.engine.engine import Engine, Usage
 from hearth.engine.pending_step import PendingStep
 from hearth.engine.step_timer import StepTimer
-from hearth.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.plan import StepPlan
 from hearth.policy.batch.prompt_allowance import FIRST_LONE_TOKENS
-from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.engine.harness import (
     ROOMY,
     admissions_of,

@@ -10,9 +10,9 @@ import torch
 from hearth.engine.assemble import Memory, ModelSpec, block_bytes, tables_bytes, workspace_bytes
 from hearth.engine.engine import Engine
 from hearth.policy.batch.blocks import SINK_BLOCK
+from tests.core.test_sizes import memory_of
 from tests.engine.harness import ROOMY, ask, engine_for, engine_over, greedy, prompts_for
 from tests.models.zoo import build
-from tests.test_sizes import memory_of
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64

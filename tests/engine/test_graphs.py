@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from hearth.core.errors import DeviceError
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import CapturedGraph, StepGraph, StepGraphs, Work
 from hearth.engine.pending_step import PendingStep
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
-from hearth.errors import DeviceError
 from hearth.models.decoder import Decoder
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan

@@ -17,23 +17,23 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.errors import BadGuide, BadSampling, GuideStuck
+from hearth.core.sizes import StepLimits
+from hearth.core.types import FinishReason, GuideSpec, RequestId, SamplingParams
 from hearth.engine.assemble import ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.engine.guide import GrammarGuide, Guides
-from hearth.errors import BadGuide, BadSampling, GuideStuck
 from hearth.models.layout import layout_of
 from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import EngineRequest
-from hearth.sizes import StepLimits
-from hearth.store.convert import open_source
-from hearth.store.source import ModelSource
+from hearth.store.format.convert import open_source
+from hearth.store.format.source import ModelSource
 from hearth.text.grammar import choice_grammar
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import Tool, ToolFormat, call_grammar
 from hearth.text.transcript import Transcript
-from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams
 from tests.engine.harness import ROOMY, Answer, admissions_of, engine_over, kv_bytes, new_id, run
 from tests.models.zoo import save, tiny
 

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.sizes import StepLimits, input_buffers
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine import inputs as inputs_module
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.step_shape import PaddedSizes, StepShape
@@ -16,8 +18,6 @@ from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.buffers import zeroed
 from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite, TableWrites
-from hearth.sizes import StepLimits, input_buffers
-from hearth.types import RequestId, SamplingParams
 
 MAX_TOKENS, MAX_SEQS, MAX_BLOCKS = 12, 4, 3
 LIMITS = StepLimits(MAX_TOKENS, MAX_SEQS, block_tokens=4)

@@ -10,12 +10,12 @@ from queue import Empty, SimpleQueue
 import pytest
 import torch
 
+from hearth.core.errors import DeviceError, EngineFailed, LoadCancelled, LogitsNotFinite
+from hearth.core.types import FinishReason, RequestId
 from hearth.engine import loop as loop_module
 from hearth.engine.engine import Engine, Output, StepOutcome, StepOutputs
 from hearth.engine.loop import Failed, Outbox, StepLoop
-from hearth.errors import DeviceError, EngineFailed, LoadCancelled, LogitsNotFinite
 from hearth.policy.batch.plan import EngineRequest, RequestFailed, StepPlan
-from hearth.types import FinishReason, RequestId
 from tests.engine.harness import engine_for, greedy
 
 PATIENCE_S = 120.0

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.sizes import StepLimits
+from hearth.core.types import Pooling, RequestId
 from hearth.engine import inputs
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
 from hearth.kernels.step_read import read_step
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
-from hearth.sizes import StepLimits
-from hearth.types import Pooling, RequestId
 from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, prompts_for, run
 from tests.models.zoo import build
 

@@ -8,13 +8,13 @@ from functools import lru_cache
 import pytest
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.errors import LogitsNotFinite, PromptTooLong
+from hearth.core.sizes import sampled_pieces
+from hearth.core.types import FinishReason, Pooling, PromptReading, RequestId, SamplingParams
 from hearth.engine.engine import Engine
-from hearth.errors import LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.batch.prompt_allowance import FIRST_LONE_TOKENS, GROWTH
-from hearth.sizes import sampled_pieces
-from hearth.types import FinishReason, Pooling, PromptReading, RequestId, SamplingParams
 from tests.engine.harness import (
     ROOMY,
     Answer,
@@ -122,7 +122,7 @@ def test_padding_changes_nothing_that_is_read(name: str, config: EngineConfig) -
 def test_the_head_runs_over_pieces_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never over more rows than the logits of a step have, nor than their temporaries have room for."""
     engine = engine_for("llama-gqa", replace(ROOMY, max_seqs=8))
-    monkeypatch.setattr("hearth.sizes._LOGITS_AT_ONCE", 5 * 160)
+    monkeypatch.setattr("hearth.core.sizes._LOGITS_AT_ONCE", 5 * 160)
     assert sampled_pieces(8, 160)[0].stop == 5
     num_rows, head = list[int](), engine.runner.decoder.head
 

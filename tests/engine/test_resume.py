@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hearth.core.errors import BadPrompt, PromptTooLong
+from hearth.core.types import FinishReason, RequestId, SamplingParams
 from hearth.engine.engine import Engine
-from hearth.errors import BadPrompt, PromptTooLong
-from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.engine.harness import (
     ROOMY,
     Answer,

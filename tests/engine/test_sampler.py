@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import RequestId, SamplingParams, TokenLogprobs
 from hearth.engine.pending_step import StepResult
 from hearth.engine.sampler import Sampler, Samples
 from hearth.policy.batch.plan import Admission
-from hearth.types import RequestId, SamplingParams, TokenLogprobs
 from tests.engine.harness import new_sampler, sample, sample_rows, waited
 
 Floats = npt.NDArray[np.float64]
@@ -417,7 +417,7 @@ def test_many_rows_are_sampled_some_at_a_time_and_draw_what_they_draw_at_once(
     logits, drawn = random_logits(11), []
     mask = bytes([0b1011_0111] * 4 * -(-VOCAB // 32))
     for num_at_once in (11, 3):
-        monkeypatch.setattr("hearth.sizes._LOGITS_AT_ONCE", num_at_once * VOCAB)
+        monkeypatch.setattr("hearth.core.sizes._LOGITS_AT_ONCE", num_at_once * VOCAB)
         sampler = sampler_with(*(kinds[slot % 4] for slot in range(11)))
         for position in range(3, 8):
             rows = sample_rows(range(11), position, dict.fromkeys(range(0, 11, 2), mask))

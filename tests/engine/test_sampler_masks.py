@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.sampler import apply_masks
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
-from hearth.types import RequestId, SamplingParams
 from tests.engine.harness import new_sampler, sample, sample_rows
 
 UPLOADS = Uploads(torch.device("cpu"))

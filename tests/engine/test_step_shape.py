@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.sizes import StepLimits
+from hearth.core.types import AdapterId, RequestId
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
-from hearth.sizes import StepLimits
-from hearth.types import AdapterId, RequestId
 
 LIMITS = st.builds(StepLimits, st.integers(1, 20_000), st.integers(1, 2_000), st.just(16))
 

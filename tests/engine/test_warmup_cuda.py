@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from hearth.core.types import SamplingParams
 from hearth.engine.assemble import own_limits
 from hearth.engine.compile import CompileTask
 from hearth.engine.dry_run import KernelNeeds
@@ -21,7 +22,6 @@ from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import triton
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.families import read_arch
-from hearth.types import SamplingParams
 from tests.engine.harness import ROOMY, engine_for, new_id, run
 from tests.models.zoo import build
 

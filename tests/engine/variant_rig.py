@@ -28,6 +28,8 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hearth.core.sizes import StepLimits
+from hearth.core.types import AdapterId, RequestId, SamplingParams
 from hearth.engine.compile import compile_each, list_key
 from hearth.engine.dry_run import KernelNeeds, dry_run, dry_runner
 from hearth.kernels import jit, lora_expand
@@ -42,8 +44,6 @@ from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, StepPlan
-from hearth.sizes import StepLimits
-from hearth.types import AdapterId, RequestId, SamplingParams
 
 LIMITS = StepLimits(max_batch_tokens=300, max_seqs=20, block_tokens=16)
 LLAMA: Mapping[str, object] = {

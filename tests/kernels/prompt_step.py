@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from hearth.core.sizes import TILE_FIELDS
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import prefill_attention_reference
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
-from hearth.sizes import TILE_FIELDS
 from tests.kernels.cases import Paged, random
 
 NUM_DECODE, NUM_PADDING = 2, 3

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from hearth.core.sizes import sampler_buffers
 from hearth.kernels.best_token import best_tokens_reference, best_tokens_triton
-from hearth.sizes import sampler_buffers
 from tests.kernels.cases import DEVICES
 
 

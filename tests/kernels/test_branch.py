@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import CudaGraphs
 from hearth.kernels.branch import run_beside
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import CudaGraphs
 
 
 def test_both_are_run_once_where_nothing_is_captured() -> None:

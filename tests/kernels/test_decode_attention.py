@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from hearth.core.sizes import num_subgroups
 from hearth.kernels.decode_attention import (
     SplitScratch,
     decode_attention_reference,
@@ -19,7 +20,6 @@ from hearth.kernels.prefill_attention import (
 )
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 from hearth.kernels.rotary import rotate_and_store_triton
-from hearth.sizes import num_subgroups
 from tests.kernels.cases import DEVICES, Paged, assert_close, crossed, random
 
 HEADS = [

@@ -13,7 +13,7 @@ import pytest
 import triton
 from triton.backends.nvidia import compiler as nvidia
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
 from hearth.kernels.kernel_cache import (
     MAX_IDLE_S,
     CachedVariant,

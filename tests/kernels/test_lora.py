@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.sizes import ADAPTER_PROJECTIONS, FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK, TARGET_FIELDS
 from hearth.kernels import lora_expand, lora_shrink
 from hearth.kernels.adapter_blocks import adapter_blocks
 from hearth.kernels.adapter_rows import (
@@ -24,7 +25,6 @@ from hearth.kernels.adapter_rows import (
     cut_adapter_shares,
 )
 from hearth.kernels.lora import add_adapters_reference, add_adapters_triton, project_with_adapters
-from hearth.sizes import ADAPTER_PROJECTIONS, FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK, TARGET_FIELDS
 from tests.kernels.cases import assert_close, crossed, random
 from tests.models.adapters import fields_of
 

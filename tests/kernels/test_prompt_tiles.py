@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.sizes import TILE_FIELDS
 from hearth.kernels.prompt_tiles import PrefillSpan, cut_tiles
-from hearth.sizes import TILE_FIELDS
 
 Chunks = list[tuple[int, int]]
 CHUNKS = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 700)), max_size=12)

@@ -10,7 +10,8 @@ import sys
 
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.types import Digest, ModelId
 from hearth.engine.assemble import (
     Memory,
     ModelSpec,
@@ -28,11 +29,10 @@ from hearth.memory.vmm import MappedPool
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.weights import bind
-from hearth.types import Digest, ModelId
 from hearth.worker.runtime import LIBRARY_BYTES
+from tests.core.test_sizes import memory_of
 from tests.memory.pool_caller import Holds
 from tests.models.zoo import build, pack_directory
-from tests.test_sizes import memory_of
 
 DEVICE = torch.device("cuda", 0)
 CONFIG = EngineConfig(max_batch_tokens=256, max_seqs=8, block_tokens=16)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
+from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from tests.memory.pool_caller import PoolCaller, Sample
 
 Action = tuple[object, ...]  #: a name and its arguments

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
+from hearth.core.types import AdapterId, Digest, Hold, ModelId, SamplingTable
 from hearth.memory.pool import EvictionTerms, Gap, Holding, Pool, Shape, Space
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec
 from hearth.models.weights import TensorPlace
-from hearth.store.manifest import Chunk
-from hearth.types import AdapterId, Digest, Hold, ModelId, SamplingTable
+from hearth.store.format.manifest import Chunk
 
 _TENSOR_BYTES = 3 * ALIGNMENT_BYTES
 

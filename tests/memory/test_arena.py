@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
+from hearth.core.types import Digest, Hold, ModelId
 from hearth.memory.arena import ArenaPool
 from hearth.memory.arena_tenant import BATCH_BLOCKS
 from hearth.memory.placement import Packer
@@ -24,7 +25,6 @@ from hearth.models.weights import TensorPlace
 from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.footprint import MAX_EXTENTS
 from hearth.policy.memory.packing import Item, Packing, Region, merge_all, pack
-from hearth.types import Digest, Hold, ModelId
 from tests.memory.resident_pages import PAGE_BYTES, resident_pages
 
 PAGE = ALIGNMENT_BYTES

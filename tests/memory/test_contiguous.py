@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
 from hearth.memory import contiguous
 from hearth.memory.contiguous import ContiguousMemory
 from hearth.models.layout import ALIGNMENT_BYTES

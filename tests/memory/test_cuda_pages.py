@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
+from hearth.core.types import ModelId
 from hearth.memory.cuda_pages import BASE_ADDRESS, FIXED_ADDRESSES, SPACE_BYTES, CudaPages
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from hearth.policy.memory.space_slots import NUM_SLOTS
-from hearth.types import ModelId
 from tests.memory.pool_actions import Action, actions, carry_out
 from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hearth.errors import DeviceError, OutOfDeviceMemory
+from hearth.core.errors import DeviceError, OutOfDeviceMemory
 from hearth.memory.cuda_pages import FIXED_ADDRESSES, MEMORY_PATIENCE_S, CudaPages, create_patiently
 
 #: Where the kernel begins to put executables, on x86-64; all else that it places is above them.

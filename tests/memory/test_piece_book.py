@@ -7,9 +7,9 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import AdapterId
 from hearth.memory.piece_book import PieceBook
 from hearth.models.layout import ByteRange
-from hearth.types import AdapterId
 
 PAGE_BYTES = 4096
 A, B, C = (AdapterId(name * 64) for name in "abc")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId
 from hearth.memory.placement import Placement, PlacementNeed, plan_placement
 from hearth.memory.regions import Owner, RegionList, Span, Use
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.memory.packing import Item, pack
-from hearth.types import ModelId
 
 PAGE = ALIGNMENT_BYTES
 OLD, NEW = ModelId("old"), ModelId("new")

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.host_pages import HostPages
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
+from hearth.core.types import Hold, ModelId, SamplingTable
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
-from hearth.types import Hold, ModelId, SamplingTable
 from tests.memory.pool_actions import ADAPTERS, Action, actions, carry_out
 from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe
 

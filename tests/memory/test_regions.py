@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId
 from hearth.memory.regions import Owner, RegionList, Span, Use, aligned, blocks_within, bytes_around
 from hearth.models.layout import ALIGNMENT_BYTES
-from hearth.types import ModelId
 
 NUM_PAGES = 12
 #: An owner, where its region begins and how long it is, in pages.

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.host_pages import Done, HostPages
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
+from hearth.core.types import AdapterId, Hold, ModelId
 from hearth.memory.pages import Mark
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.kv_range import KvRange
-from hearth.types import AdapterId, Hold, ModelId
 from tests.memory.pool_caller import Holds, PoolCaller, Sample, sample, wipe
 
 PAGE = 4096

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hearth.core.sizes import target_fields
+from hearth.core.types import AdapterId
 from hearth.kernels.adapter_rows import TargetFactors
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.families import read_arch
 from hearth.models.tensor_names import NAMES
-from hearth.sizes import target_fields
-from hearth.types import AdapterId
 from tests.models.zoo import build
 
 if TYPE_CHECKING:

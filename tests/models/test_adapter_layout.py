@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.sizes import Dimensions
 from hearth.models.adapter import (
     FACTOR_ALIGNMENT_BYTES,
     MAX_RANK,
@@ -15,7 +16,6 @@ from hearth.models.adapter import (
     projection_shape,
 )
 from hearth.models.layout import COMPUTED_DTYPES, STORED_ITEM_BYTES
-from hearth.sizes import Dimensions
 
 SIZES = Dimensions(
     num_layers=4,

@@ -15,8 +15,8 @@ from hearth.models.adapter_pack import AdapterSource, target_names
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.pack import iter_tensors
-from hearth.store.hf import open_directory
-from hearth.store.peft import open_peft
+from hearth.store.format.hf import open_directory
+from hearth.store.format.peft import open_peft
 from tests.models.zoo import build
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hearth.core.sizes import StepSize, counter_buffer
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.upload import Uploads
 from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows
@@ -23,7 +24,6 @@ from hearth.models.rope import cos_sin_table
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import NormWeights, bind, contiguous_places
 from hearth.models.workspace import Workspace
-from hearth.sizes import StepSize, counter_buffer
 from tests.engine.harness import prompts_for, reference_logits
 from tests.models.adapters import random_adapter
 from tests.models.zoo import VARIANTS, build, pack_directory

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hearth.errors import BadCheckpoint, UnsupportedModel
+from hearth.core.errors import BadCheckpoint, UnsupportedModel
 from hearth.models.arch import Activation, Llama3Scaling, Norm, Residual, Rope
 from hearth.models.families import FAMILIES, arch_from_config, read_arch
 from hearth.models.readers import ACTIVATIONS

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.families import arch_from_config, read_arch
 from hearth.models.layout import ALIGNMENT_BYTES, COMPUTED_DTYPES, QUANTS, STORED_ITEM_BYTES, layout_of

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hearth.errors import BadCheckpoint
+from hearth.core.errors import BadCheckpoint
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.families import read_arch
 from hearth.models.layout import Layout, layout_of
 from hearth.models.pack import checkpoint_dtype, iter_tensors, pack
 from hearth.models.quantize import quantize
-from hearth.store.hf import open_directory, read_checkpoint
+from hearth.store.format.hf import open_directory, read_checkpoint
 from tests.models.zoo import VARIANTS, build, pack_directory, save, tiny
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.errors import BadCheckpoint
+from hearth.core.errors import BadCheckpoint
+from hearth.core.sizes import StepLimits, StepSize
 from hearth.kernels.quantized import ProductScratch, quantized_linear_reference
 from hearth.models import decoder
 from hearth.models.decoder import Decoder
@@ -16,7 +17,6 @@ from hearth.models.layout import layout_of
 from hearth.models.quantize import Quantized, dequantize, quantize
 from hearth.models.weights import Linear, Weights, bind, contiguous_places
 from hearth.models.workspace import Workspace
-from hearth.sizes import StepLimits, StepSize
 from tests.models.test_decoder import Stage, prefill, stage
 from tests.models.zoo import build, pack_directory
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.errors import BadCheckpoint
+from hearth.core.errors import BadCheckpoint
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.tensor_names import TensorSource, sources_of

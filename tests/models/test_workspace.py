@@ -5,10 +5,10 @@ from dataclasses import fields
 import pytest
 import torch
 
+from hearth.core.sizes import StepSize, counter_buffer
 from hearth.models.buffers import zeros
 from hearth.models.families import read_arch
 from hearth.models.workspace import Workspace
-from hearth.sizes import StepSize, counter_buffer
 from tests.models.zoo import build
 
 SIZES = [StepSize(1, 1, 1), StepSize(7, 3, 5), StepSize(64, 8, 132)]

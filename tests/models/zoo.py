@@ -23,7 +23,7 @@ import torch
 from hearth.models.arch import Arch
 from hearth.models.layout import Layout
 from hearth.models.pack import pack
-from hearth.store.hf import open_directory
+from hearth.store.format.hf import open_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

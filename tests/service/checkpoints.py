@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hearth.store.convert import convert
-from hearth.store.manifest import MANIFEST, WEIGHTS, TextFile, digest_of, read_manifest
+from hearth.store.format.convert import convert
+from hearth.store.format.manifest import MANIFEST, WEIGHTS, TextFile, digest_of, read_manifest
 
 VOCAB_SIZE = 49152
 MAX_POSITIONS = 4096

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from hearth.control.datadir import DataDir
-from hearth.control.deploy import DeployOrder
-from hearth.control.deployer import carry_out
-from hearth.control.registry import Registry
+from hearth.control.deploy.deploy import DeployOrder
+from hearth.control.deploy.deployer import carry_out
+from hearth.control.deploy.registry import Registry
 from tests.service.checkpoints import write_lora
 from tests.service.harness import Service
 

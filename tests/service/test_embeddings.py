@@ -13,7 +13,7 @@ import torch
 
 from hearth.models.layout import layout_of
 from hearth.models.weights import bind, contiguous_places
-from hearth.store.manifest import WEIGHTS, read_manifest
+from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.text.tokenizer import Tokenizer
 from tests.service.harness import Service, Shelf
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.bad_server import Exchange, well
-from hearth.store.manifest import read_manifest
+from hearth.store.format.manifest import read_manifest
 from tests.control.shown_metrics import check_with_promtool
 from tests.service.checkpoints import write_tiny
 from tests.service.harness import PATIENCE_S, Service, eventually

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from hearth.control import keys
+from hearth.control.keys import keys
 from tests.service.harness import PATIENCE_S, SMALL, Service, Shelf, eventually, run_hearth, serving
 
 pytestmark = pytest.mark.e2e

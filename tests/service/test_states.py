@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from hearth.control.log_rotation import MAX_LOG_BYTES, rotated_path
+from hearth.control.observe.log_rotation import MAX_LOG_BYTES, rotated_path
 from tests.service.checkpoints import write_tiny
 from tests.service.harness import SMALL, Service, Shelf, eventually, serving
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId, Rung
 from hearth.sim.profile import Profile
 from hearth.sim.traces import Trace, TracedRequest
 from hearth.snapshot.cost_profile import MeasuredProfile, MeasuredShape, MeasuredStep, MeasuredSwitch, Origin
-from hearth.types import ModelId, Rung
 
 GB = 10**9
 HOST_BYTES_PER_S = 50e9

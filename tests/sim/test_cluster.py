@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.events import (
     Action,
     Dispatch,
@@ -24,7 +25,6 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.sim.cluster import SimulatedCluster
-from hearth.types import ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import profile
 
 A, R = ModelId("a"), RequestId("r")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId
 from hearth.sim.device import NUM_UNITS, DeviceMemory
-from hearth.types import ModelId
 
 A, B = ModelId("a"), ModelId("b")
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
-from hearth.errors import ConfigError
+from hearth.core.errors import ConfigError
+from hearth.core.types import Rung
 from hearth.sim.profile import LeastSeconds, Profile, kept_names
 from hearth.sim.step_times import StepTimes
 from hearth.snapshot.cost_profile import MeasuredStep
-from hearth.types import Rung
 from tests.sim.small_machine import MACHINE
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.errors import ConfigError
+from hearth.core.errors import ConfigError
+from hearth.core.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
 from hearth.policy.fleet.events import (
     Evict,
     ModelDeployed,
@@ -30,7 +31,6 @@ from hearth.sim.setting import KIND, Policy, SimulationSetting
 from hearth.sim.stepped_model import StartOrder
 from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
 from hearth.sim.traces import TracedRequest
-from hearth.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
 from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES, SLOW_HOST
 
 SETTING = SimulationSetting(SHAPES, MEMORY_BYTES)

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.config import EngineConfig
-from hearth.errors import ConfigError
+from hearth.core.config import EngineConfig
+from hearth.core.errors import ConfigError
+from hearth.core.sizes import WantedLimits
+from hearth.core.types import ModelId
 from hearth.sim.report import Percentiles
 from hearth.sim.setting import KIND, SimulationSetting, parse_models
-from hearth.sizes import WantedLimits
-from hearth.types import ModelId
 from tests.sim.small_machine import MACHINE
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -31,7 +32,6 @@ from hearth.policy.fleet.events import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.sim.costs import CostModel
 from hearth.sim.simulator import Simulator
-from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 SPEEDS = {Rung.HOST: 100.0, Rung.DISK: 10.0}
 FOREVER = 1_000_000

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from hearth.core.sizes import StepLimits, mixed_sizes
+from hearth.core.types import Pace, RequestId
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import NO_LEAST, LeastSeconds
 from hearth.sim.stepped_engine import SteppedEngine, StepSeconds
-from hearth.sizes import StepLimits, mixed_sizes
-from hearth.types import Pace, RequestId
 from tests.sim.small_machine import MACHINE
 
 CAPTURE_S, EAGER_S, START_S = 0.3, 0.5, 0.1

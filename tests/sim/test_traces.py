@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.errors import ConfigError
+from hearth.core.errors import ConfigError
 from hearth.sim.arrivals import CountedPeriod, Lengths, RatedPeriod, RequestLength, draw_trace, steady
 from hearth.sim.trace_files import read_lengths, read_trace
 from hearth.sim.traces import Trace, TracedRequest

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.events import Evict, Footprint, LoadModel, ModelProfile, RungUse, SetHold
 from hearth.sim.worker import SimulatedWorker
-from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 R = RequestId("r")

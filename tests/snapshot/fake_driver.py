@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hearth.cuda_graphs import (
+from hearth.system.cuda.graphs import (
     ATTRIBUTE_BYTES,
     EDGE_DATA,
     FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hearth import cuda_graphs
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import EDGE_DATA, KERNEL_NODE, CudaGraphs
+from hearth.system.cuda import graphs as cuda_graphs
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import EDGE_DATA, KERNEL_NODE, CudaGraphs
 from tests.snapshot.fake_driver import FakeDriver
 
 CONTEXT = 0x5EED

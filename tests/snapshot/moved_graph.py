@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import CudaGraphs
 from hearth.engine.graph_capture import GraphCapture, use_library_memory
 from hearth.kernels.norm import add_norm
 from hearth.kernels.variants import loaded_functions
@@ -28,6 +26,8 @@ from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.rebuild import InterpretedRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import CudaGraphs
 
 DEVICE = torch.device("cuda", 0)
 ROWS, WIDTH = 64, 512

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from hearth.cuda_graphs import (
+from hearth.snapshot.graph_nodes import ALIGNMENT, ATTRIBUTE, EDGE, NODE, GraphNodes, KernelId
+from hearth.system.cuda.graphs import (
     ATTRIBUTE_BYTES,
     GRAPH_NODE_TYPE_EMPTY,
     GRAPH_NODE_TYPE_KERNEL,
@@ -13,7 +14,6 @@ from hearth.cuda_graphs import (
     GRAPH_NODE_TYPE_MEMSET,
     MEMCPY_NODE,
 )
-from hearth.snapshot.graph_nodes import ALIGNMENT, ATTRIBUTE, EDGE, NODE, GraphNodes, KernelId
 from tests.snapshot.fake_driver import FakeDriver
 
 words = st.integers(0, 2**32 - 1)

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import CudaGraphs
+from hearth.core.sizes import StepLimits
+from hearth.core.types import AdapterId, RequestId, SamplingParams
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.graph_capture import GraphCapture, use_library_memory
 from hearth.engine.runner import Runner
@@ -32,14 +32,14 @@ from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Pr
 from hearth.models.families import arch_from_config
 from hearth.policy.batch.blocks import SINK_BLOCK
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite, TableWrites
-from hearth.sizes import StepLimits
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.graph_names import is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
-from hearth.types import AdapterId, RequestId, SamplingParams
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import CudaGraphs
 from tests.snapshot.fingerprints import FINGERPRINT
 
 DEVICE = torch.device("cuda", 0)

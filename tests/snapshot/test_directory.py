@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hearth.errors import (
+from hearth.core.errors import (
     SnapshotError,
     SnapshotFatal,
     SnapshotForeign,

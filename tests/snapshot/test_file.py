@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.errors import (
+from hearth.core.errors import (
     SnapshotCorrupt,
     SnapshotError,
     SnapshotForeign,
@@ -255,7 +255,7 @@ def _link(path: Path) -> None:
 CUT_OFF = """
 import os, sys
 from pathlib import Path
-from hearth.errors import SnapshotTruncated
+from hearth.core.errors import SnapshotTruncated
 from hearth.snapshot.file import open_any
 from tests.snapshot.fingerprints import KEY
 with open_any(Path(sys.argv[1]), KEY) as opened:
@@ -301,7 +301,7 @@ def test_a_disk_that_cannot_read_a_block_is_told(
 FILL = """
 import resource, signal, sys
 from pathlib import Path
-from hearth.errors import StoreFull
+from hearth.core.errors import StoreFull
 from hearth.snapshot.file import write_snapshot
 from tests.snapshot.fingerprints import FINGERPRINT, KEY
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from hearth.errors import SnapshotCorrupt
+from hearth.core.errors import SnapshotCorrupt
 from hearth.snapshot.fingerprint import Fingerprint
 from tests.snapshot.fingerprints import FINGERPRINT
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hearth.core.errors import GraphUnreadable
+from hearth.core.sizes import StepLimits
 from hearth.engine.step_shape import PaddedSizes
-from hearth.errors import GraphUnreadable
-from hearth.sizes import StepLimits
 from hearth.snapshot.graph_names import graph_names, is_for_adapters, kind_of, num_rows_of
 
 SIZES = PaddedSizes.of(StepLimits(max_batch_tokens=512, max_seqs=64, block_tokens=16))

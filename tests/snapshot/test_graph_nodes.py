@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.cuda_graphs import (
+from hearth.core.errors import GraphUnreadable, KernelsMissing
+from hearth.snapshot.graph_nodes import ATTRIBUTE, EDGE, NODE, Address, GraphNodes, KernelId, read_graph
+from hearth.snapshot.kernel_handles import KernelHandles
+from hearth.snapshot.rebuild import rebuild
+from hearth.system.cuda.graphs import (
     EDGE_DATA,
     GRAPH_NODE_TYPE_KERNEL,
     KERNEL_NODE,
     MEMCPY_NODE,
     MEMSET_NODE,
 )
-from hearth.errors import GraphUnreadable, KernelsMissing
-from hearth.snapshot.graph_nodes import ATTRIBUTE, EDGE, NODE, Address, GraphNodes, KernelId, read_graph
-from hearth.snapshot.kernel_handles import KernelHandles
-from hearth.snapshot.rebuild import rebuild
 from tests.snapshot.fake_driver import FakeDriver
 from tests.snapshot.random_graphs import functions_of, graphs, meaning_of
 

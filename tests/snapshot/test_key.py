@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.errors import SnapshotError
+from hearth.core.errors import SnapshotError
 from hearth.snapshot.file import KEY_BYTES
 from hearth.snapshot.key import installation_key, known_key
 

@@ -12,16 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hearth.cuda_graphs import (
-    GRAPH_NODE_TYPE_EMPTY,
-    GRAPH_NODE_TYPE_KERNEL,
-    GRAPH_NODE_TYPE_MEMCPY,
-    GRAPH_NODE_TYPE_MEMSET,
-    MEMCPY_NODE,
-    CudaGraphs,
-)
-from hearth.errors import DeviceError, GraphUnreadable, OutOfDeviceMemory
-from hearth.native_code import native_library
+from hearth.core.errors import DeviceError, GraphUnreadable, OutOfDeviceMemory
 from hearth.snapshot import native_rebuild
 from hearth.snapshot.graph_nodes import (
     ATTRIBUTE,
@@ -34,6 +25,15 @@ from hearth.snapshot.graph_nodes import (
 )
 from hearth.snapshot.native_rebuild import CALLS, NativeRebuild
 from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
+from hearth.system.cuda.graphs import (
+    GRAPH_NODE_TYPE_EMPTY,
+    GRAPH_NODE_TYPE_KERNEL,
+    GRAPH_NODE_TYPE_MEMCPY,
+    GRAPH_NODE_TYPE_MEMSET,
+    MEMCPY_NODE,
+    CudaGraphs,
+)
+from hearth.system.native_code import native_library
 from tests.snapshot.fake_driver import FakeDriver
 from tests.snapshot.fake_library import CONTEXT, FakeLibrary, graphs_over
 from tests.snapshot.random_graphs import functions_of, graphs, meaning_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from hearth.errors import SnapshotCorrupt
+from hearth.core.errors import SnapshotCorrupt
 from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.memory_profile import MemoryProfile
 

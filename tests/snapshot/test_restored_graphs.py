@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hearth.cuda_driver import MEMORYTYPE_DEVICE, MEMORYTYPE_HOST
-from hearth.cuda_graphs import KERNEL_NODE
-from hearth.errors import GraphUnreadable
+from hearth.core.errors import GraphUnreadable
 from hearth.snapshot import restored_graphs
 from hearth.snapshot.file import open_any, write_snapshot
 from hearth.snapshot.graph_names import is_for_adapters
@@ -20,6 +18,8 @@ from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.rebuild import InterpretedRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
+from hearth.system.cuda.driver import MEMORYTYPE_DEVICE, MEMORYTYPE_HOST
+from hearth.system.cuda.graphs import KERNEL_NODE
 from tests.snapshot.fake_driver import FakeDriver
 from tests.snapshot.fake_library import FakeLibrary, graphs_over
 from tests.snapshot.fingerprints import FINGERPRINT, KEY

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hearth.store.convert import convert
+from hearth.store.format.convert import convert
 from hearth.text.tokenizer import Tokenizer
 
 #: What one model may take, besides what the libraries have taken.

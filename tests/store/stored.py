@@ -18,21 +18,21 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from bench.bad_server import BadServer, serve
-from hearth.config import StoreConfig
-from hearth.errors import ChunkMissing, StoreError
+from hearth.core.config import StoreConfig
+from hearth.core.errors import ChunkMissing, StoreError
+from hearth.core.types import ChunkId, Rung
 from hearth.models.families import arch_from_config
 from hearth.models.layout import ByteRange, layout_of
-from hearth.store.chunk_prices import ChunkPrices
-from hearth.store.chunk_reader import ChunkReader
-from hearth.store.convert import convert
-from hearth.store.fetch import Fetch, Fetcher
-from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of, digest_of, read_manifest
-from hearth.store.model import StoredModel
-from hearth.store.record import Delivery
-from hearth.store.remote import Retry
-from hearth.store.segment import Segment
-from hearth.store.tiers import Tiers
-from hearth.types import ChunkId, Rung
+from hearth.store.format.convert import convert
+from hearth.store.format.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of, digest_of, read_manifest
+from hearth.store.tiers.chunk_prices import ChunkPrices
+from hearth.store.tiers.model import StoredModel
+from hearth.store.tiers.remote import Retry
+from hearth.store.tiers.segment import Segment
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.chunk_reader import ChunkReader
+from hearth.store.transfer.fetch import Fetch, Fetcher
+from hearth.store.transfer.record import Delivery
 from tests.models.zoo import build
 
 CHUNK_BYTES = 4096

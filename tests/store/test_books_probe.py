@@ -4,9 +4,9 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
-from hearth.config import StoreConfig
+from hearth.core.config import StoreConfig
 from hearth.store.books_probe import BooksProbe
-from hearth.store.tiers import Tiers
+from hearth.store.tiers.tiers import Tiers
 from tests.store.stored import PATIENCE_S
 
 

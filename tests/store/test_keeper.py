@@ -16,15 +16,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hearth.errors import StoreError
-from hearth.garbage import MAX_YOUNG
-from hearth.messages import KeeperSetup
+from hearth.core.errors import StoreError
+from hearth.core.messages import KeeperSetup
+from hearth.core.types import Rung
 from hearth.store import keeper
-from hearth.store.borrower import Borrower
+from hearth.store.format.manifest import CHUNK_BYTES, read_manifest
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.lending import HostMeasured
-from hearth.store.manifest import CHUNK_BYTES, read_manifest
-from hearth.types import Rung
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.lending import HostMeasured
+from hearth.system.garbage import MAX_YOUNG
 from tests.store.stored import converted
 from tests.worker.harness import folder, keeper_setup, keeping, process
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hearth.errors import BadPrompt, BadTokenizer
+from hearth.core.errors import BadPrompt, BadTokenizer
 from hearth.text.chat_template import ChatTemplate, Json, Message
 from hearth.text.template_meter import Meter
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from hearth.errors import BadGuide
+from hearth.core.errors import BadGuide
+from hearth.core.types import GuideSpec
 from hearth.text.grammar import check_guide, choice_grammar, grammar_of, parser_limits
-from hearth.types import GuideSpec
 from tests.text.conftest import byte_level
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hearth.errors import BadPrompt
+from hearth.core.errors import BadPrompt
 from hearth.text.chat_template import ChatTemplate, Json, Message
 from hearth.text.template_tools import TemplateTools
 

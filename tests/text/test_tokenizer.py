@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from hearth.errors import BadPrompt, BadTokenizer
+from hearth.core.errors import BadPrompt, BadTokenizer
 from hearth.text.chat_template import Json
 from hearth.text.detokenizer import Detokenizer
 from hearth.text.tokenizer import Tokenizer
-from tests.store.gguf_files import transformers_tokenizer
+from tests.store.format.gguf_files import transformers_tokenizer
 
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "the house"}]

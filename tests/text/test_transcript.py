@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from hearth.core.types import FinishReason, SamplingParams
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import TextDelta, Transcript
-from hearth.types import FinishReason, SamplingParams
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 TEXT = "The hearth keeps the house warm; the house keeps the hearth."

@@ -17,9 +17,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from hearth import wire
-from hearth.config import EngineConfig
-from hearth.messages import (
+from hearth.core import wire
+from hearth.core.config import EngineConfig
+from hearth.core.messages import (
     VERSION,
     AdapterOrder,
     Challenge,
@@ -40,9 +40,9 @@ from hearth.messages import (
     WorkerHello,
     WorkerSetup,
 )
-from hearth.sizes import StepLimits
-from hearth.store.manifest import read_manifest
-from hearth.types import FinishReason, ModelId, Pace, Pooling, PromptReading, SamplingParams, WorkerId
+from hearth.core.sizes import StepLimits
+from hearth.core.types import FinishReason, ModelId, Pace, Pooling, PromptReading, SamplingParams, WorkerId
+from hearth.store.format.manifest import read_manifest
 
 F = TypeVar("F", bound=Fact)
 

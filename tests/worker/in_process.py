@@ -18,10 +18,8 @@ from typing import TypeVar
 
 import torch
 
-from hearth.config import EngineConfig
-from hearth.memory.pool import EvictionTermsOf, Pool
-from hearth.memory.vmm import MappedPool
-from hearth.messages import (
+from hearth.core.config import EngineConfig
+from hearth.core.messages import (
     AdapterLoaded,
     AdapterOrder,
     CancelRequest,
@@ -42,13 +40,15 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.core.sizes import StepLimits
+from hearth.core.types import AdapterId, Hold, ModelId, TokenLogprobs
+from hearth.memory.pool import EvictionTermsOf, Pool
+from hearth.memory.vmm import MappedPool
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.sizes import StepLimits
-from hearth.store.borrower import Borrower
-from hearth.store.lender import Lender
-from hearth.store.loader import Loader
-from hearth.store.tiers import Tiers
-from hearth.types import AdapterId, Hold, ModelId, TokenLogprobs
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.loader import Loader
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from hearth.core.messages import AdapterOrder
+from hearth.core.types import AdapterId
 from hearth.memory.pool import PieceRun
-from hearth.messages import AdapterOrder
 from hearth.models.adapter import AdapterLayout
-from hearth.store.convert_adapter import AdapterBase, convert_adapter
-from hearth.store.peft import open_peft
-from hearth.types import AdapterId
+from hearth.store.format.convert_adapter import AdapterBase, convert_adapter
+from hearth.store.format.peft import open_peft
 from tests.models.adapters import RandomAdapter, random_adapter
 
 

@@ -11,16 +11,16 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from hearth.config import EngineConfig
-from hearth.errors import DeviceError, StoreError
+from hearth.core.config import EngineConfig
+from hearth.core.errors import DeviceError, StoreError
 from hearth.memory.arena import ArenaPool
 from hearth.models.layout import ByteRange
-from hearth.store.borrower import AskedLoan, Borrower
-from hearth.store.chunk_copies import SingleCopies
-from hearth.store.lender import Lender
-from hearth.store.loader import Loader
-from hearth.store.manifest import WEIGHTS
-from hearth.store.tiers import Tiers
+from hearth.store.format.manifest import WEIGHTS
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.borrower import AskedLoan, Borrower
+from hearth.store.transfer.chunk_copies import SingleCopies
+from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.loader import Loader
 from hearth.worker import adapter_load
 from hearth.worker.adapter_load import (
     AdapterBroken,

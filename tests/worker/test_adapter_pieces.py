@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from bench.host_pages import Done
+from hearth.core.types import AdapterId, ModelId
 from hearth.engine.engine import Engine
 from hearth.memory.pages import Mark
 from hearth.memory.pool import PieceRun
 from hearth.models.adapter import AdapterLayout, AdapterSlice, AdapterTarget, Projection
 from hearth.policy.memory.adapter_residency import AdapterResidency
-from hearth.types import AdapterId, ModelId
 from hearth.worker.adapter_pieces import AdapterPieces
 from tests.worker.stored_adapters import run_in
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from hearth.messages import HostingFailed, RunFailed
-from hearth.types import AdapterId, Hold
+from hearth.core.messages import HostingFailed, RunFailed
+from hearth.core.types import AdapterId, Hold
 from tests.engine.harness import assert_best, assert_greedy, prompts_for
 from tests.worker.harness import greedy
 from tests.worker.in_process import LoopGateway

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hearth.cuda_batches import ByteCopy
+from hearth.core.errors import DeviceError
+from hearth.core.messages import AdapterLoaded, HostingFailed, ModelLoaded, Pong, RunFailed, StepDone
+from hearth.core.types import AdapterId, Hold, ModelId, Rung
 from hearth.engine.engine import Engine
-from hearth.errors import DeviceError
-from hearth.messages import AdapterLoaded, HostingFailed, ModelLoaded, Pong, RunFailed, StepDone
 from hearth.policy.batch.step_sharing import StepReadiness
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.borrower import AskedLoan, BorrowedAdapter, Borrower
-from hearth.store.chunk_copies import SingleCopies
-from hearth.store.loader import Loader
-from hearth.types import AdapterId, Hold, ModelId, Rung
+from hearth.store.transfer.borrower import AskedLoan, BorrowedAdapter, Borrower
+from hearth.store.transfer.chunk_copies import SingleCopies
+from hearth.store.transfer.loader import Loader
+from hearth.system.cuda.batches import ByteCopy
 from hearth.worker.adapter_pieces import AdapterPieces
 from hearth.worker.failure import ModelBroke
 from hearth.worker.reclaimer import Reclaimer

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hearth import LLM
-from hearth.beacon import Beacon, new_beacon_file
-from hearth.messages import (
+from hearth.core.beacon import Beacon, new_beacon_file
+from hearth.core.messages import (
     MakeSnapshot,
     ModelLoaded,
     ModelTurn,
@@ -20,12 +20,12 @@ from hearth.messages import (
     SnapshotLooked,
     SnapshotMade,
 )
+from hearth.core.types import ModelId, SamplingParams, SnapshotOutcome
 from hearth.sim.profile import Profile
 from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile
-from hearth.store.manifest import read_manifest
-from hearth.types import ModelId, SamplingParams, SnapshotOutcome
+from hearth.store.format.manifest import read_manifest
 from hearth.worker.torch_limit import SPARE_BYTES
 from tests.store.stored import converted
 from tests.worker.harness import CONFIG, Gateway, folder, greedy, host_order, keeper_setup, keeping, working

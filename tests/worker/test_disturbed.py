@@ -17,19 +17,19 @@ import pytest
 import torch
 
 from bench.host_pages import HostPages
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.messages import StepDone
+from hearth.core.types import Hold, ModelId, SamplingTable
 from hearth.engine.assemble import ModelSpec, block_bytes, tables_bytes, workspace_bytes
 from hearth.engine.pending_step import PendingStep
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
-from hearth.messages import StepDone
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.manifest import Manifest, read_manifest
-from hearth.types import Hold, ModelId, SamplingTable
+from hearth.store.format.manifest import Manifest, read_manifest
 from tests.engine.harness import assert_greedy, prompts_for
 from tests.models.zoo import WIDE
 from tests.store.stored import converted, tiers_at

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
 from hearth.worker.failure import failure_of
 
 
 def refused(what: str) -> DeviceError:
-    """In the words of `cuda_driver.py`."""
+    """In the words of `system/cuda/driver.py`."""
     return DeviceError(f"CUDA's driver refused cuMemMap(1, 2): {what}; see `nvidia-smi`")
 
 

@@ -11,19 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hearth import wire
-from hearth.config import StoreConfig
-from hearth.errors import DeviceError, ServiceError
+from hearth.core import wire
+from hearth.core.config import StoreConfig
+from hearth.core.errors import DeviceError, ServiceError
+from hearth.core.messages import VERSION, Challenge, Ping, Pong, Welcome, WorkerHello
+from hearth.core.types import WorkerId
 from hearth.memory.arena import ArenaPool
-from hearth.messages import VERSION, Challenge, Ping, Pong, Welcome, WorkerHello
-from hearth.store.lender import Lender
-from hearth.store.manifest import CHUNK_BYTES
-from hearth.store.tiers import Tiers
-from hearth.types import WorkerId
+from hearth.store.format.manifest import CHUNK_BYTES
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.lender import Lender
 from hearth.worker import runtime
 from hearth.worker.__main__ import _start
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
-from tests.control.test_supervisor import setup_of
+from tests.node.test_supervisor import setup_of
 from tests.worker.harness import SECRET, Gateway, folder
 
 ME = Introduction(WorkerId("w7"), 12, "cpu", "a processor", budget_bytes=1000, shares_workspace=False)

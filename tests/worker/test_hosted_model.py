@@ -20,17 +20,8 @@ import torch
 
 from bench.host_pages import HostPages
 from hearth.cli.pool_bars import FALLBACKS
-from hearth.engine.assemble import assemble
-from hearth.engine.engine import Engine, StepOutcome, StepOutputs
-from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.runner import Runner
-from hearth.engine.step_shape import PaddedSizes, StepShape
-from hearth.errors import DeviceError
-from hearth.kernels import prefill_hopper
-from hearth.memory.arena import ArenaPool
-from hearth.memory.pool import EvictionTermsOf, Pool
-from hearth.memory.vmm import MappedPool
-from hearth.messages import (
+from hearth.core.errors import DeviceError
+from hearth.core.messages import (
     DeviceResidency,
     HostingFailed,
     LoadProgress,
@@ -38,10 +29,19 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.core.types import Hold, ModelId, RequestId, Rung
+from hearth.engine.assemble import assemble
+from hearth.engine.engine import Engine, StepOutcome, StepOutputs
+from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.runner import Runner
+from hearth.engine.step_shape import PaddedSizes, StepShape
+from hearth.kernels import prefill_hopper
+from hearth.memory.arena import ArenaPool
+from hearth.memory.pool import EvictionTermsOf, Pool
+from hearth.memory.vmm import MappedPool
 from hearth.models.decoder import Decoder
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
-from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.types import Hold, ModelId, RequestId, Rung
+from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import MAX_VAIN_ROUNDS, HostedModels

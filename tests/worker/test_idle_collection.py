@@ -15,12 +15,12 @@ import msgspec
 import pytest
 import torch
 
-from hearth import garbage
-from hearth.garbage import LATE_COLLECTIONS, collect_when_idle
 from hearth.memory.arena import ArenaPool
+from hearth.system import garbage
+from hearth.system.garbage import LATE_COLLECTIONS, collect_when_idle
 from hearth.worker import __main__ as worker
 from tests.store.stored import PATIENCE_S, converted, tiers_at
-from tests.test_garbage import Cycle, grow, lost_cycle
+from tests.system.test_garbage import Cycle, grow, lost_cycle
 from tests.worker.harness import BUDGET_BYTES, greedy
 from tests.worker.in_process import working_in_process
 from tests.worker.test_start import setup_of

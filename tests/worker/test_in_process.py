@@ -7,8 +7,8 @@ from queue import Queue, SimpleQueue
 
 import pytest
 
-from hearth.messages import Pong, StepDone
-from hearth.types import ModelId
+from hearth.core.messages import Pong, StepDone
+from hearth.core.types import ModelId
 from tests.worker.harness import CONFIG, limits_of
 from tests.worker.in_process import LoopGateway
 

@@ -12,14 +12,14 @@ from subprocess import Popen
 
 import pytest
 
-from hearth.messages import HostingFailed, KeeperSetup, ModelLoaded
+from hearth.core.messages import HostingFailed, KeeperSetup, ModelLoaded
+from hearth.core.types import Hold, ModelId
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store import patient_loan
-from hearth.store.fetch import HostChunk
-from hearth.store.lending import Message
-from hearth.store.loan import Loan
-from hearth.store.manifest import CHUNK_BYTES
-from hearth.types import Hold, ModelId
+from hearth.store.format.manifest import CHUNK_BYTES
+from hearth.store.transfer import patient_loan
+from hearth.store.transfer.fetch import HostChunk
+from hearth.store.transfer.lending import Message
+from hearth.store.transfer.loan import Loan
 from tests.engine.harness import assert_greedy
 from tests.store.stored import PATIENCE_S
 from tests.worker.harness import folder, greedy, keeper_setup, keeping

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from hearth.core.messages import ModelLoaded, ModelUse
+from hearth.core.types import Hold, ModelId, Rung
 from hearth.memory.vmm import MappedPool
-from hearth.messages import ModelLoaded, ModelUse
 from hearth.models.layout import ByteRange
-from hearth.store.borrower import Prefetch
-from hearth.store.manifest import read_manifest
-from hearth.store.tiers import Tiers
-from hearth.types import Hold, ModelId, Rung
+from hearth.store.format.manifest import read_manifest
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.borrower import Prefetch
 from tests.engine.harness import assert_greedy
 from tests.store.stored import PATIENCE_S, gated_tiers, tiers_at
 from tests.worker.in_process import LoopGateway, working_in_process

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from bench.host_pages import HostPages
+from hearth.core.messages import ModelLoaded, PrepareModel
+from hearth.core.sizes import StepLimits
+from hearth.core.types import ModelId
 from hearth.engine.dry_run import KernelNeeds
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
-from hearth.messages import ModelLoaded, PrepareModel
-from hearth.sizes import StepLimits
-from hearth.store.manifest import Manifest, read_manifest
-from hearth.types import ModelId
+from hearth.store.format.manifest import Manifest, read_manifest
 from hearth.worker import model_kernels
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.step_rehearsal import first_step_keys, other_keys

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hearth.beacon import Beacon, new_beacon_file
+from hearth.core.beacon import Beacon, new_beacon_file
+from hearth.core.errors import DeviceError
+from hearth.core.types import ModelId, RequestId, SamplingParams
 from hearth.engine.pending_step import PendingStep
-from hearth.errors import DeviceError
 from hearth.memory.arena import ArenaPool
 from hearth.models.decoder import Decoder
 from hearth.policy.batch.plan import StepPlan
-from hearth.types import ModelId, RequestId, SamplingParams
 from hearth.worker.model_marks import ModelMarks, WorkerMarks
 from hearth.worker.step_launches import StepLaunches
 from tests.engine.harness import engine_for, prompts_for

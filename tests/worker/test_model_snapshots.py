@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hearth.cli.pool_bars import FALLBACKS
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.types import SnapshotOutcome
 from hearth.engine.engine import Engine
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import Space
@@ -25,8 +26,7 @@ from hearth.snapshot.fingerprint import Fingerprint
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.software import Software
-from hearth.store.manifest import read_manifest
-from hearth.types import SnapshotOutcome
+from hearth.store.format.manifest import read_manifest
 from hearth.worker import model_snapshots
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.model_snapshots import ModelSnapshots, SnapshotLook, no_parts

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hearth.core.errors import DeviceError
+from hearth.core.messages import HostingFailed, ModelUse
+from hearth.core.types import Hold
 from hearth.engine.engine import Engine
-from hearth.errors import DeviceError
-from hearth.messages import HostingFailed, ModelUse
-from hearth.store.manifest import read_manifest
-from hearth.types import Hold
+from hearth.store.format.manifest import read_manifest
 from tests.engine.harness import assert_greedy, prompts_for
 from tests.worker.harness import greedy
 from tests.worker.test_disturbed import (

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hearth.config import StoreConfig
-from hearth.engine.step_shape import PaddedSizes
-from hearth.messages import (
+from hearth.core.config import StoreConfig
+from hearth.core.messages import (
     AdapterOrder,
     ForgetAdapter,
     MakeSnapshot,
@@ -24,7 +23,8 @@ from hearth.messages import (
     SnapshotLooked,
     SnapshotMade,
 )
-from hearth.types import ModelId, SnapshotOutcome
+from hearth.core.types import ModelId, SnapshotOutcome
+from hearth.engine.step_shape import PaddedSizes
 from tests.store.stored import PATIENCE_S, converted
 from tests.worker.harness import (
     CONFIG,

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hearth.core.messages import MakeSnapshot, ModelLoaded, SnapshotLooked, SnapshotMade, SnapshotProgress
+from hearth.core.types import ModelId, Rung, SnapshotOutcome
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.memory.arena import ArenaPool
-from hearth.messages import MakeSnapshot, ModelLoaded, SnapshotLooked, SnapshotMade, SnapshotProgress
 from hearth.sim.profile import Profile
 from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory
@@ -27,7 +28,6 @@ from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.software import Software
 from hearth.snapshot.trial_mark import TrialMark
-from hearth.types import ModelId, Rung, SnapshotOutcome
 from hearth.worker import model_snapshots, snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.worker_loop import WorkerLoop

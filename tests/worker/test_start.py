@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hearth.config import StoreConfig
-from hearth.messages import WorkerSetup
-from hearth.native_code import NativeCodeUnavailable
-from hearth.store import staging_buffers
-from hearth.store.borrower import Borrower
-from hearth.store.lender import Lender
-from hearth.store.tiers import Tiers
-from hearth.types import WorkerId
+from hearth.core.config import StoreConfig
+from hearth.core.messages import WorkerSetup
+from hearth.core.types import WorkerId
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer import staging_buffers
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.lender import Lender
+from hearth.system.native_code import NativeCodeUnavailable
 from hearth.worker import __main__ as worker
 from hearth.worker.first_tokens import FirstTokens
 from tests.store.stored import PATIENCE_S

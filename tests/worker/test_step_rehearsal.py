@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from bench.host_pages import HostPages
+from hearth.core.errors import DeviceError
+from hearth.core.sizes import StepLimits
 from hearth.engine.dry_run import KernelNeeds, dry_runner
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
-from hearth.errors import DeviceError
-from hearth.sizes import StepLimits
-from hearth.store.manifest import read_manifest
+from hearth.store.format.manifest import read_manifest
 from hearth.worker import step_rehearsal
 from hearth.worker.step_rehearsal import first_step_keys, other_keys, rehearse
 from tests.store.stored import converted

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from hearth.core.types import ModelId
 from hearth.snapshot.memory_profile import MemoryProfile
-from hearth.types import ModelId
 from hearth.worker.torch_limit import SPARE_BYTES, TorchLimit
 
 GUESS_BYTES = 10 << 30

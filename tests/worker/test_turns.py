@@ -20,20 +20,20 @@ from msgspec.structs import replace as replace_struct
 from tokenizers import Tokenizer as Backend
 
 from bench.host_pages import HostPages
+from hearth.core.errors import HearthError
+from hearth.core.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
+from hearth.core.types import Hold, ModelId, TurnEnd
 from hearth.engine.engine import Engine, Intake, StepOutcome
-from hearth.errors import HearthError
 from hearth.memory.pool import EvictionTermsOf, Pool, Space
 from hearth.memory.vmm import MappedPool
-from hearth.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnChange, TurnPolicy, TurnRules, WeightsView
-from hearth.store.borrower import BorrowedModel, Borrower
-from hearth.store.convert import convert
-from hearth.store.lender import Lender
-from hearth.store.loader import Loader
-from hearth.store.manifest import read_manifest
-from hearth.types import Hold, ModelId, TurnEnd
+from hearth.store.format.convert import convert
+from hearth.store.format.manifest import read_manifest
+from hearth.store.transfer.borrower import BorrowedModel, Borrower
+from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.loader import Loader
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.load_ahead import LoadAhead

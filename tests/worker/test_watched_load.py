@@ -9,12 +9,12 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
 from hearth.memory.pool import Gap
 from hearth.models.layout import ByteRange
-from hearth.store.fetch import HostChunk
-from hearth.store.loader import Loader
-from hearth.store.standing_threads import StandingThreads
+from hearth.store.transfer.fetch import HostChunk
+from hearth.store.transfer.loader import Loader
+from hearth.system.standing_threads import StandingThreads
 from hearth.worker import map_ahead as mapping
 from hearth.worker.map_ahead import MapAhead
 from hearth.worker.watched_load import (

@@ -16,10 +16,8 @@ import torch
 from tokenizers import Tokenizer as Backend
 
 from hearth import LLM
-from hearth.errors import EngineFailed
-from hearth.memory.arena import ArenaPool
-from hearth.memory.pool import EvictionTerms
-from hearth.messages import (
+from hearth.core.errors import EngineFailed
+from hearth.core.messages import (
     CancelRequest,
     GuideOrder,
     HostingFailed,
@@ -33,13 +31,15 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
-from hearth.sizes import StepLimits
-from hearth.store import patient_loan
-from hearth.store.borrower import Borrower
-from hearth.store.convert import convert
-from hearth.store.loader import Loader
-from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.types import FinishReason, Hold, ModelId, Pace, Pooling, SamplingParams
+from hearth.core.sizes import StepLimits
+from hearth.core.types import FinishReason, Hold, ModelId, Pace, Pooling, SamplingParams
+from hearth.memory.arena import ArenaPool
+from hearth.memory.pool import EvictionTerms
+from hearth.store.format.convert import convert
+from hearth.store.format.manifest import WEIGHTS, read_manifest
+from hearth.store.transfer import patient_loan
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.loader import Loader
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
 from hearth.worker.runs import _checked

@@ -29,8 +29,8 @@ from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
 from hearth.api.responses.dialect import ID_PREFIX
-from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
-from hearth.version import hearth_version
+from hearth.core.errors import ConfigError, HearthError, RequestError, UnknownRequest
+from hearth.core.version import hearth_version
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

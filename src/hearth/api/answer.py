@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 from hearth.api.dialect import AnswerSpec, Choice, ChoiceReader, TokenUsage
 from hearth.api.exchange import Exchange, exchange_of
 from hearth.api.unread_fields import ignored_fields_header
-from hearth.control.caller import Caller
-from hearth.control.generation import AnswerStream
-from hearth.control.key_admission import KeyAdmission
-from hearth.control.prepared_request import PreparedRequest
-from hearth.errors import BadPrompt, HearthError, PromptTooLong
+from hearth.control.keys.key_admission import KeyAdmission
+from hearth.control.requests.caller import Caller
+from hearth.control.requests.generation import AnswerStream
+from hearth.control.requests.prepared_request import PreparedRequest
+from hearth.core.errors import BadPrompt, HearthError, PromptTooLong
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
 

@@ -19,7 +19,7 @@ from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.completion import CompletionBody
 from hearth.api.openai.embedding import EmbeddingBody
 from hearth.api.unread_fields import ignored_fields_header, metric_labels
-from hearth.errors import Forbidden
+from hearth.core.errors import Forbidden
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

@@ -22,8 +22,8 @@ from hearth.api.openai.routes import openai_routes
 from hearth.api.responses.routes import response_routes
 from hearth.api.responses.store import ResponseStore
 from hearth.api.tokenize import tokenize_routes
-from hearth.errors import HearthError
-from hearth.version import hearth_version
+from hearth.core.errors import HearthError
+from hearth.core.version import hearth_version
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

@@ -25,11 +25,11 @@ from hearth.api.unread_fields import (
     UnsupportedField,
     refused,
 )
-from hearth.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
-from hearth.errors import BadGuide, BadSampling, ConfigError
-from hearth.messages import GuideOrder
+from hearth.core.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
+from hearth.core.errors import BadGuide, BadSampling, ConfigError
+from hearth.core.messages import GuideOrder
+from hearth.core.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, SamplingParams
 from hearth.text.grammar import choice_grammar
-from hearth.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, SamplingParams
 
 #: The largest integer that fits the wire and the device.
 MAX_INT = 2**31 - 1

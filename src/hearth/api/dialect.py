@@ -11,10 +11,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
-from hearth.control.generation import AnswerStream, GenerationRequest, TokenDelta
-from hearth.errors import HearthError
+from hearth.control.requests.generation import AnswerStream, GenerationRequest, TokenDelta
+from hearth.core.errors import HearthError
+from hearth.core.types import FinishReason, PromptReading
 from hearth.text.tool_calls import ToolCall, ToolFormat, ToolParser
-from hearth.types import FinishReason, PromptReading
 
 
 @dataclass(frozen=True, slots=True)

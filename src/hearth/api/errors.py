@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from hearth.api.error_spelling import Fault, spell
 from hearth.api.rate_limit_headers import retry_headers
 from hearth.api.unread_fields import REFUSED_FIELD
-from hearth.errors import HearthError, RateLimited
+from hearth.core.errors import HearthError, RateLimited
 
 
 class ErrorDetail(BaseModel):

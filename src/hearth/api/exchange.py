@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hearth.api.cors import AllowedOrigins
 from hearth.api.rate_limit_headers import rate_limit_headers
-from hearth.control.correlation import Correlation
-from hearth.control.exchange_record import ExchangeRecord, set_current_exchange
-from hearth.types import RateStatus, RequestId
+from hearth.control.observe.exchange_record import ExchangeRecord, set_current_exchange
+from hearth.control.requests.correlation import Correlation
+from hearth.core.types import RateStatus, RequestId
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import body_too_large, error_response, on_hearth_error, too_many_bodies
 from hearth.api.exchange import exchange_of
-from hearth.control.caller import ANYBODY, OPERATOR, Caller, Role
-from hearth.control.crash import frames_of
-from hearth.control.keys import is_loopback
-from hearth.errors import ConfigError, Forbidden, HearthError, Overloaded, ServiceError, Unauthorized
+from hearth.control.keys.keys import is_loopback
+from hearth.control.requests.caller import ANYBODY, OPERATOR, Caller, Role
+from hearth.core.errors import ConfigError, Forbidden, HearthError, Overloaded, ServiceError, Unauthorized
+from hearth.system.crash import frames_of
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

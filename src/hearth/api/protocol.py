@@ -29,7 +29,7 @@ from hearth.api.connections import Connections
 from hearth.api.error_spelling import Fault, spell
 from hearth.api.exchange import Exchange, exchange_of
 from hearth.api.guard import LET_IN
-from hearth.control.exchange_record import ExchangeRecord
+from hearth.control.observe.exchange_record import ExchangeRecord
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hearth.types import RateStatus
+from hearth.core.types import RateStatus
 
 #: All that the functions below may return, for browsers to show them to pages.
 RATE_LIMIT_HEADERS = tuple(

@@ -22,7 +22,7 @@ from hearth.api.openai.answer_format import CHAT
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.dialect import CompletionDialect
 from hearth.api.unread_fields import UnsupportedField
-from hearth.control.generation import ChatPrompt
+from hearth.control.requests.generation import ChatPrompt
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

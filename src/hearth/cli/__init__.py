@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hearth.control.template_process import TemplateProcess, start_template
+from hearth.node.template_process import TemplateProcess, start_template
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,13 +27,13 @@ from hearth.cli.console import (
     refuse_url,
 )
 from hearth.cli.endpoint import running
-from hearth.config import HearthConfig
-from hearth.errors import ConfigError
-from hearth.types import SamplingParams
+from hearth.core.config import HearthConfig
+from hearth.core.errors import ConfigError
+from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from hearth.llm import LLM, Delta
-    from hearth.store.record import LoadRecord
+    from hearth.store.transfer.record import LoadRecord
     from hearth.text.chat_template import Message
 
 

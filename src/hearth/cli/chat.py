@@ -23,8 +23,8 @@ from hearth.cli.console import (
     err,
 )
 from hearth.cli.tab_completion import ModelName
-from hearth.errors import HearthError
-from hearth.types import SamplingParams
+from hearth.core.errors import HearthError
+from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from hearth.text.chat_template import Message

@@ -15,9 +15,9 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from hearth.control.keys import is_loopback
-from hearth.control.views import Explanation, Health, ModelView, ProcessView, SnapshotView, UnloadView
-from hearth.errors import (
+from hearth.control.keys.keys import is_loopback
+from hearth.control.observe.views import Explanation, Health, ModelView, ProcessView, SnapshotView, UnloadView
+from hearth.core.errors import (
     ConfigError,
     HearthError,
     Overloaded,
@@ -32,9 +32,9 @@ from hearth.errors import (
 if TYPE_CHECKING:
     import httpx
 
-    from hearth.control.deploy import DeployProgress
+    from hearth.control.deploy.deploy import DeployProgress
+    from hearth.core.types import SamplingParams
     from hearth.text.chat_template import Message
-    from hearth.types import SamplingParams
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class Client:
         self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool, base: str | None = None
     ) -> Iterator[DeployProgress | ModelView]:
         """Yield progress, and last the model. Leaving early calls the deployment off."""
-        from hearth.control.deploy import DeployProgress
+        from hearth.control.deploy.deploy import DeployProgress
 
         body = {"source": source, "name": name, "dtype": dtype, "quant": quant, "overwrite": overwrite}
         body |= {} if base is None else {"base": base}  # an older service does not know it

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from hearth.cli.console import app, err
 from hearth.cli.help import command_of
-from hearth.control.template_process import TemplateProcess
-from hearth.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
-from hearth.version import hearth_version
+from hearth.core.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
+from hearth.core.version import hearth_version
+from hearth.node.template_process import TemplateProcess
 
 #: The modules that add commands to the application, in the order of the help, and the commands of each.
 MODULES: Mapping[str, tuple[str, ...]] = {

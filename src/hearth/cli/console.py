@@ -20,8 +20,8 @@ from rich.text import Text
 
 from hearth.cli.environment import API_KEY, CONFIG, DATA_DIR, read_environment, variable_of
 from hearth.cli.help import HELP_FLAGS
-from hearth.config import HearthConfig, keys_in, load
-from hearth.errors import ConfigError, ModelError, UnknownModel
+from hearth.core.config import HearthConfig, keys_in, load
+from hearth.core.errors import ConfigError, ModelError, UnknownModel
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 

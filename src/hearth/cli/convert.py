@@ -37,14 +37,14 @@ from hearth.cli.figures import duration
 from hearth.cli.local_models import find
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import complete_model
-from hearth.errors import ConfigError, UnknownModel
+from hearth.core.errors import ConfigError, UnknownModel
 
 if TYPE_CHECKING:
-    from hearth.control.views import ModelView, UpstreamView
+    from hearth.control.observe.views import ModelView, UpstreamView
     from hearth.models.layout import Layout
-    from hearth.store.adapter_manifest import AdapterManifest
-    from hearth.store.manifest import StoredManifest
-    from hearth.store.writer import OnProgress, Progress
+    from hearth.store.format.adapter_manifest import AdapterManifest
+    from hearth.store.format.manifest import StoredManifest
+    from hearth.store.format.writer import OnProgress, Progress
 
 
 class Quant(StrEnum):
@@ -121,7 +121,7 @@ def convert(
     before = _version(dest)
     try:
         with bar(f"converting {source.name}") as advance:
-            from hearth.store.convert import convert as convert_model
+            from hearth.store.format.convert import convert as convert_model
 
             def tell(progress: Progress) -> None:
                 advance(progress.done_bytes, progress.total_bytes)
@@ -148,8 +148,8 @@ def convert(
 def _convert_adapter(
     source: Path, dest: Path, base: Path, dtype: Dtype, quant: Quant, force: bool, on_progress: OnProgress
 ) -> AdapterManifest:
-    from hearth.store.convert_adapter import convert_adapter, read_base
-    from hearth.store.peft import open_peft
+    from hearth.store.format.convert_adapter import convert_adapter, read_base
+    from hearth.store.format.peft import open_peft
 
     if quant is not Quant.NONE:
         raise ConfigError(f"an adapter is not quantised, also where its base is; given: --quant {quant}")
@@ -175,9 +175,9 @@ def verify(
     """
     path = _place_of(model, data_dir)
     with bar(f"verifying {path.name}") as advance:
-        from hearth.store.description import read_description
-        from hearth.store.verify import BadChunk
-        from hearth.store.verify import verify as verify_model
+        from hearth.store.format.description import read_description
+        from hearth.store.format.verify import BadChunk
+        from hearth.store.format.verify import verify as verify_model
 
         started_s = time.perf_counter()
         manifest = read_description(path)
@@ -280,9 +280,9 @@ def _upstream(upstream: UpstreamView) -> str:
 def _show_place(path: Path, as_json: bool) -> None:
     from hearth.models.families import read_arch
     from hearth.models.layout import layout_of
-    from hearth.store.convert import open_source
-    from hearth.store.description import read_description
-    from hearth.store.manifest import MANIFEST, Manifest
+    from hearth.store.format.convert import open_source
+    from hearth.store.format.description import read_description
+    from hearth.store.format.manifest import MANIFEST, Manifest
 
     if (path / MANIFEST).is_file():
         manifest = read_description(path)
@@ -318,8 +318,8 @@ def _version(directory: Path) -> int | None:
 
 
 def _stored_facts(manifest: StoredManifest) -> dict[str, object]:
-    from hearth.store.adapter_manifest import AdapterManifest
-    from hearth.store.manifest import Manifest
+    from hearth.store.format.adapter_manifest import AdapterManifest
+    from hearth.store.format.manifest import Manifest
 
     facts: dict[str, object] = {"dtype": manifest.dtype}
     if isinstance(manifest, Manifest):

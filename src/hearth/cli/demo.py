@@ -27,8 +27,8 @@ from hearth.cli.console import DEFAULT_DATA_DIR, DataDirectory, app, configured,
 from hearth.cli.deploy import follow
 from hearth.cli.explain import print_waterfall
 from hearth.cli.figures import size
-from hearth.errors import ModelError
-from hearth.types import SamplingParams
+from hearth.core.errors import ModelError
+from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

@@ -32,11 +32,11 @@ from hearth.cli.endpoint import reached, running
 from hearth.cli.figures import count, duration, size
 from hearth.cli.progress import bar
 from hearth.cli.tab_completion import ModelName, complete_base
-from hearth.control.views import ModelView
-from hearth.errors import ConfigError, ModelError, Unreached
+from hearth.control.observe.views import ModelView
+from hearth.core.errors import ConfigError, ModelError, Unreached
 
 if TYPE_CHECKING:
-    from hearth.control.deploy import DeployProgress
+    from hearth.control.deploy.deploy import DeployProgress
 
 #: What a repository of the Hugging Face Hub is called elsewhere, without `hf:`.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)

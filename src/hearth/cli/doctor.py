@@ -29,12 +29,12 @@ from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
 from hearth.cli.pool_bars import fallbacks
 from hearth.cli.snapshot import look_at_snapshots
-from hearth.config import HearthConfig, plain, to_toml
 from hearth.control.datadir import is_held, running_service
-from hearth.errors import DataDirError, ServiceError
+from hearth.core.config import HearthConfig, plain, to_toml
+from hearth.core.errors import DataDirError, ServiceError
 
 if TYPE_CHECKING:
-    from hearth.doctor import StoreReport
+    from hearth.cli.doctor_checks import StoreReport
 
 
 @app.command(rich_help_panel="This machine")
@@ -58,7 +58,7 @@ def doctor(
     configuration = resolved(config, settings)
     applied = configuration.config
     with err.status("looking around"):
-        from hearth.doctor import examine
+        from hearth.cli.doctor_checks import examine
 
         data_dir = data_dir_of(context, data_dir, applied)
         models = _models(data_dir, applied)

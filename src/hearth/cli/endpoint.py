@@ -11,7 +11,7 @@ import typer
 from hearth.cli.client import Client
 from hearth.cli.console import err, is_flag_given
 from hearth.control.datadir import DataDir, ServiceFile, is_held, running_service
-from hearth.errors import ConfigError, DataDirError, HearthError, Unreached
+from hearth.core.errors import ConfigError, DataDirError, HearthError, Unreached
 
 #: Time for a service that starts to announce itself, which it does long before its workers are there.
 WAIT_S = 60.0

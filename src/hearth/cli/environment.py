@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from hearth.config import from_text, load, setting_keys
-from hearth.errors import ConfigError
+from hearth.core.config import from_text, load, setting_keys
+from hearth.core.errors import ConfigError
 
 PREFIX = "HEARTH_"
 #: The settings of single models: a JSON object of what their tables hold, by the names of the models.

@@ -11,7 +11,7 @@ from rich.text import Text
 from hearth.cli.console import DEFAULT_DATA_DIR, ApiKey, AsJson, DataDirectory, Url, app, out
 from hearth.cli.endpoint import reached
 from hearth.cli.waterfall import waterfall
-from hearth.control.views import Explanation
+from hearth.control.observe.views import Explanation
 
 
 @app.command(rich_help_panel="Service")

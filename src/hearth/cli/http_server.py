@@ -13,8 +13,8 @@ import uvicorn
 from hearth.api.app import ApiLimits, create_app
 from hearth.api.connections import ConnectionLimits, Connections
 from hearth.api.protocol import LimitedConfig
-from hearth.config import ServiceConfig
 from hearth.control.gateway import Gateway
+from hearth.core.config import ServiceConfig
 
 
 class HttpServer(uvicorn.Server):

@@ -16,12 +16,12 @@ from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err
 from hearth.cli.environment import variable_of
 from hearth.cli.figures import count, duration
 from hearth.cli.tab_completion import complete_group, complete_key
-from hearth.control import keys
-from hearth.control.caller import SERVICE_CLASSES, KeyTerms, Role
 from hearth.control.datadir import DataDir, running_service
-from hearth.control.key_usage import KeyUse, UsageRecord, read_usage
-from hearth.control.keys import KeyInfo
-from hearth.errors import ConfigError, DataDirError, HearthError
+from hearth.control.keys import keys
+from hearth.control.keys.key_usage import KeyUse, UsageRecord, read_usage
+from hearth.control.keys.keys import KeyInfo
+from hearth.control.requests.caller import SERVICE_CLASSES, KeyTerms, Role
+from hearth.core.errors import ConfigError, DataDirError, HearthError
 
 KeysFile = Annotated[
     Path | None,

@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hearth.config import HearthConfig, ModelConfig, ServiceConfig
-from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
-from hearth.control.deployed import Deployed, DeployedAdapter
-from hearth.control.names import Names
-from hearth.control.registry import Registry
-from hearth.control.views import ModelView, UpstreamView
-from hearth.errors import HearthError
+from hearth.control.deploy.catalog import Catalog
+from hearth.control.deploy.deployed import Deployed, DeployedAdapter
+from hearth.control.deploy.names import Names
+from hearth.control.deploy.registry import Registry
+from hearth.control.observe.views import ModelView, UpstreamView
+from hearth.core.config import HearthConfig, ModelConfig, ServiceConfig
+from hearth.core.errors import HearthError
 
 if TYPE_CHECKING:
-    from hearth.control.deploy import DeployProgress
+    from hearth.control.deploy.deploy import DeployProgress
 
 
 def names(data_dir: Path) -> list[str]:
@@ -49,8 +49,8 @@ def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
 
 
 def _looked(deployed: Deployed | DeployedAdapter) -> UpstreamView | None:
-    from hearth.control.upstream_view import upstream_view
-    from hearth.store.upstream import note_version, read_upstream, version_now
+    from hearth.control.deploy.upstream_view import upstream_view
+    from hearth.store.tiers.upstream import note_version, read_upstream, version_now
 
     directory = Path(deployed.directory)
     known = read_upstream(directory)
@@ -77,7 +77,7 @@ def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[
 
 def remove(data_dir: Path, name: str, *, with_adapters: bool = False) -> None:
     """Remove a model and the files that were made for it. Raises UnknownModel, HasAdapters."""
-    from hearth.control.deploy import collect_snapshots, remove_files
+    from hearth.control.deploy.deploy import collect_snapshots, remove_files
 
     if not DataDir(data_dir).has_registry:
         raise Names([], {}).unknown(name)
@@ -98,8 +98,8 @@ def deploy(
     base: str | None = None,
 ) -> Iterator[DeployProgress | ModelView]:
     """Yield progress, and last the model. Leaving early calls the deployment off."""
-    from hearth.control.deploy import DeployDone, DeployOrder, deploying_here, register
-    from hearth.control.devices import resolve
+    from hearth.control.deploy.deploy import DeployDone, DeployOrder, deploying_here, register
+    from hearth.node.devices import resolve
 
     opened = DataDir.open(data_dir)
     order = DeployOrder(source, name, dtype, quant, resolve(ServiceConfig()).kind, overwrite, base)

@@ -14,7 +14,7 @@ from string import ascii_letters, digits
 from rich.text import Text
 
 from hearth.cli.figures import duration, size
-from hearth.control.views import PartView, ResidentView, WorkerView
+from hearth.control.observe.views import PartView, ResidentView, WorkerView
 
 MAX_BAR, MIN_BAR = 60, 16
 MARGIN = "  "

@@ -25,9 +25,9 @@ from hearth.cli.figures import duration, precise, size
 from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
 from hearth.cli.tab_completion import ModelName
 from hearth.control.datadir import DataDir
-from hearth.control.log_rotation import rotated_path
-from hearth.control.views import PoolView, ProcessView, ResidentAdapterView, ResidentView, UnloadView
-from hearth.errors import DataDirError
+from hearth.control.observe.log_rotation import rotated_path
+from hearth.control.observe.views import PoolView, ProcessView, ResidentAdapterView, ResidentView, UnloadView
+from hearth.core.errors import DataDirError
 
 #: Adapters of a model that have a line each; the others have one together.
 MAX_ADAPTERS = 8

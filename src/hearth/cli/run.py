@@ -28,10 +28,10 @@ from hearth.cli.console import (
 )
 from hearth.cli.endpoint import service_flags
 from hearth.cli.tab_completion import complete_model
-from hearth.types import SamplingParams
+from hearth.core.types import SamplingParams
 
 if TYPE_CHECKING:
-    from hearth.store.record import LoadRecord
+    from hearth.store.transfer.record import LoadRecord
 
 NameOrPlace = Annotated[
     str,

@@ -17,15 +17,15 @@ import uvloop
 
 from hearth.api.connections import MAX_STRANGERS
 from hearth.cli.console import LOG_FORMAT
-from hearth.config import HearthConfig, ServiceConfig
 from hearth.control.datadir import DataDir, ServiceFile
-from hearth.control.devices import Devices, check_host_memory, resolve
 from hearth.control.gateway import Gateway
-from hearth.control.process_log import STDERR, is_open_as
 from hearth.control.service import keys_of, log_unused_memory, running
-from hearth.control.template_process import TemplateProcess
-from hearth.errors import ConfigError
-from hearth.garbage import collect_when_idle
+from hearth.core.config import HearthConfig, ServiceConfig
+from hearth.core.errors import ConfigError
+from hearth.node.devices import Devices, check_host_memory, resolve
+from hearth.node.process_log import STDERR, is_open_as
+from hearth.node.template_process import TemplateProcess
+from hearth.system.garbage import collect_when_idle
 
 #: As many files may be open as the system lets this user open, but no more than this.
 MAX_OPEN_FILES = 1 << 16

@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_table
 from hearth.cli.figures import precise, size
 from hearth.cli.snapshot import cost_profile
-from hearth.config import parse_bytes
-from hearth.errors import ConfigError
+from hearth.core.config import parse_bytes
+from hearth.core.errors import ConfigError
+from hearth.core.types import Pace
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.profile import Profile
 from hearth.sim.report import Percentiles, SimulationReport
@@ -24,7 +25,6 @@ from hearth.sim.run import simulate as run_simulation
 from hearth.sim.setting import OnTime, Policy, SimulationSetting, parse_models
 from hearth.sim.trace_files import is_counted, read_lengths, read_trace
 from hearth.sim.traces import Trace
-from hearth.types import Pace
 
 #: Of requests whose lengths nobody tells.
 DEFAULT_LENGTHS = Lengths.fixed(512, 128)

@@ -28,13 +28,13 @@ from hearth.cli.figures import duration, size
 from hearth.cli.progress import step_bar
 from hearth.cli.tab_completion import ModelName, complete_model
 from hearth.control.datadir import DataDir
-from hearth.control.views import SnapshotView
-from hearth.errors import ConfigError, DataDirError, SnapshotError
+from hearth.control.observe.views import SnapshotView
+from hearth.core.errors import ConfigError, DataDirError, SnapshotError
+from hearth.core.types import SnapshotPhase
 from hearth.snapshot.cost_profile import MeasuredProfile, cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory, SnapshotEntry
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
 from hearth.snapshot.memory_profile import MemoryProfile
-from hearth.types import SnapshotPhase
 
 
 class MakingGroup(TyperGroup):

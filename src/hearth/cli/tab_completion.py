@@ -15,9 +15,9 @@ from hearth.cli.client import Client
 from hearth.cli.console import DEFAULT_DATA_DIR
 from hearth.cli.local_models import views
 from hearth.control.datadir import DataDir
-from hearth.control.keys import KeyInfo, list_keys
-from hearth.control.views import ModelView
-from hearth.errors import ConfigError, HearthError
+from hearth.control.keys.keys import KeyInfo, list_keys
+from hearth.control.observe.views import ModelView
+from hearth.core.errors import ConfigError, HearthError
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:

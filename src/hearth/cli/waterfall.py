@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hearth.cli.figures import precise, size
-from hearth.control.views import Explanation, RungView, TimelineSpan
+from hearth.control.observe.views import Explanation, RungView, TimelineSpan
 from hearth.policy.fleet.events import Option
 
 MIN_BAR = 24

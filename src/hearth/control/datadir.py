@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from hearth.errors import DataDirError
+from hearth.core.errors import DataDirError
 
 #: Of the layout and of the models in it. A directory of any other version is refused.
 VERSION = 2

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from contextlib import suppress
 
-from hearth.errors import HearthError
+from hearth.core.errors import HearthError
 from hearth.store.keeper_client import KeeperClient
 
 #: Requests are told at once, but no more often than this: a demand is estimated over minutes.

@@ -18,22 +18,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from hearth import errors, messages
-from hearth.control.active_request import ActiveRequest, ActiveRequests
-from hearth.control.crash import end_process
-from hearth.control.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
 from hearth.control.journal import Journal
-from hearth.control.observer import Observer
-from hearth.control.pool_reports import PoolReports
+from hearth.control.observe.observer import Observer
+from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.requests.active_request import ActiveRequest, ActiveRequests
+from hearth.control.requests.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
 from hearth.control.snapshots import Snapshots
-from hearth.control.worker_link import WorkerLink
-from hearth.errors import HearthError
+from hearth.core import errors, messages
+from hearth.core.errors import HearthError
+from hearth.core.types import AdapterId, FinishReason, ModelId, RequestId, WorkerId
+from hearth.node.worker_link import WorkerLink
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, Event, RejectReason
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.routing import explain_wait
-from hearth.types import AdapterId, FinishReason, ModelId, RequestId, WorkerId
+from hearth.system.crash import end_process
 
 #: The error that a rejected request ends with.
 _ERRORS: dict[RejectReason, type[HearthError]] = {

@@ -14,39 +14,22 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from hearth.config import ServiceConfig
-from hearth.control.active_request import ActiveRequest
-from hearth.control.caller import Caller, GroupId
-from hearth.control.catalog import Catalog, CatalogEntry
-from hearth.control.correlation import UNNAMED, Correlation
 from hearth.control.demand_reports import DemandReports
-from hearth.control.deploy import DeployOrder, DeployProgress
-from hearth.control.deployments import Deployments
+from hearth.control.deploy.catalog import Catalog, CatalogEntry
+from hearth.control.deploy.deploy import DeployOrder, DeployProgress
+from hearth.control.deploy.deployments import Deployments
+from hearth.control.deploy.upstream_looks import KEPT_S
 from hearth.control.driver import Driver
-from hearth.control.exchange_record import ExchangeRecord, current_exchange
-from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest
-from hearth.control.host_reports import HostReports
-from hearth.control.key_admission import KeyAdmission, KeyAdmissions
-from hearth.control.keys import ApiKeys
-from hearth.control.metrics import Metrics
-from hearth.control.observer import Observer
-from hearth.control.pool_reports import PoolReports
-from hearth.control.pool_views import resident_views
-from hearth.control.prepared_request import PreparedRequest
-from hearth.control.request_checks import (
-    check_prompt,
-    check_reading,
-    check_tokens,
-    check_vocabulary,
-    max_chars,
-)
-from hearth.control.request_pace import pace_of
-from hearth.control.snapshots import Snapshots
-from hearth.control.supervisor import Supervisor
-from hearth.control.timeline import Timeline
-from hearth.control.tokenization import PromptEncoder
-from hearth.control.upstream_looks import KEPT_S
-from hearth.control.views import (
+from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
+from hearth.control.keys.keys import ApiKeys
+from hearth.control.observe.exchange_record import ExchangeRecord, current_exchange
+from hearth.control.observe.host_reports import HostReports
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.observer import Observer
+from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.observe.pool_views import resident_views
+from hearth.control.observe.timeline import Timeline
+from hearth.control.observe.views import (
     Explanation,
     Health,
     ModelView,
@@ -56,20 +39,37 @@ from hearth.control.views import (
     UnloadView,
     WorkerView,
 )
-from hearth.errors import (
+from hearth.control.requests.active_request import ActiveRequest
+from hearth.control.requests.caller import Caller, GroupId
+from hearth.control.requests.correlation import UNNAMED, Correlation
+from hearth.control.requests.generation import AnswerStream, ChatPrompt, GenerationRequest
+from hearth.control.requests.prepared_request import PreparedRequest
+from hearth.control.requests.request_checks import (
+    check_prompt,
+    check_reading,
+    check_tokens,
+    check_vocabulary,
+    max_chars,
+)
+from hearth.control.requests.request_pace import pace_of
+from hearth.control.requests.tokenization import PromptEncoder
+from hearth.control.snapshots import Snapshots
+from hearth.core.config import ServiceConfig
+from hearth.core.errors import (
     ConfigError,
     HearthError,
     RequestError,
     ServiceError,
     ShuttingDown,
 )
-from hearth.garbage import LATE_COLLECTIONS
-from hearth.messages import Sampling, SnapshotProgress
+from hearth.core.messages import Sampling, SnapshotProgress
+from hearth.core.types import ModelId, RateStatus, RequestId, Rung, SamplingParams, SnapshotPhase
+from hearth.core.version import hearth_version
+from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet import events
+from hearth.system.garbage import LATE_COLLECTIONS
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, RateStatus, RequestId, Rung, SamplingParams, SnapshotPhase
-from hearth.version import hearth_version
 
 #: Time for workers to report their memory when somebody looks; else their last report is shown.
 LOOK_S = 0.5

@@ -1,12 +1,12 @@
-"""Has the gateway look for garbage when no request has run for a while. How that is put off: `garbage.py`."""
+"""Collect garbage in the gateway when no request has run for a while, see `system/garbage.py`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from hearth import garbage
-from hearth.control.exchange_record import ExchangeRecord
+from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.system import garbage
 
 
 class IdleCollection:

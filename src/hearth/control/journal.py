@@ -27,7 +27,7 @@ from typing import BinaryIO, Self, get_args
 
 import msgspec
 
-from hearth.errors import DataDirError
+from hearth.core.errors import DataDirError
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, BrainConfig, Event, ModelDeployed, RequestArrived
 from hearth.policy.fleet.fleet import Fleet

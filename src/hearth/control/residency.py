@@ -7,13 +7,13 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from hearth.control.catalog import Catalog
+from hearth.control.deploy.catalog import Catalog
 from hearth.control.driver import Driver
-from hearth.errors import HearthError
+from hearth.core.errors import HearthError
+from hearth.core.types import ModelId
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 from hearth.store.keeper_client import KeeperClient
-from hearth.types import ModelId
 
 log = logging.getLogger(__name__)
 

@@ -12,45 +12,45 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
-from hearth.control.access_log import LINE_FORMATS, AccessLog
-from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
-from hearth.control.deploy import clear_snapshots, collect, collect_snapshots
-from hearth.control.deployments import Deployments
-from hearth.control.devices import Devices
+from hearth.control.deploy.catalog import Catalog
+from hearth.control.deploy.deploy import clear_snapshots, collect, collect_snapshots
+from hearth.control.deploy.deployments import Deployments
+from hearth.control.deploy.registry import LOOP_WAIT_S, Registry
 from hearth.control.driver import Driver
-from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
-from hearth.control.host_reports import HostReports
 from hearth.control.idle_collection import IdleCollection
 from hearth.control.journal import Journal
-from hearth.control.key_admission import KeyAdmissions
-from hearth.control.key_usage import KeyUsage
-from hearth.control.keys import ApiKeys, is_loopback
-from hearth.control.log_rotation import LogRotation
-from hearth.control.metrics import Metrics
-from hearth.control.observer import Observer
-from hearth.control.pool_reports import PoolReports
-from hearth.control.process_log import ProcessLog, logs_to_stderr
-from hearth.control.registry import LOOP_WAIT_S, Registry
+from hearth.control.keys.key_admission import KeyAdmissions
+from hearth.control.keys.key_usage import KeyUsage
+from hearth.control.keys.keys import ApiKeys, is_loopback
+from hearth.control.observe.access_log import LINE_FORMATS, AccessLog
+from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.control.observe.host_reports import HostReports
+from hearth.control.observe.log_rotation import LogRotation
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.observer import Observer
+from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.observe.tracing import Tracing, tracing_of
+from hearth.control.requests.fact_decoder import FactDecoder
+from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.residency import ResidencyReporter
 from hearth.control.snapshots import Snapshots
-from hearth.control.supervisor import Supervisor, Vigilance, seat_index
-from hearth.control.template_process import TemplateProcess
-from hearth.control.tokenization import PromptEncoder
-from hearth.control.tracing import Tracing, tracing_of
-from hearth.control.worker_link import WorkerLink
-from hearth.control.worker_template import WorkerTemplate
-from hearth.errors import ConfigError, SnapshotError
-from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
+from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
+from hearth.core.errors import ConfigError, SnapshotError
+from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
+from hearth.core.types import Pace, WorkerId
+from hearth.node.devices import Devices
+from hearth.node.process_log import ProcessLog, logs_to_stderr
+from hearth.node.supervisor import Supervisor, Vigilance, seat_index
+from hearth.node.template_process import TemplateProcess
+from hearth.node.worker_link import WorkerLink
+from hearth.node.worker_template import WorkerTemplate
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.keeper_client import KeeperClient
-from hearth.types import Pace, WorkerId
 
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100

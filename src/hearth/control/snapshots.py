@@ -13,11 +13,11 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field
 
-from hearth.control.metrics import Metrics
-from hearth.control.worker_link import WorkerLink
-from hearth.errors import SnapshotError
-from hearth.messages import MakeSnapshot, SnapshotLooked, SnapshotMade, SnapshotProgress
-from hearth.types import ModelId, SnapshotOutcome, WorkerId
+from hearth.control.observe.metrics import Metrics
+from hearth.core.errors import SnapshotError
+from hearth.core.messages import MakeSnapshot, SnapshotLooked, SnapshotMade, SnapshotProgress
+from hearth.core.types import ModelId, SnapshotOutcome, WorkerId
+from hearth.node.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.engine.adapter_table import AdapterTable, BoundAdapter
-from hearth.engine.step_shape import StepShape
-from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows, cut_adapter_shares
-from hearth.kernels.host_read import read_host
-from hearth.kernels.jit import runs_triton
-from hearth.policy.batch.plan import StepPlan
-from hearth.sizes import (
+from hearth.core.sizes import (
     ADAPTER_PROJECTIONS,
     ADAPTER_PROMPT_TILE_ROWS,
     ADAPTER_SHARE_FIELDS,
@@ -27,7 +21,13 @@ from hearth.sizes import (
     PackedAdapters,
     adapter_shares,
 )
-from hearth.types import AdapterId
+from hearth.core.types import AdapterId
+from hearth.engine.adapter_table import AdapterTable, BoundAdapter
+from hearth.engine.step_shape import StepShape
+from hearth.kernels.adapter_rows import AdapterGroup, AdapterRows, cut_adapter_shares
+from hearth.kernels.host_read import read_host
+from hearth.kernels.jit import runs_triton
+from hearth.policy.batch.plan import StepPlan
 
 
 class AdapterInputs:

@@ -12,20 +12,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.engine.upload import Uploads
-from hearth.kernels.adapter_rows import SliceFactor, TargetFactors
-from hearth.kernels.jit import runs_triton
-from hearth.models.adapter import AdapterLayout, FactorPlaces, RelativeTable, target_index
-from hearth.models.buffers import name_of
-from hearth.models.dtypes import DTYPES
-from hearth.sizes import (
+from hearth.core.sizes import (
     ADAPTER_PROJECTIONS,
     MAX_ADAPTER_SLICES,
     TARGET_FIELDS,
     Dimensions,
     adapter_table_buffer,
 )
-from hearth.types import AdapterId
+from hearth.core.types import AdapterId
+from hearth.engine.upload import Uploads
+from hearth.kernels.adapter_rows import SliceFactor, TargetFactors
+from hearth.kernels.jit import runs_triton
+from hearth.models.adapter import AdapterLayout, FactorPlaces, RelativeTable, target_index
+from hearth.models.buffers import name_of
+from hearth.models.dtypes import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.errors import DeviceError
+from hearth.core.sizes import Buffer, StepLimits, StepSize, block_buffer, run_bytes, table_buffers
 from hearth.engine.engine import Engine
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_capture import GraphCapture
@@ -22,8 +24,6 @@ from hearth.engine.sampler import Sampler
 from hearth.engine.step_marks import StepMarks
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
-from hearth.errors import DeviceError
-from hearth.host_memory import machine_bytes
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.paged import Heads
@@ -38,7 +38,7 @@ from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.batch.step_limits import step_limits
-from hearth.sizes import Buffer, StepLimits, StepSize, block_buffer, run_bytes, table_buffers
+from hearth.system.host_memory import machine_bytes
 
 #: The KV of a CPU engine takes at most this share of the machine's memory; what is not written costs nothing.
 _CPU_SHARE = 0.25

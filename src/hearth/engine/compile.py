@@ -55,7 +55,7 @@ def _software() -> str:
         path for room in ("kernels", "models", "engine") for path in (package / room).glob("*.py")
     ):
         digest.update(path.read_bytes())
-    digest.update((package / "sizes.py").read_bytes())
+    digest.update((package / "core" / "sizes.py").read_bytes())
     return digest.hexdigest()
 
 

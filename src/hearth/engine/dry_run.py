@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.sizes import StepLimits, StepSize
 from hearth.engine.assemble import Memory, ModelSpec, assemble_runner, block_bytes, tables_bytes
 from hearth.engine.runner import Runner
 from hearth.models.arch import Arch
@@ -21,7 +22,6 @@ from hearth.models.layout import layout_of
 from hearth.models.weights import bind, contiguous_places
 from hearth.models.workspace import Workspace
 from hearth.policy.batch.blocks import SINK_BLOCK
-from hearth.sizes import StepLimits, StepSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from hearth.engine.guide import Guides
-from hearth.engine.logit_bias import is_biased
-from hearth.engine.penalties import is_penalised
-from hearth.engine.pending_step import PendingStep, StepResult
-from hearth.engine.reading_pieces import ReadingPieces
-from hearth.engine.runner import Runner
-from hearth.engine.step_marks import NoMarks, StepMarks
-from hearth.engine.step_samples import StepSamples
-from hearth.engine.step_timer import StepTimer
-from hearth.errors import BadPrompt, BadSampling
-from hearth.models.adapter import AdapterLayout
-from hearth.policy.batch.batch_limits import RequestLimits
-from hearth.policy.batch.batcher import Batcher
-from hearth.policy.batch.elastic import Elastic, KvUse
-from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
-from hearth.policy.batch.prompt_allowance import PromptAllowance
-from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
-from hearth.types import (
+from hearth.core.errors import BadPrompt, BadSampling
+from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
+from hearth.core.types import (
     AdapterId,
     FinishReason,
     GuideSpec,
@@ -38,6 +23,21 @@ from hearth.types import (
     SamplingTable,
     TokenLogprobs,
 )
+from hearth.engine.guide import Guides
+from hearth.engine.logit_bias import is_biased
+from hearth.engine.penalties import is_penalised
+from hearth.engine.pending_step import PendingStep, StepResult
+from hearth.engine.reading_pieces import ReadingPieces
+from hearth.engine.runner import Runner
+from hearth.engine.step_marks import NoMarks, StepMarks
+from hearth.engine.step_samples import StepSamples
+from hearth.engine.step_timer import StepTimer
+from hearth.models.adapter import AdapterLayout
+from hearth.policy.batch.batch_limits import RequestLimits
+from hearth.policy.batch.batcher import Batcher
+from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
+from hearth.policy.batch.prompt_allowance import PromptAllowance
 
 _TABLE_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}
 
@@ -273,7 +273,7 @@ class Engine:
 
         `layers` (uint8) are the pieces of `layout.layers`, in the dtype that the model is computed in. The
         first adapter takes a little more memory of the device, and graphs of steps that have some come with
-        such steps (`hearth/sizes.py`).
+        such steps (`hearth/core/sizes.py`).
         """
         self.runner.add_adapter(adapter, layout, layers)
         self._users_by_adapter[adapter] = set()

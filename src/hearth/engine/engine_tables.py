@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from hearth.core.sizes import StepLimits, table_buffers
 from hearth.models.arch import Arch
 from hearth.models.buffers import views
 from hearth.models.rope import write_cos_sin
-from hearth.sizes import StepLimits, table_buffers
 
 
 class EngineTables:

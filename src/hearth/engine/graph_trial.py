@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hearth.core.errors import DeviceError
 from hearth.engine.graphs import StepGraph, Work
 from hearth.engine.sampler import Sampler
-from hearth.errors import DeviceError
 from hearth.kernels.paged import PagedRows
 
 #: Rows that are compared, spread over the step: those of all would take as much memory as a step's KV.

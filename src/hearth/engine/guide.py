@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hearth.errors import BadGuide, GuideStuck
+from hearth.core.errors import BadGuide, GuideStuck
+from hearth.core.types import FinishReason, GuideSpec
 from hearth.text.grammar import grammar_of, parser_limits, refusal
-from hearth.types import FinishReason, GuideSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hearth.core.sizes import TILE_FIELDS, PackedInputs
 from hearth.engine.adapter_inputs import AdapterInputs
 from hearth.engine.sampler import SampleRows
 from hearth.engine.step_shape import StepShape
@@ -24,7 +25,6 @@ from hearth.kernels.step_read import read_step
 from hearth.kernels.step_tokens import gather_tokens
 from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrites
-from hearth.sizes import TILE_FIELDS, PackedInputs
 
 _MAX_VIEWS = 1024  #: more than there are padded sizes of steps
 

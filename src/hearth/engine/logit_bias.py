@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from hearth.core.sizes import bias_buffers, sampled_pieces
+from hearth.core.types import SamplingParams
 from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeroed
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import bias_buffers, sampled_pieces
-from hearth.types import SamplingParams
 
 
 def is_biased(sampling: SamplingParams) -> bool:

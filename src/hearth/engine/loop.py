@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from hearth.core.errors import EngineFailed, HearthError, LoadCancelled
+from hearth.core.types import RequestId
 from hearth.engine.engine import Engine, StepOutputs
-from hearth.errors import EngineFailed, HearthError, LoadCancelled
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
-from hearth.types import RequestId
 
 #: An engine with nothing to do finishes its books so much later than its readers are told.
 _READERS_S = 0.001

@@ -13,9 +13,9 @@ from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 
+from hearth.core.sizes import table_rows
+from hearth.core.types import RequestId
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import table_rows
-from hearth.types import RequestId
 
 
 class Table(Protocol):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from hearth.core.sizes import penalty_buffers, sampled_pieces
+from hearth.core.types import SamplingParams
 from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeroed
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import penalty_buffers, sampled_pieces
-from hearth.types import SamplingParams
 
 
 def is_penalised(sampling: SamplingParams) -> bool:

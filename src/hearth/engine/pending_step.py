@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from hearth.core.types import TokenLogprob, TokenLogprobs
 from hearth.engine.prompt_reader import RowRead, StepReads
 from hearth.engine.sampler import Samples
-from hearth.types import TokenLogprob, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hearth.core.sizes import padded_size, sampled_pieces
+from hearth.core.types import MAX_LOGPROBS, Pooling
 from hearth.engine.upload import Uploads
 from hearth.models.decoder import Decoder
 from hearth.policy.batch.plan import RowReading, StepPlan
-from hearth.sizes import padded_size, sampled_pieces
-from hearth.types import MAX_LOGPROBS, Pooling
 
 Floats = npt.NDArray[np.float32]
 

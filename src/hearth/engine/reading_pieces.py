@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hearth.core.types import PromptLogprobs, PromptReading, RequestId
 from hearth.engine.prompt_reader import RowRead
 from hearth.policy.batch.plan import StepPlan
-from hearth.types import PromptLogprobs, PromptReading, RequestId
 
 
 class ReadingPieces:

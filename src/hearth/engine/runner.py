@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from hearth.core.types import AdapterId, RequestId, SamplingTable
 from hearth.engine.adapter_table import AdapterTable
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_trial import MAX_TRIED_ROWS, GraphTrial
@@ -24,7 +25,6 @@ from hearth.models.weights import WeightGate, Weights
 from hearth.models.workspace import Workspace
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
-from hearth.types import AdapterId, RequestId, SamplingTable
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.

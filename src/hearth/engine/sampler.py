@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces
+from hearth.core.types import MAX_LOGPROBS, RequestId, SamplingParams, SamplingTable
 from hearth.engine.logit_bias import LogitBias, is_biased
 from hearth.engine.optional_table import OptionalTable
 from hearth.engine.penalties import Penalties, is_penalised
@@ -30,8 +32,6 @@ from hearth.kernels.best_token import best_tokens
 from hearth.kernels.draw import draw_tokens
 from hearth.kernels.noise import signed64
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces
-from hearth.types import MAX_LOGPROBS, RequestId, SamplingParams, SamplingTable
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from hearth.types import RequestId
+from hearth.core.types import RequestId
 
 
 class StepMarks(Protocol):

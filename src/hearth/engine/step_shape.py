@@ -1,6 +1,6 @@
 """The shape of a step: what must agree for two steps to be served by one CUDA graph. Runs nothing.
 
-Steps are padded to the next of the sizes in `hearth/sizes.py`, wherever kernels can tell padding from rows
+Steps are padded to the next of the sizes in `core/sizes.py`, wherever kernels can tell padding from rows
 that are there; elsewhere a step has just the rows of its plan.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
+from hearth.core.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size, sample_sizes
 from hearth.policy.batch.plan import StepPlan
-from hearth.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size, sample_sizes
 
 
 class StepPart(Enum):

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from hearth.core.sizes import ADAPTER_SPLITS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
 from hearth.kernels.jit import next_power_of_2
-from hearth.sizes import ADAPTER_SPLITS, ADAPTER_TILE_ROWS, MAX_SHRUNK_RANK
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.kernels.jit import HAS_TRITON, tl, triton
-from hearth.sizes import (
+from hearth.core.sizes import (
     ADAPTER_PROJECTIONS,
     ADAPTER_SHARE_FIELDS,
     ADAPTER_SHARES,
@@ -29,6 +28,7 @@ from hearth.sizes import (
     TARGET_FIELDS,
     adapter_shares,
 )
+from hearth.kernels.jit import HAS_TRITON, tl, triton
 
 
 def _for_kernels(value: int) -> int:

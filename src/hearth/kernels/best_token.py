@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from hearth.core.sizes import LOGIT_CHUNK
 from hearth.kernels.jit import launch, next_power_of_2, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import LOGIT_CHUNK
 
 _BLOCK = 2048
 

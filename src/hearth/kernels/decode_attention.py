@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from hearth.core.sizes import PROGRAMS_PER_PROCESSOR, num_subgroups
 from hearth.kernels.jit import (
     capability,
     cdiv,
@@ -30,7 +31,6 @@ from hearth.kernels.jit import (
 )
 from hearth.kernels.overlap import wait_for_inputs
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.sizes import PROGRAMS_PER_PROCESSOR, num_subgroups
 
 _LOG2E = 1.4426950408889634
 

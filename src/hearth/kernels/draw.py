@@ -17,11 +17,11 @@ import math
 
 import torch
 
+from hearth.core.sizes import LOGIT_CHUNK, sampled_pieces
 from hearth.kernels.best_token import highest
 from hearth.kernels.jit import cdiv, launch, next_power_of_2, runs_triton, tl, triton
 from hearth.kernels.noise import gumbel, noise_keys
 from hearth.kernels.top_k_top_p import rank_cutoff
-from hearth.sizes import LOGIT_CHUNK, sampled_pieces
 
 _BLOCK = 2048
 

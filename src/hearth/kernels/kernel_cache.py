@@ -4,7 +4,7 @@
     lists/KEY.json      the variants of one model under one configuration, once all of them are compiled
     lists/KEY.lock      held by whoever compiles them
     compiler.json       the hash of Triton by which entries are named, and the state of its files then
-    NAME-KEY.so         a C file of Hearth, compiled (`native_code.py`)
+    NAME-KEY.so         a C file of Hearth, compiled (`system/native_code.py`)
 
 Entries are code that this process will run, so nobody else may write here.
 """
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON, triton
 from hearth.kernels.variants import Variant

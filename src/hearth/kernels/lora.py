@@ -20,13 +20,13 @@ from functools import partial
 
 import torch
 
+from hearth.core.sizes import ADAPTER_TILE_ROWS
 from hearth.kernels.adapter_blocks import AdapterBlocks, adapter_blocks
 from hearth.kernels.adapter_rows import AdapterRows
 from hearth.kernels.branch import run_beside
 from hearth.kernels.jit import runs_triton
 from hearth.kernels.lora_expand import expand_triton
 from hearth.kernels.lora_shrink import shrink_triton
-from hearth.sizes import ADAPTER_TILE_ROWS
 
 
 def project_with_adapters(

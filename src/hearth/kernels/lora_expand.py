@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hearth.core.sizes import ADAPTER_PROJECTIONS
 from hearth.kernels.adapter_blocks import AdapterBlocks
 from hearth.kernels.adapter_rows import (
     FACTOR_ALIGNMENT,
@@ -19,7 +20,6 @@ from hearth.kernels.adapter_rows import (
 )
 from hearth.kernels.jit import launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import ADAPTER_PROJECTIONS
 
 
 def expand_triton(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from hearth.core.sizes import ADAPTER_PROJECTIONS
 from hearth.kernels.adapter_blocks import AdapterBlocks
 from hearth.kernels.adapter_rows import FIELDS, MAX_RANKS, TOTAL_RANK, AdapterRows, load_share
 from hearth.kernels.jit import cdiv, launch, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
-from hearth.sizes import ADAPTER_PROJECTIONS
 
 
 def shrink_triton(

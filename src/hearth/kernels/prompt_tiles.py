@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hearth.core.sizes import TILE_FIELDS
 from hearth.kernels.paged import Heads
-from hearth.sizes import TILE_FIELDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hearth.sizes import sampled_pieces
+from hearth.core.sizes import sampled_pieces
 
 #: How many logits to rank at first where a look at the result costs nothing. A nucleus seldom holds more.
 _FIRST_WIDTHS = (1024, 8192)

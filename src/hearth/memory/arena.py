@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
+from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.memory.arena_books import ArenaBooks
 from hearth.memory.arena_tenant import BATCH_BLOCKS, ArenaTenant, need_of, places_of, space_of
 from hearth.memory.contiguous import ContiguousMemory
@@ -27,7 +28,6 @@ from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
 from hearth.models.weights import TensorPlace
 from hearth.policy.memory.eviction import TAKEABLE, Tail, plan_takes
 from hearth.policy.memory.packing import Item, pack
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 #: For KV, unless there is no other way: some hundredths of a second on a CPU.
 MAX_MOVED_BYTES = 256 << 20

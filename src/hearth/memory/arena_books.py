@@ -9,6 +9,7 @@ from itertools import count
 
 import torch
 
+from hearth.core.types import AdapterId, ModelId
 from hearth.memory.arena_tenant import ArenaTenant
 from hearth.memory.contiguous import ContiguousMemory
 from hearth.memory.piece_book import PiecePlan, piece_bytes
@@ -16,7 +17,6 @@ from hearth.memory.pool import PieceRun, Shape, piece_runs
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.packing import Move
-from hearth.types import AdapterId, ModelId
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hearth.core.types import ModelId, SamplingTable
 from hearth.memory.placement import PlacementNeed, extent_span
 from hearth.memory.pool import Gap, Holding, Shape, Space
 from hearth.memory.regions import COMMON, Owner, RegionList, Use, aligned, blocks_within
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace
 from hearth.policy.memory.packing import Item
-from hearth.types import ModelId, SamplingTable
 
 #: KV grows by about as many, so that it seldom has to, and extents end at multiples of it: what is lent comes
 #: back by extents, and the smaller they are, the fewer requests are in the way.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
 from hearth.models.layout import ALIGNMENT_BYTES
 
 #: Bytes of a move that overlaps itself are read this many at a time before they are written.

@@ -13,16 +13,16 @@ from contextlib import closing
 
 import torch
 
-from hearth.cuda_batches import HandleRun, batches_of
-from hearth.cuda_driver import (
+from hearth.core.errors import DeviceError, OutOfDeviceMemory
+from hearth.memory.pages import Mark, PageRun, remap_each
+from hearth.policy.memory.space_slots import NUM_SLOTS
+from hearth.system.cuda.batches import HandleRun, batches_of
+from hearth.system.cuda.driver import (
     DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
     DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
     DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
     CudaDriver,
 )
-from hearth.errors import DeviceError, OutOfDeviceMemory
-from hearth.memory.pages import Mark, PageRun, remap_each
-from hearth.policy.memory.space_slots import NUM_SLOTS
 
 #: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.
 PAGE_BYTES = 16 << 20

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
+from hearth.core.types import ModelId, SamplingTable
 from hearth.memory.pages import Pages
 from hearth.memory.pool import Gap, Shape, Space
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.kv_range import KvRange
-from hearth.types import ModelId, SamplingTable
 
 
 @dataclass(slots=True)

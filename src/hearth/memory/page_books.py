@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.memory.mapped_tenant import MappedTenant, num_pages
 from hearth.memory.page_table import PageTable
 from hearth.memory.pages import Mark, Pages
@@ -20,7 +21,6 @@ from hearth.memory.pool import EvictionTerms, Holding, PoolUsage, Shape
 from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import Spaces
 from hearth.policy.memory.eviction import TAKEABLE, Tail
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)

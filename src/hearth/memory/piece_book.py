@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
 
+from hearth.core.types import AdapterId
 from hearth.models.adapter import FACTOR_ALIGNMENT_BYTES
 from hearth.models.layout import ByteRange
-from hearth.types import AdapterId
 
 #: Shapes of adapters whose sizes are kept rounded.
 MAX_SHAPES = 1024

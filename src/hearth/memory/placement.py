@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Se
 from dataclasses import dataclass, field
 from math import gcd
 
+from hearth.core.types import ModelId
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use, aligned, blocks_within, bytes_around
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.memory.packing import Item, Move, Packing, Region
-from hearth.types import ModelId
 
 Packer = Callable[[Sequence[Region], Sequence[Item]], Packing | None]
 

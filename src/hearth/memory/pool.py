@@ -22,11 +22,11 @@ from typing import Protocol
 
 import torch
 
+from hearth.core.types import AdapterId, ChunkId, Digest, Hold, ModelId, SamplingTable
 from hearth.memory.pages import Mark
 from hearth.memory.piece_book import PiecePlan
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace
-from hearth.types import AdapterId, ChunkId, Digest, Hold, ModelId, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)

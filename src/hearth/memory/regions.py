@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
+from hearth.core.types import ModelId
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
-from hearth.types import ModelId
 
 
 class Use(StrEnum):

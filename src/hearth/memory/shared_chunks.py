@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from hearth.core.types import ChunkId
 from hearth.memory.pool import Shape
-from hearth.types import ChunkId
 
 
 class SharedChunks:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 
+from hearth.core.types import Digest, ModelId
 from hearth.memory.pages import Pages
 from hearth.policy.memory.space_slots import preferred_slot
-from hearth.types import Digest, ModelId
 
 log = logging.getLogger(__name__)
 

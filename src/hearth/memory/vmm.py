@@ -17,7 +17,8 @@ from queue import SimpleQueue
 
 import torch
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
+from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.memory.mapped_tenant import MappedTenant, check_fits, num_pages, runs_of
 from hearth.memory.page_books import PageBooks, check_books, tails_of, usage_of
 from hearth.memory.page_table import PageTable, Wipe
@@ -27,7 +28,6 @@ from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace, contiguous_places
 from hearth.policy.memory.eviction import TAKEABLE, plan_takes
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 log = logging.getLogger(__name__)
 

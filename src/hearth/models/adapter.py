@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hearth.core.sizes import FACTOR_ROW_ALIGNMENT, MAX_ADAPTER_SLICES, Dimensions, target_fields
 from hearth.models.layout import STORED_ITEM_BYTES, ByteRange
-from hearth.sizes import FACTOR_ROW_ALIGNMENT, MAX_ADAPTER_SLICES, Dimensions, target_fields
 
 #: Factors begin at multiples of it, as kernels want them.
 FACTOR_ALIGNMENT_BYTES = 256

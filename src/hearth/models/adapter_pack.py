@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from hearth.errors import BadCheckpoint
+from hearth.core.errors import BadCheckpoint
 from hearth.models.adapter import (
     MAX_RANK,
     AdapterLayout,

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hearth.sizes import Dimensions
+from hearth.core.sizes import Dimensions
 
 #: Far more than any model has; checked before anything is done for each of them.
 MAX_LAYERS = 10_000

@@ -1,4 +1,4 @@
-"""Tensors for the buffers that `hearth/sizes.py` describes. Decides no size."""
+"""Tensors for the buffers that `hearth/core/sizes.py` describes. Decides no size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from hearth.sizes import Buffer, padded_bytes
+from hearth.core.sizes import Buffer, padded_bytes
 
 _DTYPES = {
     "bool": torch.bool,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hearth.errors import BadCheckpoint, UnsupportedModel
-from hearth.model_files import brief
+from hearth.core.errors import BadCheckpoint, UnsupportedModel
+from hearth.core.model_files import brief
 
 #: The largest integer that a field may have: the sizes of models are far smaller.
 MAX_INTEGER = 2**31 - 1

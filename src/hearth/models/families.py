@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hearth.errors import BadCheckpoint, UnsupportedModel
-from hearth.model_files import brief, read_object
+from hearth.core.errors import BadCheckpoint, UnsupportedModel
+from hearth.core.model_files import brief, read_object
 from hearth.models import readers
 from hearth.models.arch import Arch
 from hearth.models.config_fields import Fields

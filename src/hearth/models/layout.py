@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hearth.errors import DeviceError
+from hearth.core.errors import DeviceError
 from hearth.models.arch import Arch
 
 ALIGNMENT_BYTES = 4096

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from hearth.errors import BadCheckpoint
+from hearth.core.errors import BadCheckpoint
 from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.layout import QUANTS, Layout, Shape, TensorSpec

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.errors import BadCheckpoint
+from hearth.core.errors import BadCheckpoint
 from hearth.models.dtypes import STORED_DTYPES
 from hearth.models.layout import QUANTS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hearth.errors import BadCheckpoint
+from hearth.core.errors import BadCheckpoint
 from hearth.models.arch import MAX_LAYERS, Activation, Arch, Norm, Residual
 from hearth.models.config_fields import Fields
 from hearth.models.rope import read_partial_rope, read_rope

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hearth.errors import BadCheckpoint
+from hearth.core.errors import BadCheckpoint
 from hearth.models.arch import Arch
 from hearth.models.layout import Layout, Shape, TensorSpec
 

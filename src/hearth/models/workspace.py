@@ -1,6 +1,6 @@
 """Static buffers for everything a forward pass computes, cut from one run of bytes that someone else owns.
 
-`hearth/sizes.py` says which buffers there are, sized once for the largest step, so captured graphs see
+`hearth/core/sizes.py` says which buffers there are, sized once for the largest step, so captured graphs see
 stable addresses; models that step one after the other may share one such run. Only the counters of split
 attention mean anything between steps, so they lie elsewhere.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from hearth.core.sizes import PROGRAMS_PER_PROCESSOR, StepSize, workspace_buffers, workspace_bytes
 from hearth.kernels.decode_attention import SplitScratch
 from hearth.kernels.quantized import ProductScratch
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of, views
-from hearth.sizes import PROGRAMS_PER_PROCESSOR, StepSize, workspace_buffers, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hearth.types import ModelId, RequestId
+from hearth.core.types import ModelId, RequestId
 
 
 @dataclass(slots=True)

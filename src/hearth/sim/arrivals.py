@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from hearth.errors import ConfigError
+from hearth.core.errors import ConfigError
 from hearth.sim.traces import Trace, TracedRequest
 
 

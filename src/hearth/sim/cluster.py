@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.events import (
     Action,
     CancelRun,
@@ -35,7 +36,6 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.sim.worker import SimulatedReplica, SimulatedWorker
-from hearth.types import ModelId, RequestId, WorkerId
 
 #: Decides what follows from an event; `step` over a fleet, perhaps timed or recorded.
 Brain = Callable[[Event], list[Action]]

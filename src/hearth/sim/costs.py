@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
+from hearth.core.types import Rung
 from hearth.policy.fleet.events import RungUse
-from hearth.types import Rung
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from hearth.types import ModelId
+from hearth.core.types import ModelId
 
 #: Units that the weights of a model consist of on a device without pages, unless it has fewer bytes.
 NUM_UNITS = 32

@@ -11,11 +11,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hearth.core.types import ModelId, RequestId
 from hearth.policy.batch.decode_run import DecodeRun
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.sim.profile import LeastSeconds
 from hearth.sim.stepped_engine import SteppedEngine, StepSeconds
-from hearth.types import ModelId, RequestId
 
 
 @dataclass(frozen=True, slots=True)

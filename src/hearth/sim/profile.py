@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace as replace_struct
 
-from hearth.errors import ConfigError
+from hearth.core.errors import ConfigError
+from hearth.core.types import Rung
 from hearth.sim.step_times import StepTimes
 from hearth.snapshot.cost_profile import VERSION, MeasuredProfile, MeasuredShape, MeasuredStep
-from hearth.types import Rung
 
 _KEPT = Path(__file__).parent / "profiles"
 #: Names such as `7B` and `0.5B` are sizes: billions of parameters.

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
+from hearth.core.types import Hold, ModelId
 from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.memory.eviction import TAKEABLE, Tail, effective_hold, plan_takes
 from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
@@ -30,7 +31,6 @@ from hearth.policy.turns.turn_policy import TurnPolicy
 from hearth.sim.device import DeviceMemory
 from hearth.sim.stepped_engine import StepSeconds
 from hearth.sim.stepped_model import SteppedModel
-from hearth.types import Hold, ModelId
 
 _NO_TABLES = TablesView({}, {}, ())
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from hearth.errors import ConfigError
+from hearth.core.errors import ConfigError
+from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -55,7 +56,6 @@ from hearth.sim.stepped_worker import (
     WorkerOrder,
 )
 from hearth.sim.traces import TracedRequest
-from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 
 class _Gate:

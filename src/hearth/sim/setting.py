@@ -7,13 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hearth.errors import ConfigError
-from hearth.policy.batch.step_limits import step_limits
-from hearth.policy.fleet.events import Footprint, ModelProfile
-from hearth.policy.fleet.footprint import PAGE_BYTES
-from hearth.policy.turns.turn_policy import TurnRules
-from hearth.sim.profile import ShapeProfile
-from hearth.sizes import (
+from hearth.core.errors import ConfigError
+from hearth.core.sizes import (
     Dimensions,
     StepLimits,
     StepSize,
@@ -22,7 +17,12 @@ from hearth.sizes import (
     table_buffers,
     workspace_bytes,
 )
-from hearth.types import ModelId, Pace
+from hearth.core.types import ModelId, Pace
+from hearth.policy.batch.step_limits import step_limits
+from hearth.policy.fleet.events import Footprint, ModelProfile
+from hearth.policy.fleet.footprint import PAGE_BYTES
+from hearth.policy.turns.turn_policy import TurnRules
+from hearth.sim.profile import ShapeProfile
 
 #: Limits, workspace and tables of every engine are those of this model, Llama-3.2-3B.
 TYPICAL = Dimensions(

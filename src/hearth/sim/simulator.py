@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
+from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.events import (
     Action,
     DeviceReported,
@@ -27,7 +28,6 @@ from hearth.policy.fleet.events import (
 from hearth.sim.cluster import Brain, SimulatedCluster
 from hearth.sim.costs import CostModel
 from hearth.sim.worker import SimulatedReplica
-from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 #: Tells, when its time has come, what happens; None if it has been overtaken.
 Happening = Callable[[], Event | None]

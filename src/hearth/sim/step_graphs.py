@@ -6,8 +6,8 @@ because somebody waits for its token. It may do so after every load of a model t
 
 from __future__ import annotations
 
+from hearth.core.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size
 from hearth.policy.batch.plan import StepPlan
-from hearth.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size
 
 
 class SteppedGraphs:

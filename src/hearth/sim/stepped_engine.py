@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hearth.core.sizes import StepLimits
+from hearth.core.types import Pace, RequestId, SamplingParams
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook
@@ -15,8 +17,6 @@ from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import NO_LEAST, LeastSeconds, ShapeProfile
 from hearth.sim.step_graphs import SteppedGraphs
-from hearth.sizes import StepLimits
-from hearth.types import Pace, RequestId, SamplingParams
 
 #: What every step samples: nothing depends on it.
 _TOKEN = 0

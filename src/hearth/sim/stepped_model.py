@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from hearth.core.types import Hold, ModelId, Pace, RequestId
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.policy.fleet.events import LoadModel, ModelProfile
 from hearth.sim.profile import ShapeProfile
 from hearth.sim.stepped_engine import SteppedEngine
-from hearth.types import Hold, ModelId, Pace, RequestId
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from hearth.core.sizes import StepLimits, mixed_sizes
+from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.policy.fleet.events import (
@@ -38,8 +40,6 @@ from hearth.sim.profile import NO_LEAST, LeastSeconds, Profile
 from hearth.sim.reclaimer import SimulatedReclaimer
 from hearth.sim.stepped_engine import Flight, SteppedEngine
 from hearth.sim.stepped_model import HostOrder, LoadUnderWay, StartOrder, SteppedModel
-from hearth.sizes import StepLimits, mixed_sizes
-from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 #: Engines of evicted models that are kept for their return, as on a live worker.
 MAX_RETIRED = 16

@@ -25,7 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import TextIO, TypeVar
 
-from hearth.errors import ConfigError
+from hearth.core.errors import ConfigError
 from hearth.sim.arrivals import CountedPeriod, Lengths, Period, RatedPeriod, RequestLength, draw_trace
 from hearth.sim.traces import Trace, TracedRequest
 

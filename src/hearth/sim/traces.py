@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hearth.errors import ConfigError
+from hearth.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from hearth.errors import SnapshotCorrupt
-from hearth.types import Rung
+from hearth.core.errors import SnapshotCorrupt
+from hearth.core.types import Rung
 
 SECTION = "cost"
 #: Of the fields. A file of another version is measured again.

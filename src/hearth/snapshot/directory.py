@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.errors import (
+from hearth.core.errors import (
     SnapshotCorrupt,
     SnapshotError,
     SnapshotFatal,

@@ -33,7 +33,7 @@ from types import TracebackType
 
 from blake3 import blake3
 
-from hearth.errors import (
+from hearth.core.errors import (
     SnapshotCorrupt,
     SnapshotError,
     SnapshotForeign,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 
 import msgspec
 
-from hearth.errors import SnapshotCorrupt
+from hearth.core.errors import SnapshotCorrupt
 
 _DIGEST_BYTES = 16
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hearth.errors import GraphUnreadable
+from hearth.core.errors import GraphUnreadable
 
 #: Sections that hold graphs begin with this; the rest is the graph's name.
 GRAPH_PREFIX = "graph/"

@@ -20,7 +20,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hearth.cuda_graphs import (
+from hearth.core.errors import GraphUnreadable
+from hearth.system.cuda.graphs import (
     ATTRIBUTE_BYTES,
     EDGE_DATA,
     FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -41,7 +42,6 @@ from hearth.cuda_graphs import (
     NODE_ATTRIBUTES,
     CudaGraphs,
 )
-from hearth.errors import GraphUnreadable
 
 Table = npt.NDArray[np.void]
 

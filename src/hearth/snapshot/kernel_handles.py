@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hearth.cuda_graphs import (
+from hearth.core.errors import KernelsMissing
+from hearth.snapshot.graph_nodes import KernelId
+from hearth.system.cuda.graphs import (
     FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
     FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
     GRAPH_NODE_TYPE_KERNEL,
     CudaGraphs,
 )
-from hearth.errors import KernelsMissing
-from hearth.snapshot.graph_nodes import KernelId
 
 
 class KernelHandles:

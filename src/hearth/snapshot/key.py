@@ -9,7 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from hearth.errors import SnapshotError
+from hearth.core.errors import SnapshotError
 from hearth.snapshot.file import KEY_BYTES
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
-from hearth.errors import SnapshotCorrupt
+from hearth.core.errors import SnapshotCorrupt
 
 SECTION = "memory"
 

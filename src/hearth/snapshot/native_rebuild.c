@@ -105,7 +105,7 @@ typedef struct {
 static const uint64_t ROW_BYTES[NUM_SECTIONS] = {
     sizeof(kernel_row), sizeof(parameter_row), 1, sizeof(node_row), sizeof(attribute_row), sizeof(edge_row), 1,
 };
-/* Attributes that nodes may have: NODE_ATTRIBUTES of cuda_graphs.py, a bit each. */
+/* Attributes that nodes may have: NODE_ATTRIBUTES of system/cuda/graphs.py, a bit each. */
 static const uint32_t NODE_ATTRIBUTES =
     1u << 1 | 1u << 2 | 1u << 4 | 1u << 5 | 1u << 8 | 1u << 9 | 1u << 10 | 1u << 11 | 1u << 14;
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hearth.cuda_graphs import CudaGraphs
-from hearth.native_code import native_library
 from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
 from hearth.snapshot.rebuild import RestoredGraph
+from hearth.system.cuda.graphs import CudaGraphs
+from hearth.system.native_code import native_library
 
 _SOURCE = Path(__file__).with_suffix(".c")
 #: The driver's calls, in the order in which the C file has them.

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.cuda_graphs import (
+from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
+from hearth.system.cuda.graphs import (
     GRAPH_NODE_TYPE_EMPTY,
     GRAPH_NODE_TYPE_KERNEL,
     GRAPH_NODE_TYPE_MEMCPY,
@@ -25,7 +26,6 @@ from hearth.cuda_graphs import (
     LAUNCH_PARAM_END,
     CudaGraphs,
 )
-from hearth.snapshot.graph_nodes import ALIGNMENT, GraphNodes
 
 _NOTHING = np.zeros(0, np.uint64)
 

@@ -10,14 +10,14 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from hearth.cuda_driver import MEMORYTYPE_HOST
-from hearth.cuda_graphs import CudaGraphs
-from hearth.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
+from hearth.core.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
 from hearth.snapshot.graph_names import GRAPH_PREFIX, graph_names, kind_of, num_rows_of
 from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels, read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import Rebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
+from hearth.system.cuda.driver import MEMORYTYPE_HOST
+from hearth.system.cuda.graphs import CudaGraphs
 
 #: For memory to be mapped that rehearsals of a snapshot refer to, and how often one is tried meanwhile.
 MEMORY_PATIENCE_S, MEMORY_LOOK_S = 5.0, 0.02

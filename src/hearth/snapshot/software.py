@@ -16,8 +16,8 @@ from hearth.kernels.jit import HAS_TRITON, triton
 #: Rooms and files whose code decides which kernels a step launches, with which parameters and at which
 #: addresses, what is measured of it all, and how a snapshot holds that.
 _SOURCES = (
-    *("engine", "kernels", "models", "sizes.py"),
-    *("memory", "policy/memory/space_slots.py", "snapshot", "cuda_driver.py", "cuda_graphs.py"),
+    *("engine", "kernels", "models", "core/sizes.py"),
+    *("memory", "policy/memory/space_slots.py", "snapshot", "system/cuda"),
     *("worker/snapshot_graphs.py", "worker/snapshot_maker.py", "worker/measured_costs.py"),
     "worker/resident_memory.py",
 )

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import msgspec
 
-from hearth.config import StoreConfig
-from hearth.errors import HearthError
-from hearth.garbage import collect_when_idle
-from hearth.messages import KeeperPulse, KeeperSetup
+from hearth.core.config import StoreConfig
+from hearth.core.errors import HearthError
+from hearth.core.messages import KeeperPulse, KeeperSetup
 from hearth.store.books_probe import BooksProbe
-from hearth.store.die_with_parent import die_with_parent
-from hearth.store.lender import Lender
-from hearth.store.read_hashed import is_native
-from hearth.store.tiers import Tiers
+from hearth.store.tiers.read_hashed import is_native
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.lender import Lender
+from hearth.system.die_with_parent import die_with_parent
+from hearth.system.garbage import collect_when_idle
 
 
 def main() -> int:

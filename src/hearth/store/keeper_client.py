@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hearth.errors import StoreError
-from hearth.store.lending import (
+from hearth.core.errors import StoreError
+from hearth.core.types import Digest, Rung
+from hearth.store.transfer.lending import (
     BytesCounted,
     CountBytes,
     CountRequests,
@@ -25,7 +26,6 @@ from hearth.store.lending import (
     error_of,
     parse,
 )
-from hearth.types import Digest, Rung
 
 #: The longest answer: some hundred bytes for each of thousands of models.
 MAX_LINE_BYTES = 16 << 20

@@ -15,8 +15,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Scope
 from jinja2.parser import Parser
 
-from hearth.errors import BadPrompt, BadTokenizer
-from hearth.model_files import MAX_TEMPLATE_BYTES, brief
+from hearth.core.errors import BadPrompt, BadTokenizer
+from hearth.core.model_files import MAX_TEMPLATE_BYTES, brief
 from hearth.text.template_filters import MAX_WIDTH
 from hearth.text.template_meter import METER, Meter, OverLimit, joined, walked
 from hearth.text.template_sandbox import MeteredEnvironment

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hearth.errors import BadGuide
-from hearth.types import GuideSpec
+from hearth.core.errors import BadGuide
+from hearth.core.types import GuideSpec
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits

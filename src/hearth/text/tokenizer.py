@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from hearth.errors import BadPrompt, BadTokenizer, HearthError
-from hearth.model_files import MAX_TOKENIZER_BYTES, read_text
+from hearth.core.errors import BadPrompt, BadTokenizer, HearthError
+from hearth.core.model_files import MAX_TOKENIZER_BYTES, read_text
 from hearth.text.chat_template import RENDER_S, ChatTemplate, Json, Message
 from hearth.text.token_spelling import SpelledTokens, fallback_byte, spelling_of
 from hearth.text.tokenizer_settings import MAX_TOKEN_ID, ListedToken, Settings, read_settings

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.errors import BadTokenizer
-from hearth.model_files import MAX_TEMPLATE_BYTES, brief, read_object, read_text
+from hearth.core.errors import BadTokenizer
+from hearth.core.model_files import MAX_TEMPLATE_BYTES, brief, read_object, read_text
 from hearth.text.chat_template import DEFAULT, ChatTemplate
 
 #: The largest token id that is believed: whoever guides an output makes a table of them.

@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hearth.errors import BadGuide
+from hearth.core.errors import BadGuide
 from hearth.text.chat_template import Json
 from hearth.text.grammar import allowed_escapes
 from hearth.text.template_tools import TemplateTools

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hearth.core.types import FinishReason, SamplingParams
 from hearth.text.detokenizer import Detokenizer
 from hearth.text.stops import StopStrings
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,22 +20,22 @@ from typing import NoReturn
 import msgspec
 import torch
 
-from hearth.beacon import Beacon
-from hearth.config import EngineConfig
-from hearth.cuda_batches import native_calls
-from hearth.errors import DeviceError, HearthError, SnapshotError
-from hearth.garbage import collect_when_idle
+from hearth.core.beacon import Beacon
+from hearth.core.config import EngineConfig
+from hearth.core.errors import DeviceError, HearthError, SnapshotError
+from hearth.core.messages import WorkerFarewell, WorkerSetup
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache, know_compiler
-from hearth.messages import WorkerFarewell, WorkerSetup
-from hearth.native_code import remedy_for
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.store.borrower import Borrower
-from hearth.store.die_with_parent import die_with_parent
-from hearth.store.loader import Loader
-from hearth.store.staging_buffers import StagingBuffers
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.staging_buffers import StagingBuffers
+from hearth.system.cuda.batches import native_calls
+from hearth.system.die_with_parent import die_with_parent
+from hearth.system.garbage import collect_when_idle
+from hearth.system.native_code import remedy_for
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.heaps import grow_by_pieces

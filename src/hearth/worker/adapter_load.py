@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hearth.errors import HearthError, ModelError, StoreError
+from hearth.core.errors import HearthError, ModelError, StoreError
+from hearth.core.messages import AdapterOrder
+from hearth.core.types import AdapterId
 from hearth.memory.pool import PieceRun
-from hearth.messages import AdapterOrder
 from hearth.models.layout import ByteRange
-from hearth.store.borrower import AskedLoan, BorrowedAdapter, Prefetch
-from hearth.store.patient_loan import PatientLoan, patiently
-from hearth.store.piece_copies import LoadPiece
-from hearth.store.record import LoadRecord
-from hearth.store.short_load import MAX_SHORT_CHUNKS, LastCopies, load_here
-from hearth.types import AdapterId
+from hearth.store.transfer.borrower import AskedLoan, BorrowedAdapter, Prefetch
+from hearth.store.transfer.patient_loan import PatientLoan, patiently
+from hearth.store.transfer.piece_copies import LoadPiece
+from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.short_load import MAX_SHORT_CHUNKS, LastCopies, load_here
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.runtime import HostingResources
 

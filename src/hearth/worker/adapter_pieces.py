@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hearth.core.types import AdapterId, ModelId
 from hearth.engine.engine import Engine
 from hearth.memory.pages import Mark
 from hearth.memory.pool import PieceRun, Pool
 from hearth.models.adapter import AdapterLayout
 from hearth.policy.memory.adapter_residency import AdapterResidency
-from hearth.types import AdapterId, ModelId
 from hearth.worker.failure import blaming
 
 

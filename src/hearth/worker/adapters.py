@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from hearth.core.errors import DeviceError
+from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage, RungBytes, StartRequest
+from hearth.core.types import AdapterId, ModelId
 from hearth.engine.engine import Engine
-from hearth.errors import DeviceError
-from hearth.messages import AdapterLoaded, AdapterOrder, AdapterUsage, RungBytes, StartRequest
 from hearth.policy.memory.adapter_residency import Residence
-from hearth.store.borrower import BorrowedAdapter
-from hearth.types import AdapterId, ModelId
+from hearth.store.transfer.borrower import BorrowedAdapter
 from hearth.worker.adapter_load import (
     AdapterArriving,
     AdapterBroken,

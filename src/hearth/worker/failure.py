@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.errors import EngineFailed, HearthError
-from hearth.types import ModelId
+from hearth.core.errors import EngineFailed, HearthError
+from hearth.core.types import ModelId
 
-#: Errors of CUDA's driver that break the context, in the words of `cuda_driver.py`.
+#: Errors of CUDA's driver that break the context, in the words of `system/cuda/driver.py`.
 _FATAL_CODES = (
     "CUDA_ERROR_ASSERT",
     "CUDA_ERROR_CONTEXT_IS_DESTROYED",

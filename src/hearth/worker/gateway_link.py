@@ -10,10 +10,10 @@ import socket
 from dataclasses import dataclass
 from typing import Literal
 
-from hearth import wire
-from hearth.errors import ServiceError
-from hearth.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
-from hearth.types import WorkerId
+from hearth.core import wire
+from hearth.core.errors import ServiceError
+from hearth.core.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
+from hearth.core.types import WorkerId
 
 #: How long the gateway may take to answer before it is thought to be no gateway.
 GREETING_S = 30.0

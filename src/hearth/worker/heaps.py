@@ -2,8 +2,8 @@
 
 glibc gives threads heaps of their own, and lets one grow page by page: a call of mprotect each time, which
 waits for the lock of the process's map of addresses. Threads that have the kernel find the pages of host
-memory hold that lock most of the time (`store/pinning.py`). A thread that had CUDA load kernels beside them
-took 8 s instead of 0.7, nearly all of it in mprotect.
+memory hold that lock most of the time (`store/tiers/pinning.py`). A thread that had CUDA load kernels
+beside them took 8 s instead of 0.7, nearly all of it in mprotect.
 """
 
 from __future__ import annotations

@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hearth.core.messages import HostModel, ModelLoaded, RungBytes, StartRequest
+from hearth.core.types import Hold, ModelId, RequestId
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
-from hearth.messages import HostModel, ModelLoaded, RungBytes, StartRequest
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.memory.eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
-from hearth.store.borrower import BorrowedModel
-from hearth.store.manifest import TOKENIZER
-from hearth.store.record import LoadRecord
-from hearth.types import Hold, ModelId, RequestId
+from hearth.store.format.manifest import TOKENIZER
+from hearth.store.transfer.borrower import BorrowedModel
+from hearth.store.transfer.record import LoadRecord
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.hosting_state import (
     Assembling,

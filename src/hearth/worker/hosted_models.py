@@ -11,11 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from hearth.core.errors import DeviceError
+from hearth.core.messages import HostModel, ModelLoaded, PrepareModel
+from hearth.core.types import Hold, ModelId
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
-from hearth.errors import DeviceError
-from hearth.messages import HostModel, ModelLoaded, PrepareModel
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
-from hearth.types import Hold, ModelId
 from hearth.worker.adapter_load import PostAdapterNews
 from hearth.worker.adapters import WorkerAdapters
 from hearth.worker.failure import ModelBroke

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
+from hearth.core.errors import ModelError
+from hearth.core.messages import HostModel
+from hearth.core.sizes import computed_dtype
 from hearth.engine.assemble import ModelSpec, block_bytes, tables_bytes, workspace_bytes
-from hearth.errors import ModelError
 from hearth.memory.pool import Shape
-from hearth.messages import HostModel
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import Layout
-from hearth.sizes import computed_dtype
-from hearth.store.manifest import Manifest
-from hearth.store.widen_dtype import served_layout
+from hearth.store.format.manifest import Manifest
+from hearth.store.format.widen_dtype import served_layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hearth.core.types import SamplingTable
 from hearth.engine.engine import Engine
 from hearth.models.weights import TensorPlace, bind
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import SamplingTable
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_load import ModelLoad
 

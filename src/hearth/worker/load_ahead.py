@@ -9,12 +9,12 @@ import logging
 import threading
 from collections.abc import Callable
 
-from hearth.errors import HearthError, LoadCancelled
+from hearth.core.errors import HearthError, LoadCancelled
+from hearth.core.messages import HostModel
 from hearth.memory.pool import Space
-from hearth.messages import HostModel
 from hearth.models.layout import ByteRange, Layout
-from hearth.store.borrower import BorrowedModel, Prefetch
-from hearth.store.patient_loan import patiently
+from hearth.store.transfer.borrower import BorrowedModel, Prefetch
+from hearth.store.transfer.patient_loan import patiently
 from hearth.worker.map_ahead import MapAhead
 from hearth.worker.model_load import (
     FrontLoaded,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hearth.errors import LoadCancelled
+from hearth.core.errors import LoadCancelled
 from hearth.models.layout import ByteRange
-from hearth.store.standing_threads import StandingThreads
+from hearth.system.standing_threads import StandingThreads
 
 #: How much is made ready at a time: little at first, for somebody waits for it, then more and more.
 FIRST_BYTES, MOST_BYTES = 16 << 20, 128 << 20

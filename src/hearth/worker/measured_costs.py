@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from hearth.cpus import num_usable_cores
+from hearth.core.messages import ModelLoaded
+from hearth.core.types import ModelId, Rung
 from hearth.engine.step_samples import StepSamples
-from hearth.messages import ModelLoaded
 from hearth.models.buffers import name_of
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.snapshot import cost_profile
@@ -22,7 +22,7 @@ from hearth.snapshot.cost_profile import (
     Origin,
 )
 from hearth.snapshot.software import software
-from hearth.types import ModelId, Rung
+from hearth.system.cpus import num_usable_cores
 from hearth.worker.hosting_state import ServedModel
 
 #: Fields that a worker does not measure, and why.

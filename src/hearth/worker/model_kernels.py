@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
+from hearth.core.errors import HearthError
+from hearth.core.messages import PrepareModel
+from hearth.core.sizes import StepLimits
 from hearth.engine.compile import list_key
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import GraphKey
-from hearth.errors import HearthError
 from hearth.kernels.kernel_cache import KernelCache, prepare_to_load
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
-from hearth.messages import PrepareModel
-from hearth.sizes import StepLimits
-from hearth.store.manifest import Manifest
+from hearth.store.format.manifest import Manifest
 from hearth.worker.step_rehearsal import first_step_keys, other_keys, rehearse
 
 #: For so long the rehearsal for a kind of models gives way, in all.

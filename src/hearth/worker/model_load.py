@@ -16,20 +16,20 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
+from hearth.core.errors import ModelError
+from hearth.core.messages import HostModel, StartRequest
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.runner import Runner
 from hearth.engine.step_marks import StepMarks
 from hearth.engine.step_shape import StepShape
-from hearth.errors import ModelError
 from hearth.memory.pool import Space
-from hearth.messages import HostModel, StartRequest
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
-from hearth.store.borrower import BorrowedModel, Borrower
-from hearth.store.patient_loan import PatientLoan, patiently
-from hearth.store.record import LoadRecord
+from hearth.store.transfer.borrower import BorrowedModel, Borrower
+from hearth.store.transfer.patient_loan import PatientLoan, patiently
+from hearth.store.transfer.record import LoadRecord
 from hearth.worker.failure import failure_of
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.map_ahead import MapAhead

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hearth.beacon import Beacon
-from hearth.types import ModelId, RequestId
+from hearth.core.beacon import Beacon
+from hearth.core.types import ModelId, RequestId
 from hearth.worker.step_launches import StepLaunches
 
 

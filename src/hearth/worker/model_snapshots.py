@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.errors import SnapshotError, SnapshotFatal
+from hearth.core.types import SnapshotOutcome
 from hearth.engine.engine import Engine
-from hearth.errors import SnapshotError, SnapshotFatal
 from hearth.memory.pool import Space
 from hearth.models.buffers import name_of
 from hearth.snapshot.directory import SnapshotDirectory
@@ -21,7 +22,6 @@ from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.snapshot.parts import SnapshotParts
 from hearth.snapshot.software import software
 from hearth.snapshot.trial_mark import TrialMark
-from hearth.types import SnapshotOutcome
 from hearth.worker.hosting_spec import HostingSpec
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
+from hearth.core.errors import DeviceError
+from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.engine.engine import Engine, StepOutcome
-from hearth.errors import DeviceError
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.eviction import TAKEABLE
@@ -30,7 +31,6 @@ from hearth.policy.memory.reclaim_orders import (
     carry_out,
 )
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.worker.adapter_pieces import AdapterPieces
 from hearth.worker.failure import blaming
 from hearth.worker.hosted_model import HostedModel

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 import msgspec
 import torch
 
+from hearth.core.messages import DeviceResidency, ModelUse, Pong
+from hearth.core.types import Hold, ModelId
 from hearth.engine.assemble import prompt_kernel_of
-from hearth.garbage import LATE_COLLECTIONS
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.memory.pool import Holding
-from hearth.messages import DeviceResidency, ModelUse, Pong
-from hearth.types import Hold, ModelId
+from hearth.system.garbage import LATE_COLLECTIONS
 from hearth.worker.adapters import WorkerAdapters
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.reclaimer import Reclaimer

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from hearth.core.errors import EngineFailed, HearthError
+from hearth.core.messages import Admitted, Fact, RunFailed, StartRequest, StepDone
+from hearth.core.types import GuideSpec, ModelId, RequestId
 from hearth.engine.engine import Intake, StepOutcome
-from hearth.errors import EngineFailed, HearthError
-from hearth.messages import Admitted, Fact, RunFailed, StartRequest, StepDone
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import GuideSpec, ModelId, RequestId
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels

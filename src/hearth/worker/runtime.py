@@ -15,20 +15,20 @@ from pathlib import Path
 
 import torch
 
-from hearth.config import EngineConfig
+from hearth.core.config import EngineConfig
+from hearth.core.errors import ConfigError, DeviceError
+from hearth.core.messages import WorkerSetup
 from hearth.engine.graph_capture import use_library_memory
-from hearth.errors import ConfigError, DeviceError
-from hearth.host_memory import machine_bytes
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages, can_map
 from hearth.memory.library_memory import LibraryMemory
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
-from hearth.messages import WorkerSetup
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.borrower import Borrower
-from hearth.store.loader import Loader
+from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.loader import Loader
+from hearth.system.host_memory import machine_bytes
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks

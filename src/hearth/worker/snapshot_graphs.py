@@ -18,8 +18,6 @@ from pathlib import Path
 
 import torch
 
-from hearth.cuda_driver import CudaDriver
-from hearth.cuda_graphs import CudaGraphs
 from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import CapturedGraph, StepGraphs
@@ -32,6 +30,8 @@ from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
+from hearth.system.cuda.driver import CudaDriver
+from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.step_launches import StepLaunches
 

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
+from hearth.core.errors import HearthError, SnapshotError
+from hearth.core.messages import Fact, MakeSnapshot, SnapshotMade, SnapshotProgress
+from hearth.core.types import ModelId, Rung
 from hearth.engine.engine import Engine
 from hearth.engine.step_samples import StepSamples, TimedStep
 from hearth.engine.step_shape import StepShape
 from hearth.engine.step_timer import StepTimer
-from hearth.errors import HearthError, SnapshotError
-from hearth.messages import Fact, MakeSnapshot, SnapshotMade, SnapshotProgress
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.memory_profile import MemoryProfile
-from hearth.store.standing_threads import StandingThreads
-from hearth.types import ModelId, Rung
+from hearth.system.standing_threads import StandingThreads
 from hearth.worker.failure import ModelBroke, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import ServedModel

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import CapturedGraph
@@ -27,7 +28,6 @@ from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.memory.pages import Pages
 from hearth.policy.batch.blocks import SINK_BLOCK
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite, TableWrites
-from hearth.types import RequestId, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from typing import NoReturn
 
 import msgspec
 
-from hearth.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer
-from hearth.store.die_with_parent import die_with_parent
+from hearth.core.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer
+from hearth.system.die_with_parent import die_with_parent
 from hearth.worker.open_files import close_all_but
 
 #: Devices that a driver opens when it is initialised, and that a forked process cannot go on with.

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from hearth.core.types import ModelId
 from hearth.snapshot.memory_profile import MemoryProfile
-from hearth.types import ModelId
 
 #: For what requests may need and no measurement has seen, such as the logits of a large batch to be sorted.
 SPARE_BYTES = 2 << 30

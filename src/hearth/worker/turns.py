@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import assert_never
 
+from hearth.core.messages import StartRequest
+from hearth.core.types import Hold, ModelId, RequestId, TurnEnd
 from hearth.memory.pool import Pool
-from hearth.messages import StartRequest
 from hearth.policy.fleet.events import Promise
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.policy.turns.turn_policy import (
@@ -23,7 +24,6 @@ from hearth.policy.turns.turn_policy import (
     TurnRules,
     WeightsView,
 )
-from hearth.types import Hold, ModelId, RequestId, TurnEnd
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import Finding
 

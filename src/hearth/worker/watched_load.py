@@ -13,20 +13,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-from hearth.errors import LoadCancelled, StoreError
+from hearth.core.errors import LoadCancelled, StoreError
 from hearth.memory.pool import Gap
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace, WeightGate
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
-from hearth.store.borrower import BorrowedModel
-from hearth.store.fetch import HostChunk
-from hearth.store.loader import Load, Loader, LoadGate, chunks_of
-from hearth.store.loan import Loan
-from hearth.store.manifest import Manifest
-from hearth.store.patient_loan import PatientLoan
-from hearth.store.piece_copies import LoadPiece
-from hearth.store.record import LoadRecord
-from hearth.store.widen_dtype import tell_widening, widen_in_place
+from hearth.store.format.manifest import Manifest
+from hearth.store.format.widen_dtype import tell_widening, widen_in_place
+from hearth.store.transfer.borrower import BorrowedModel
+from hearth.store.transfer.fetch import HostChunk
+from hearth.store.transfer.loader import Load, Loader, LoadGate, chunks_of
+from hearth.store.transfer.loan import Loan
+from hearth.store.transfer.patient_loan import PatientLoan
+from hearth.store.transfer.piece_copies import LoadPiece
+from hearth.store.transfer.record import LoadRecord
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.map_ahead import MapAhead
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
-from hearth import garbage
-from hearth.errors import ServiceError
-from hearth.messages import (
+from hearth.core.errors import ServiceError
+from hearth.core.messages import (
     AdapterLoaded,
     CancelRequest,
     DropModel,
@@ -39,9 +38,10 @@ from hearth.messages import (
     StartRequest,
     Welcome,
 )
+from hearth.core.types import AdapterId, ModelId, SnapshotOutcome, TurnEnd
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
-from hearth.types import AdapterId, ModelId, SnapshotOutcome, TurnEnd
+from hearth.system import garbage
 from hearth.worker.adapter_load import AdapterNews
 from hearth.worker.adapters import FailedRuns
 from hearth.worker.failure import Failure, ModelBroke, blame, failure_of

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from hearth.errors import GuideStuck, HearthError, LogitsNotFinite
+from hearth.core.errors import GuideStuck, HearthError, LogitsNotFinite
+from hearth.core.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, Row, StepPlan
 from hearth.policy.batch.sequence import LiveSequence
-from hearth.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams
 
 VOCABULARY = 11
 STOP = 3

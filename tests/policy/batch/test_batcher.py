@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from hearth.errors import BadPrompt, ConfigError, GuideStuck, LogitsNotFinite, PromptTooLong
+from hearth.core.errors import BadPrompt, ConfigError, GuideStuck, LogitsNotFinite, PromptTooLong
+from hearth.core.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, Row
-from hearth.types import AdapterId, FinishReason, Pooling, RequestId, SamplingParams
 from tests.policy.batch.device import (
     PROMPTS,
     SALTS,

@@ -8,8 +8,8 @@ from hashlib import blake2b
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import AdapterId
 from hearth.policy.batch.digest_chain import DigestChain
-from hearth.types import AdapterId
 
 
 def block_digests(

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from hearth.core.types import RequestId
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
-from hearth.types import RequestId
 from tests.policy.batch.device import (
     Driven,
     Loop,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import BATCH_PATIENCE_S, Pace
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import BATCH_PATIENCE_S, Pace
 from tests.policy.batch.device import Loop, launched, loop, names, request
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import RequestId, SamplingParams
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import EngineRequest, StepPlan
-from hearth.types import RequestId, SamplingParams
 
 TOKEN = 7
 BLOCK_TOKENS = 4

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.hosting import SHAPES, facts_of
+from hearth.core.sizes import Dimensions, StepLimits, StepSize, WantedLimits, workspace_bytes
+from hearth.core.types import Hold
 from hearth.policy.batch.step_limits import CUDA_LIMITS, WORKSPACE_SHARE, step_limits
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.footprint import footprint
-from hearth.sizes import Dimensions, StepLimits, StepSize, WantedLimits, workspace_bytes
-from hearth.types import Hold
 
 GIB = 1 << 30
 NOTHING_SET = WantedLimits(max_batch_tokens=None, max_seqs=None, block_tokens=16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId
 from hearth.policy.batch.step_sharing import MAX_EARLY_S, MAX_LEAD_S, BusyModel, StepReadiness, StepSharing
-from hearth.types import ModelId
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 STEP_S = st.floats(0.001, 0.5)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 
+from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -47,7 +48,6 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.failures import MAX_DELAY_S
 from hearth.policy.fleet.fleet import Fleet
-from hearth.types import AdapterId, Hold, ModelId, RequestId, Rung, WorkerId
 from tests.policy.fleet.world import profile
 
 A = TypeVar("A")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import (
@@ -23,7 +24,6 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place
 from hearth.policy.fleet.serving import reserve_room
-from hearth.types import Hold, ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import CONFIGS, KINDS, MANY_MOVES, Moves, World, begun, profile
 
 

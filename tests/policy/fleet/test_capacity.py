@@ -8,9 +8,9 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
 from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
-from hearth.types import Hold, ModelId, WorkerId
 
 BUDGET_BYTES = 1000
 PROMISES = st.builds(

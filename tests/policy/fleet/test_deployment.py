@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import Hold, ModelId
 from hearth.policy.fleet.events import (
     BrainConfig,
     Evict,
@@ -13,7 +14,6 @@ from hearth.policy.fleet.events import (
     ModelRemoved,
     ModelStopped,
 )
-from hearth.types import Hold, ModelId
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, MODELS, Moves, played, profile
 
 

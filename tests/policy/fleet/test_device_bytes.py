@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.device_bytes import (
     count_missing_bytes,
@@ -16,7 +17,6 @@ from hearth.policy.fleet.device_bytes import (
 )
 from hearth.policy.fleet.events import Evict, Promise
 from hearth.policy.fleet.records import Model, Replica, Worker
-from hearth.types import ModelId, WorkerId
 from tests.policy.fleet.world import profile
 
 TOTAL_BYTES = 30

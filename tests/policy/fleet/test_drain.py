@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from hypothesis import given, settings
 
+from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.drain import begin_drain, is_done, is_needless, plan_drain
@@ -22,7 +23,6 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Worker
-from hearth.types import Hold, ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import LONG_LIVES, Moves, played, profile
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId, Rung
 from hearth.policy.fleet.estimates import PRIOR_RUN_S, Estimates
 from hearth.policy.memory.reload_cost import ReloadCosts
-from hearth.types import ModelId, Rung
 
 A, B = ModelId("a"), ModelId("b")
 PRIORS = {Rung.HOST: 100.0, Rung.DISK: 10.0, Rung.OBJECT: 1.0}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import Footprint, Promise
 from hearth.policy.fleet.evictions import EvictionPlan, Victim, choose_fewest, plan_evictions
 from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.policy.memory.reload_cost import ReloadCosts
-from hearth.types import Hold, ModelId, WorkerId
 from tests.policy.fleet.world import profile
 
 REPLICAS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(Hold), st.integers(0, 3)), max_size=8)

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.control.deployer import facts_of
-from hearth.errors import ConfigError
+from hearth.control.deploy.deployer import facts_of
+from hearth.core.errors import ConfigError
+from hearth.core.sizes import Dimensions, StepLimits, StepSize, run_bytes, sampler_buffers
 from hearth.memory import cuda_pages
 from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
@@ -29,8 +30,7 @@ from hearth.policy.fleet.footprint import (
     tables_bytes_of,
     workspace_bytes_of,
 )
-from hearth.sizes import Dimensions, StepLimits, StepSize, run_bytes, sampler_buffers
-from hearth.store.manifest import Manifest
+from hearth.store.format.manifest import Manifest
 from hearth.text.tokenizer import Tokenizer
 from tests.models.zoo import VARIANTS, build
 

@@ -7,11 +7,11 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.records import Model, Replica, Worker
-from hearth.types import Hold, ModelId, WorkerId
 from tests.policy.fleet.world import profile
 
 KEEP_ALIVE_S = 10.0

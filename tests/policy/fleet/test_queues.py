@@ -7,11 +7,11 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import Promise, RequestArrived
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
-from hearth.types import ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import profile
 
 PATIENCE_S = 5.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
+from hearth.core.types import Hold
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.refusals import (
     explain_misfit,
@@ -11,7 +12,6 @@ from hearth.policy.fleet.refusals import (
     explain_pinned_out,
     explain_shortage,
 )
-from hearth.types import Hold
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
 
 

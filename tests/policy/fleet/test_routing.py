@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import AdapterId, Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     BrainConfig,
@@ -23,7 +24,6 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.known_adapters import MAX_KNOWN, KnownAdapters
 from hearth.policy.fleet.records import Request
 from hearth.policy.fleet.routing import MAX_OPTIONS, choose_replica, has_untried_place, routing_cost
-from hearth.types import AdapterId, Hold, ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played, profile
 
 SECONDS = st.floats(0.0, 1e4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import BATCH_PATIENCE_S, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -24,7 +25,6 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.routing import explain_wait
-from hearth.types import BATCH_PATIENCE_S, ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import profile
 
 A, B, W = ModelId("a"), ModelId("b"), WorkerId("w")

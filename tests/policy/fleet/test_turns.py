@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from hearth.core.types import Hold, ModelId, RequestId, TurnEnd, WorkerId
 from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
@@ -22,7 +23,6 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.records import Replica
 from hearth.policy.fleet.routing import explain_wait
-from hearth.types import Hold, ModelId, RequestId, TurnEnd, WorkerId
 from tests.policy.fleet.test_brain import Desk, evicted, of, profile, regards, sent
 
 TURNS = BrainConfig(takes_turns=True)

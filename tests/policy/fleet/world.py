@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from hearth.core.types import Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
@@ -48,7 +49,6 @@ from hearth.policy.fleet.events import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.sim.cluster import SimulatedCluster
 from hearth.sim.worker import SimulatedReplica
-from hearth.types import Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 T = TypeVar("T")
 KEEP_ALIVES_S = (None, None, None, 0.0, 5.0, math.inf)

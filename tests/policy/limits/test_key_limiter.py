@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import RateStatus, WindowStatus
 from hearth.policy.limits.key_limiter import (
     MAX_ESTIMATE_TOKENS,
     MIN_KEYS,
@@ -13,7 +14,6 @@ from hearth.policy.limits.key_limiter import (
     Ticket,
 )
 from hearth.policy.limits.sliding_window import WINDOW_S
-from hearth.types import RateStatus, WindowStatus
 
 LIMITS = KeyLimits(requests_per_min=3, tokens_per_min=100, concurrent=2)
 NONE = KeyLimits()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.eviction import TAKEABLE
@@ -24,7 +25,6 @@ from hearth.policy.memory.reclaim_orders import (
     TakeWeights,
     carry_out,
 )
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 EXTENT_BLOCKS = 2  #: KV comes and goes by so many
 BLOCK_TOKENS = 8

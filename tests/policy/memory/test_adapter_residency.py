@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import AdapterId, ModelId
 from hearth.policy.memory.adapter_residency import AdapterResidency, Residence
-from hearth.types import AdapterId, ModelId
 
 A, B, C, D = (AdapterId(name) for name in "abcd")
 BASE, OTHER = ModelId("base"), ModelId("other")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import Hold, ModelId
 from hearth.policy.memory.eviction import (
     EVICTIONS_PER_PRICING,
     EvictionOrder,
@@ -19,7 +20,6 @@ from hearth.policy.memory.eviction import (
     plan_takes,
     tail_first,
 )
-from hearth.types import Hold, ModelId
 
 
 @pytest.mark.parametrize(

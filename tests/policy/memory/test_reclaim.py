@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
@@ -22,7 +23,6 @@ from hearth.policy.memory.reclaim_orders import (
     TakeWeights,
     carry_out,
 )
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 from tests.policy.memory.simulated_pool import EXTENT_BLOCKS, SimulatedModel, SimulatedPool
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import AdapterId, ModelId, Rung
 from hearth.policy.memory.reload_cost import (
     MIN_DUE_S,
     MIN_TELLING_BYTES,
@@ -18,7 +19,6 @@ from hearth.policy.memory.reload_cost import (
     ReloadCosts,
     reload_cost,
 )
-from hearth.types import AdapterId, ModelId, Rung
 
 A, B = ModelId("a"), ModelId("b")
 PRIORS = {Rung.HOST: 100.0, Rung.DISK: 10.0, Rung.OBJECT: 1.0}

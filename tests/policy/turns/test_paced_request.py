@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hearth.core.types import BATCH_PATIENCE_S, Pace
 from hearth.policy.turns.paced_request import PacedRequest
-from hearth.types import BATCH_PATIENCE_S, Pace
 
 PACE = Pace(first_token_s=0.5, tokens_per_s=10.0, max_pause_s=1.5)
 

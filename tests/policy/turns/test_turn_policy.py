@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from hearth.core.types import ModelId, Pace, RequestId, TurnEnd
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnChange, TurnPolicy, TurnRules, WeightsView
-from hearth.types import ModelId, Pace, RequestId, TurnEnd
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 RULES = TurnRules()

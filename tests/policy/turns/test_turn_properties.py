@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.core.types import ModelId, Pace, RequestId, TurnEnd
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.paced_request import BATCH_PATIENCE_S
@@ -20,7 +21,6 @@ from hearth.policy.turns.turn_policy import (
     TurnRules,
     WeightsView,
 )
-from hearth.types import ModelId, Pace, RequestId, TurnEnd
 
 BUDGET_BYTES = 100
 KEPT_BYTES = 10  #: at most, by six models out of turn and for the workspace

@@ -17,8 +17,8 @@ from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, T
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
 from hearth.api.openai.sse import MAX_EVENTS
-from hearth.control.generation import AnswerStream, TokenDelta
-from hearth.errors import HearthError
+from hearth.control.requests.generation import AnswerStream, TokenDelta
+from hearth.core.errors import HearthError
 from hearth.text.tool_calls import ToolCall
 
 PATH = "/v1/messages"

@@ -7,9 +7,9 @@ import secrets
 import msgspec
 
 from hearth.api.dialect import TokenUsage
-from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.control.requests.generation import AnswerStream, TokenDelta
+from hearth.core.types import FinishReason
 from hearth.text.tool_calls import ToolCall
-from hearth.types import FinishReason
 
 MESSAGE_PREFIX = "msg_"
 

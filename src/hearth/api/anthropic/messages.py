@@ -39,7 +39,7 @@ from hearth.api.openai.chat import (
     ToolBody,
 )
 from hearth.api.unread_fields import UnsupportedField
-from hearth.errors import BadPrompt, BadSampling
+from hearth.core.errors import BadPrompt, BadSampling
 
 #: The most blocks of a message, and the most tools of a request.
 MAX_BLOCKS = MAX_TOOLS = 128

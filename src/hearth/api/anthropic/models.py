@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from starlette.requests import Request
 
-from hearth.control.views import ModelView
+from hearth.control.observe.views import ModelView
 
 
 def speaks_anthropic(request: Request) -> bool:

@@ -16,7 +16,7 @@ from hearth.api.errors import error_responses
 from hearth.api.guard import caller_of
 from hearth.api.json_body import JsonRoute, off_loop_if_large
 from hearth.api.json_response import as_json
-from hearth.control.generation import ChatPrompt
+from hearth.control.requests.generation import ChatPrompt
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

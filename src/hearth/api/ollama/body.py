@@ -28,8 +28,8 @@ from hearth.api.body import (
 )
 from hearth.api.openai.chat import ParsedJson
 from hearth.api.unread_fields import UnsupportedField
-from hearth.config import parse_duration
-from hearth.errors import BadSampling, ConfigError
+from hearth.core.config import parse_duration
+from hearth.core.errors import BadSampling, ConfigError
 
 #: Seeds, and limits of tokens, that mean none.
 _NO_SEED, _NO_LIMIT = -1, (-1, -2)

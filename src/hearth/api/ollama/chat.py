@@ -21,7 +21,7 @@ from hearth.api.openai.chat import (
     ToolBody,
 )
 from hearth.api.unread_fields import UnsupportedField
-from hearth.errors import BadPrompt
+from hearth.core.errors import BadPrompt
 
 
 class OllamaFunction(Strict):

@@ -17,11 +17,11 @@ from hearth.api.errors import fault_of
 from hearth.api.ollama.models import now_text
 from hearth.api.openai.answer_format import call_id
 from hearth.api.openai.sse import MAX_EVENTS
-from hearth.control.generation import AnswerStream, TokenDelta
-from hearth.control.views import Explanation
-from hearth.errors import HearthError
+from hearth.control.observe.views import Explanation
+from hearth.control.requests.generation import AnswerStream, TokenDelta
+from hearth.core.errors import HearthError
+from hearth.core.types import FinishReason
 from hearth.text.tool_calls import ToolCall
-from hearth.types import FinishReason
 
 NDJSON_TYPE = "application/x-ndjson"
 

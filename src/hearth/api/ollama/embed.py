@@ -15,8 +15,8 @@ from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, TokenUsage
 from hearth.api.ollama.dialect import NDJSON_TYPE, durations
 from hearth.api.openai.embedding import MAX_INPUTS, EmbeddingBody, json_of
 from hearth.api.unread_fields import UnsupportedField
-from hearth.control.generation import AnswerStream
-from hearth.control.views import Explanation
+from hearth.control.observe.views import Explanation
+from hearth.control.requests.generation import AnswerStream
 
 
 class EmbedBody(Strict):

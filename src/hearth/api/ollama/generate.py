@@ -11,7 +11,7 @@ from hearth.api.json_body import MAX_VALUES
 from hearth.api.ollama.body import OllamaBody
 from hearth.api.openai.chat import ChatBody, MessageBody
 from hearth.api.openai.completion import CompletionBody
-from hearth.errors import BadPrompt
+from hearth.core.errors import BadPrompt
 
 
 class UnlimitedCompletionBody(CompletionBody):

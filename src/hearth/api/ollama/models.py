@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from hearth.control.names import LATEST
-from hearth.control.views import ModelView, ResidentView
+from hearth.control.deploy.names import LATEST
+from hearth.control.observe.views import ModelView, ResidentView
 from hearth.text.tool_calls import tool_format
 
 #: What stays for ever expires then.

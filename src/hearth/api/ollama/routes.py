@@ -32,9 +32,9 @@ from hearth.api.ollama.embed import EmbedBody, EmbedDialect, LegacyEmbedBody, Le
 from hearth.api.ollama.generate import GenerateBody
 from hearth.api.ollama.models import resident_object, show_object, tag_object
 from hearth.api.openai.completion import CompletionBody
-from hearth.control.views import Explanation
-from hearth.errors import Forbidden, RequestError, UnknownModel
-from hearth.version import hearth_version
+from hearth.control.observe.views import Explanation
+from hearth.core.errors import Forbidden, RequestError, UnknownModel
+from hearth.core.version import hearth_version
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

@@ -15,9 +15,9 @@ from hearth.api.answers import PLAIN_TEXT
 from hearth.api.body import OwnBody, Text
 from hearth.api.guard import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, caller_of
 from hearth.api.json_body import JsonRoute
-from hearth.control.caller import OPERATOR
-from hearth.control.registry import name_of_model
-from hearth.errors import ConfigError, ModelError, NameTaken, RequestError, SourceMissing, UnknownModel
+from hearth.control.deploy.registry import name_of_model
+from hearth.control.requests.caller import OPERATOR
+from hearth.core.errors import ConfigError, ModelError, NameTaken, RequestError, SourceMissing, UnknownModel
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from hearth.api.dialect import TokenUsage
 from hearth.api.openai.logprobs import chat_logprobs, completion_logprobs
-from hearth.control.generation import TokenDelta
+from hearth.control.requests.generation import TokenDelta
+from hearth.core.types import FinishReason
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

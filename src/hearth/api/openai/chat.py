@@ -14,9 +14,9 @@ from hearth.api.body import Body, Strict, Text, seeds
 from hearth.api.dialect import AnswerSpec, Dialect, ToolUse
 from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
 from hearth.api.unread_fields import UnsupportedField
-from hearth.control.generation import ChatPrompt, GenerationRequest
-from hearth.errors import BadPrompt, BadSampling
-from hearth.messages import GuideOrder
+from hearth.control.requests.generation import ChatPrompt, GenerationRequest
+from hearth.core.errors import BadPrompt, BadSampling
+from hearth.core.messages import GuideOrder
 from hearth.text.chat_template import Json, Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import OPEN, Tool, ToolFormat, call_grammar, tool_format

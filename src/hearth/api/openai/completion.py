@@ -13,8 +13,8 @@ from hearth.api.body import MAX_INT, Body, Text, TokenId, seeds
 from hearth.api.dialect import AnswerSpec, Dialect
 from hearth.api.json_body import MAX_VALUES
 from hearth.api.unread_fields import UnsupportedField
-from hearth.control.generation import GenerationRequest
-from hearth.errors import BadPrompt, BadSampling
+from hearth.control.requests.generation import GenerationRequest
+from hearth.core.errors import BadPrompt, BadSampling
 
 #: The most choices of one request, of all its prompts together.
 MAX_CHOICES = 256

@@ -21,9 +21,9 @@ from hearth.api.openai.answer_format import (
 )
 from hearth.api.openai.logprobs import echoed_logprobs, prompt_logprobs
 from hearth.api.openai.sse import CompletionEvents
-from hearth.control.generation import AnswerStream
+from hearth.control.requests.generation import AnswerStream
+from hearth.core.types import PromptLogprobs
 from hearth.text.tool_calls import ToolCall
-from hearth.types import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from hearth.api.body import ModelBody, Text
 from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, Dialect, TokenUsage
 from hearth.api.openai.completion import Tokens
 from hearth.api.unread_fields import UnsupportedField
-from hearth.control.generation import AnswerStream, GenerationRequest
-from hearth.types import Pooling, SamplingParams
+from hearth.control.requests.generation import AnswerStream, GenerationRequest
+from hearth.core.types import Pooling, SamplingParams
 
 #: The most inputs of one request, as in OpenAI's API.
 MAX_INPUTS = 2048

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hearth.control.generation import TokenDelta
+from hearth.control.requests.generation import TokenDelta
+from hearth.core.types import PromptLogprobs, SamplingParams, TokenLogprob
 from hearth.text.detokenizer import Detokenizer
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import PromptLogprobs, SamplingParams, TokenLogprob
 
 #: Stands for minus infinity, which JSON cannot spell; OpenAI does the same.
 LEAST = -9999.0

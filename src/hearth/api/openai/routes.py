@@ -18,7 +18,7 @@ from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.completion import CompletionBody
 from hearth.api.openai.dialect import CompletionDialect
 from hearth.api.openai.embedding import EmbeddingBody, EmbeddingDialect
-from hearth.control.views import ModelView
+from hearth.control.observe.views import ModelView
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

@@ -14,10 +14,10 @@ from hearth.api.dialect import AnswerSpec, ChoiceReader, TokenUsage
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
 from hearth.api.openai.answer_format import AnswerFormat, call_id, finish_reason, usage_object
-from hearth.control.generation import AnswerStream, TokenDelta
-from hearth.errors import HearthError
+from hearth.control.requests.generation import AnswerStream, TokenDelta
+from hearth.core.errors import HearthError
+from hearth.core.types import FinishReason
 from hearth.text.tool_calls import ToolCall
-from hearth.types import FinishReason
 
 #: A client that is behind by more gets what waits as one event.
 MAX_EVENTS = 8

@@ -22,7 +22,7 @@ from hearth.api.responses.items import (
     messages_of,
 )
 from hearth.api.unread_fields import UnsupportedField
-from hearth.errors import BadPrompt, BadSampling
+from hearth.core.errors import BadPrompt, BadSampling
 
 #: The value of `include` that asks for logprobs. All others ask for what tools of OpenAI have done.
 LOGPROBS = "message.output_text.logprobs"

@@ -11,7 +11,7 @@ import msgspec
 from hearth.api.answer import SSE_TYPE, WAITING
 from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, TokenUsage
 from hearth.api.responses.events import ResponseEvents, ResponseState
-from hearth.control.generation import AnswerStream
+from hearth.control.requests.generation import AnswerStream
 
 ID_PREFIX = "resp_"
 

@@ -18,10 +18,10 @@ from hearth.api.errors import fault_of
 from hearth.api.openai.answer_format import call_id
 from hearth.api.openai.logprobs import token_logprobs
 from hearth.api.openai.sse import MAX_EVENTS
-from hearth.control.generation import AnswerStream, TokenDelta
-from hearth.errors import HearthError
+from hearth.control.requests.generation import AnswerStream, TokenDelta
+from hearth.core.errors import HearthError
+from hearth.core.types import FinishReason
 from hearth.text.tool_calls import ToolCall
-from hearth.types import FinishReason
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 encode = msgspec.json.Encoder().encode

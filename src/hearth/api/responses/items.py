@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from hearth.api.body import Strict, Text
 from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
-from hearth.errors import BadPrompt
+from hearth.core.errors import BadPrompt
 
 #: The most items of a conversation, those of earlier responses included, and the most calls in a row. With
 #: instructions they are as many messages, and calls of one, as chat takes.

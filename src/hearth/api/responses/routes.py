@@ -22,8 +22,8 @@ from hearth.api.responses.body import ResponseBody
 from hearth.api.responses.dialect import ResponseDialect
 from hearth.api.responses.items import as_stored
 from hearth.api.responses.store import ResponseStore, StoredResponse
-from hearth.control.caller import Caller
-from hearth.errors import BadPrompt
+from hearth.control.requests.caller import Caller
+from hearth.core.errors import BadPrompt
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

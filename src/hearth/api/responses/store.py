@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hearth.api.responses.items import Item, from_stored
-from hearth.control.caller import GroupId
-from hearth.errors import UnknownResponse
+from hearth.control.requests.caller import GroupId
+from hearth.core.errors import UnknownResponse
 
 #: The most responses of one group, and how long one is kept that nobody asks for.
 MAX_RESPONSES = 1024

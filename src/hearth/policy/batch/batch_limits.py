@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hearth.errors import BadPrompt, ConfigError, PromptTooLong
+from hearth.core.errors import BadPrompt, ConfigError, PromptTooLong
 from hearth.policy.batch.plan import EngineRequest
 
 

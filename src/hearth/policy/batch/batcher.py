@@ -57,6 +57,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 
+from hearth.core.types import RequestId
 from hearth.policy.batch.batch_limits import BatchLimits, RequestLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.decode_run import DecodeRun, blocks_wanted_by, decode_run, last_step, skip_steps
@@ -67,7 +68,6 @@ from hearth.policy.batch.plan_draft import NOBODY, DecodedSequences, PlanDraft, 
 from hearth.policy.batch.preemption import preempted_for_extent, preempted_for_first
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.policy.batch.step_commit import StepCommit
-from hearth.types import RequestId
 
 MAX_IN_FLIGHT = 2  #: plans that may wait for their commit
 

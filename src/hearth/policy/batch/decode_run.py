@@ -9,11 +9,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hearth.core.types import RequestId
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import DecodeRows, StepPlan, TableWrites
 from hearth.policy.batch.plan_draft import PlannedStep, adapters_of
 from hearth.policy.batch.sequence import LiveSequence
-from hearth.types import RequestId
 
 
 @dataclass(frozen=True, slots=True)

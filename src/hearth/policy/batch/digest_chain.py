@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from hearth.types import AdapterId
+from hearth.core.types import AdapterId
 
 #: So many that nobody finds two prefixes with one digest: who did could have the KV of another text served.
 DIGEST_BYTES = 32

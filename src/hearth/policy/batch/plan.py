@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from hearth.errors import HearthError
-from hearth.types import AdapterId, FinishReason, Pace, Pooling, RequestId, SamplingParams
+from hearth.core.errors import HearthError
+from hearth.core.types import AdapterId, FinishReason, Pace, Pooling, RequestId, SamplingParams
 
 
 class Guide(Protocol):

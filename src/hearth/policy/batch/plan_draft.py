@@ -9,9 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hearth.core.types import AdapterId
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrites
 from hearth.policy.batch.sequence import LiveSequence
-from hearth.types import AdapterId
 
 
 @dataclass(frozen=True, slots=True)

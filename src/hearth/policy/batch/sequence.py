@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import attrgetter
 
+from hearth.core.types import Pooling, RequestId
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.digest_chain import DigestChain
 from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrites
 from hearth.policy.batch.prefix import KnownPrefix, PrefixIndex
-from hearth.types import Pooling, RequestId
 
 
 @dataclass(slots=True, eq=False)

@@ -9,12 +9,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from hearth.errors import GuideStuck, HearthError, LogitsNotFinite
+from hearth.core.errors import GuideStuck, HearthError, LogitsNotFinite
+from hearth.core.types import FinishReason
 from hearth.policy.batch.late_books import LateBooks
 from hearth.policy.batch.plan import CommittedStep, RequestFailed
 from hearth.policy.batch.plan_draft import PlannedStep
 from hearth.policy.batch.sequence import LiveSequence, Sequences
-from hearth.types import FinishReason
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ tokens in a second that whoever runs beside a larger step would wait for seconds
 
 from __future__ import annotations
 
-from hearth.sizes import Dimensions, StepLimits, StepSize, WantedLimits, workspace_bytes
+from hearth.core.sizes import Dimensions, StepLimits, StepSize, WantedLimits, workspace_bytes
 
 #: The most of a worker's memory for models that the workspace of one takes, where the limits follow from it.
 WORKSPACE_SHARE = 1 / 40

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from hearth.types import ModelId
+from hearth.core.types import ModelId
 
 #: No model counts as having had more than this beyond the least served one. No step that only computes takes
 #: longer, so that by those the time is shared exactly.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from itertools import islice
 
+from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import CapacityIndex, Promises
 from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Model, Worker, share_for_batch
-from hearth.types import Hold
 
 
 def audit(fleet: Fleet) -> None:

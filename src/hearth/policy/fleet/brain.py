@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
+from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.deployment import deploy_model, evict_if_leaving, remove_model, stop_model
 from hearth.policy.fleet.device_bytes import record_bytes, record_report
 from hearth.policy.fleet.events import (
@@ -77,7 +78,6 @@ from hearth.policy.fleet.serving import (
     serve_queues,
     set_timer,
 )
-from hearth.types import Hold, ModelId, WorkerId
 
 #: When a client is told to come back while there is no worker: most are up by then.
 NO_WORKER_S = 10.0

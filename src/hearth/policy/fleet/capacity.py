@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hearth.core.types import Hold, WorkerId
 from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
-from hearth.types import Hold, WorkerId
 
 
 @dataclass(slots=True)

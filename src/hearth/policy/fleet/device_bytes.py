@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hearth.core.types import ModelId, WorkerId
 from hearth.policy.fleet.events import Action, Evict
 from hearth.policy.fleet.records import Model, Worker
-from hearth.types import ModelId, WorkerId
 
 
 def record_bytes(model: Model, worker: Worker, num_bytes: int) -> None:

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.evictions import Victim, choose_fewest, price_victim
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Worker
-from hearth.types import Hold
 
 #: Workers that are compared: those that lack the least.
 MAX_WORKERS = 8

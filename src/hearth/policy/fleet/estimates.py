@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hearth.core.types import ModelId, Rung
 from hearth.policy.memory.reload_cost import ReloadCosts
-from hearth.types import ModelId, Rung
 
 #: How long a request is taken to run until the first one has.
 PRIOR_RUN_S = 1.0

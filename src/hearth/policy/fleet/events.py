@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
-from hearth.types import AdapterId, Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 
 @dataclass(frozen=True, slots=True)

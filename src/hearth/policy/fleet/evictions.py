@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.records import Replica, Worker
-from hearth.types import Hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 
+from hearth.core.types import ModelId
 from hearth.policy.fleet.events import Action, RejectReason
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import LoadFailure, Model, Replica, Worker
 from hearth.policy.fleet.refusals import reject
 from hearth.policy.fleet.routing import has_untried_place
-from hearth.types import ModelId
 
 #: How long a model that failed is not tried again at first; then twice as long, up to a limit.
 FIRST_DELAY_S, MAX_DELAY_S = 2.0, 60.0

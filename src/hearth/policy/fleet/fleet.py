@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import TypeVar
 
+from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
 from hearth.policy.fleet.device_bytes import forget_worker, rank_retired
 from hearth.policy.fleet.estimates import Estimates
@@ -22,7 +23,6 @@ from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
 from hearth.policy.memory.reload_cost import ReloadCosts
-from hearth.types import Hold, ModelId, RequestId, WorkerId
 
 Name = TypeVar("Name", ModelId, WorkerId)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 import msgspec
 
+from hearth.core.types import ModelId, WorkerId
 from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import record_bytes
 from hearth.policy.fleet.estimates import Estimates
@@ -19,7 +20,6 @@ from hearth.policy.fleet.events import BrainConfig, Promise, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.known_adapters import KnownAdapters
 from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
-from hearth.types import ModelId, WorkerId
 
 Facts = Mapping[str, object]  #: the stored fields of a record, by name
 

@@ -13,7 +13,7 @@ count on it, and `Promises` charges each model in turn its own there. Out of tur
 The least KV holds one full context: whatever a request may ask for, every replica can serve it. So the
 context is cut to what the budget of a worker can hold, where nobody has named one.
 
-Workspace, tables and blocks are those of `hearth/sizes.py`, rounded up for the kind of device: who takes
+Workspace, tables and blocks are those of `hearth/core/sizes.py`, rounded up for the kind of device: who takes
 memory by these numbers never needs more. CUDA memory comes in whole pages, and weights, workspace, tables and
 KV have pages of their own. Elsewhere all lies in one arena, whose regions begin at multiples of 4096 bytes,
 as tensors of a layout do anyway. But an extent of KV is a run of blocks at multiples of their size, which
@@ -25,9 +25,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from hearth.errors import ConfigError
-from hearth.policy.fleet.events import Footprint
-from hearth.sizes import (
+from hearth.core.errors import ConfigError
+from hearth.core.sizes import (
     Dimensions,
     StepLimits,
     StepSize,
@@ -37,6 +36,7 @@ from hearth.sizes import (
     table_buffers,
     workspace_bytes,
 )
+from hearth.policy.fleet.events import Footprint
 
 #: A conversation of this length is the least that makes sense.
 _MIN_CONTEXT = 2048

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 import math
 
+from hearth.core.types import Hold
 from hearth.policy.fleet.records import Replica
-from hearth.types import Hold
 
 
 class Expiries:

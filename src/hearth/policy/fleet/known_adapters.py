@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hearth.types import AdapterId
+from hearth.core.types import AdapterId
 
 #: So many are remembered for a worker: more than most devices have room for.
 MAX_KNOWN = 1024

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
+from hearth.core.types import BATCH_PATIENCE_S, ModelId, RequestId
 from hearth.policy.fleet.events import RequestArrived
 from hearth.policy.fleet.ranking import Ranking
 from hearth.policy.fleet.records import Model, Place, Request
-from hearth.types import BATCH_PATIENCE_S, ModelId, RequestId
 
 
 class RequestQueues:

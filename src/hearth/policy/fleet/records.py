@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import ModelProfile, Promise, WantedAdapter
 from hearth.policy.fleet.known_adapters import KnownAdapters
 from hearth.policy.fleet.ranking import Ranking
-from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 #: How long further replicas of a model that is kept for ever stay warm: for ever means one.
 SPARE_KEEP_ALIVE_S = 300.0

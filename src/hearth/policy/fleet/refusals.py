@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hearth.core.types import Hold
 from hearth.policy.fleet.events import Action, Footprint, ModelProfile, Reject, RejectReason
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
-from hearth.types import Hold
 
 #: Names in a sentence for people.
 MAX_NAMES = 3

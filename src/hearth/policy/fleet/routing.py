@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from hearth.core.types import Hold, RequestId, WorkerId
 from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.drain import leaves_room
@@ -26,7 +27,6 @@ from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions, plan_tur
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
 from hearth.policy.fleet.refusals import explain_shortage
-from hearth.types import Hold, RequestId, WorkerId
 
 #: Workers that are considered for one request.
 MAX_OPTIONS = 8

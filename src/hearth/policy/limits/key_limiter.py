@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from hearth.core.types import RateStatus, WindowStatus
 from hearth.policy.limits.sliding_window import SlidingWindow, WindowSlot
-from hearth.types import RateStatus, WindowStatus
 
 #: The most tokens that one answer is charged in advance.
 MAX_ESTIMATE_TOKENS = 1024

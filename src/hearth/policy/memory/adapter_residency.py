@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hearth.types import AdapterId, ModelId
+from hearth.core.types import AdapterId, ModelId
 
 
 class Residence(StrEnum):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hearth.types import Hold, ModelId
+from hearth.core.types import Hold, ModelId
 
 #: What is lost with a chunk: a cost, or a cost and what decides among equals; the lowest is evicted first.
 Price = float | tuple[float, int]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.reclaim_orders import (
@@ -34,7 +35,6 @@ from hearth.policy.memory.reclaim_orders import (
     SpillTable,
     TakeWeights,
 )
-from hearth.types import AdapterId, Hold, ModelId, SamplingTable
 
 #: How often memory may come free without being of use before a model gives up what it is not promised.
 MAX_USELESS = 2

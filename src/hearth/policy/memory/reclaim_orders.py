@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 
-from hearth.types import AdapterId, ModelId, SamplingTable
+from hearth.core.types import AdapterId, ModelId, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)

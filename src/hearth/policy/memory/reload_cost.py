@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from hearth.core.types import AdapterId, ModelId, Rung
 from hearth.policy.memory.demand import Demand
-from hearth.types import AdapterId, ModelId, Rung
 
 #: Bytes are worth keeping for requests that come within this time.
 HORIZON_S = 600.0

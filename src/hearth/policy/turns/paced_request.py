@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hearth.types import BATCH_PATIENCE_S, Pace
+from hearth.core.types import BATCH_PATIENCE_S, Pace
 
 
 class PacedRequest:

@@ -40,9 +40,9 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from hearth.core.types import ModelId, Pace, RequestId, TurnEnd
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.paced_request import PacedRequest
-from hearth.types import ModelId, Pace, RequestId, TurnEnd
 
 
 @dataclass(frozen=True, slots=True)

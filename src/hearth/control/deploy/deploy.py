@@ -1,0 +1,328 @@
+"""Deploying: an order goes to a process of its own, events come back. Converts nothing itself.
+
+Converting needs torch and much time, neither of which the gateway has, so `deployer.py` does the work. What
+passes between the two is lines of JSON:
+
+    to the process    Task, one line; then its standard input stays open as long as the result is wanted
+    from it           {"event": "progress", "phase": ..., "done_bytes": ..., "total_bytes": ...}, some
+                      {"event": "done", "deployed": {...}}, or "adapter" instead of "deployed", or
+                      {"event": "error", "label": ..., "reason": ...}
+
+Each deployment has a directory of its own, models/NAME-<8 hex digits>, and the old one goes when the registry
+names the new one, so that whatever fails leaves the old model as it is. What a deployment has left that was
+killed is found when the service starts: nobody names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from hearth.control.datadir import DataDir, is_locked
+from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocation
+from hearth.control.deploy.names import listed
+from hearth.control.deploy.registry import Registry
+from hearth.core.errors import DataDirError, ServiceError, StoreError, error_of
+from hearth.snapshot.directory import keep_quota, remove_others, remove_unfinished
+from hearth.store.format.writer import LOCK
+
+#: Time for a process that was called off to clear away what it has written.
+_CLEARING_S = 30.0
+#: The directories that a deployment makes: a model, and one that is not finished.
+_MADE = re.compile(r"[^.].*-[0-9a-f]{8}")
+_STAGED = re.compile(r"\..*-[0-9a-f]{8}\.converting")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeployOrder:
+    """The wish to deploy a source in a certain form."""
+
+    source: str  #: a directory, a GGUF file, hf:ORG/NAME[@REVISION], or a URL of what was converted
+    name: str | None = None  #: None: derived from the source
+    dtype: str = "auto"  #: float32 for a CPU, else the source's own
+    quant: str = "none"
+    kind: str = "cpu"  #: of the devices that the model will run on
+    overwrite: bool = False  #: replace a model of that name
+    base: str | None = None  #: the model that the source is an adapter of; None: its config names it
+    is_adapter: bool = False  #: the source must be an adapter, as it must where there is a base
+    aliases: Mapping[str, str] = field(default_factory=dict)  #: names of models, by their other names
+
+
+@dataclass(frozen=True, slots=True)
+class DeployProgress:
+    """The progress of a deployment."""
+
+    phase: str  #: downloading, converting, verifying, fetching
+    done_bytes: int
+    total_bytes: int
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DeployDone:
+    """A model or an adapter whose files are in place. To register it is for whoever gave the order."""
+
+    deployed: Deployed | DeployedAdapter
+
+
+DeployEvent = DeployProgress | DeployDone
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The result of registering a model or an adapter."""
+
+    replaced: ModelLocation | None  #: the files of what had its name before
+    warning: str | None  #: names the adapters that were trained on other weights than their base has now
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The first line that the deploying process reads from its standard input."""
+
+    order: DeployOrder
+    data_dir: str
+
+
+async def deploying(
+    order: DeployOrder, data_dir: DataDir, errors: int | None = None
+) -> AsyncGenerator[DeployEvent, None]:
+    """Carry out an order; the last event is DeployDone. Leaving early, or being cancelled, calls it off.
+
+    Whoever gets DeployDone registers the model before asking for more, or its files go. `errors`: where the
+    process logs to; None: to the log file of the data directory.
+
+    Raises:
+        HearthError: it cannot be done; nothing has changed then.
+    """
+    done = None
+    with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as log_file:
+        process = await asyncio.create_subprocess_exec(
+            *_COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file if errors is None else errors,
+            env=_environment(),
+            pass_fds=(lock,),
+            start_new_session=True,  # Ctrl-C is for this process, which closes the other's input then
+        )
+        assert process.stdin is not None, "asked for as a pipe"
+        assert process.stdout is not None, "asked for as a pipe"
+        try:
+            process.stdin.write(_task_line(order, data_dir))
+            async for line in process.stdout:
+                event = _event_of(line)
+                if isinstance(event, DeployProgress):
+                    yield event
+                else:
+                    done = event
+            if done is None:
+                raise _died(await process.wait(), data_dir)
+            yield done
+        finally:
+            process.stdin.close()
+            try:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), _CLEARING_S)
+            finally:  # also when cancelled while waiting; then `collect` clears what was made
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            if done is not None:
+                await asyncio.to_thread(_clear_refused, done.deployed, data_dir)
+
+
+def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEvent, None, None]:
+    """Run `deploying` in a program that has no event loop."""
+    events = deploying(order, data_dir)
+    with asyncio.Runner() as runner:
+        try:
+            while (event := runner.run(anext(events, None))) is not None:
+                yield event
+        except GeneratorExit:
+            runner.run(events.aclose())
+            raise
+
+
+def register(
+    deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry, data_dir: DataDir
+) -> Registered:
+    """Register a model or an adapter instead of what had its name, whose files go.
+
+    Raises:
+        NameTaken: another deployment was faster.
+        HasAdapters, UnknownModel: as `Registry.replace`.
+        StoreError: files cannot be deleted.
+    """
+    with registry.transaction():
+        registered = switch(deployed, overwrite, registry)
+    if registered.replaced is not None:
+        remove_files(registered.replaced, data_dir)
+        collect_snapshots(data_dir, registry)
+    return registered
+
+
+def switch(deployed: Deployed | DeployedAdapter, overwrite: bool, registry: Registry) -> Registered:
+    """Register a model or an adapter within a transaction. Raises as `register` does."""
+    before, outdated = registry.location(deployed.name), registry.outdated_adapters(deployed)
+    if overwrite:
+        registry.replace(deployed)
+    else:
+        registry.add(deployed)
+    warning = (
+        f"`{deployed.name}` has changed, but adapters trained on its previous weights are still deployed: "
+        f"{listed(outdated)}; redeploy them with `--overwrite`, or remove them with `hearth rm`"
+    )
+    return Registered(before, warning if outdated else None)
+
+
+def remove_files(location: ModelLocation, data_dir: DataDir) -> None:
+    """Delete the files of a model that has left the registry, if they lie in the data directory.
+
+    Files that another registered model needs stay, and so does anything elsewhere.
+
+    Raises:
+        StoreError: the files cannot be deleted.
+    """
+    directory = Path(location.directory)
+    if directory.is_symlink() or directory.resolve().parent != data_dir.models_path.resolve():
+        return
+    with Registry.open(data_dir) as registry:
+        if directory.resolve() in _named(registry):
+            return
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(f"`{directory}` cannot be deleted: {error}; delete it by hand") from error
+
+
+def collect(data_dir: DataDir, registry: Registry) -> None:
+    """Delete what deployments have made and nobody names. The service calls it before it offers anything.
+
+    Where a deployment is under way, here or in a process that has lost its parent, the next start does it.
+    """
+    with _opened_lock(data_dir) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        named = _named(registry)
+        for path in sorted(data_dir.models_path.iterdir()):
+            if path.is_symlink() or path.resolve() in named:
+                continue
+            if _STAGED.fullmatch(path.name) and not is_locked(path / LOCK):
+                log.info("remains_removed directory=%s", path)
+                shutil.rmtree(path, ignore_errors=True)
+            # Without weights it describes what lies behind a URL, and may be another program's.
+            elif _MADE.fullmatch(path.name) and (path / "weights.bin").exists():
+                log.info("orphan_removed directory=%s", path)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def collect_snapshots(data_dir: DataDir, registry: Registry, quota_bytes: int | None = None) -> None:
+    """Delete the snapshots of models that are not registered.
+
+    With a quota, as a service does that starts, also those beyond it, and what was never finished: nobody
+    else makes any then.
+    """
+    path = data_dir.snapshots_path
+    try:
+        num_removed = remove_others(path, {deployed.digest for deployed in registry.all()})
+        if quota_bytes is not None:
+            num_removed += keep_quota(path, quota_bytes)
+            remove_unfinished(path)
+    except OSError as error:  # they are in nobody's way
+        log.warning("snapshots_left reason=%s", error)
+    else:
+        if num_removed:
+            log.info("snapshots_removed number=%d", num_removed)
+
+
+def clear_snapshots(data_dir: DataDir) -> None:
+    """Delete the snapshots of models that are not registered, from any thread."""
+    with Registry.open(data_dir) as registry:
+        collect_snapshots(data_dir, registry)
+
+
+def _clear_refused(deployed: Deployed | DeployedAdapter, data_dir: DataDir) -> None:
+    """Delete a model that nobody has registered, unless it was converted elsewhere and is not ours."""
+    if deployed.source != deployed.directory:
+        remove_files(deployed.location, data_dir)
+
+
+def _named(registry: Registry) -> set[Path]:
+    return {Path(location.directory).resolve() for location in registry.locations()}
+
+
+@contextmanager
+def _under_way(data_dir: DataDir) -> Iterator[int]:
+    """Keep what nobody names yet from being collected, while this or an heir's descriptor is open."""
+    with _opened_lock(data_dir) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a service that is starting, never for one that serves
+        yield lock
+
+
+@contextmanager
+def _opened_lock(data_dir: DataDir) -> Iterator[int]:
+    """Open the lock that deployments share; whoever holds it alone keeps them out. Raises DataDirError."""
+    path = data_dir.run_path / "deploying"
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DataDirError(f"`{path}` cannot be opened: {error}; check its permissions") from error
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+#: The deploying process; -P: without modules from the directory that the program was started in.
+_COMMAND = (sys.executable, "-P", "-m", "hearth.control.deploy.deployer")
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment without GPUs: a context on one would only take memory from the workers."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _task_line(order: DeployOrder, data_dir: DataDir) -> bytes:
+    return msgspec.json.encode(Task(order, str(data_dir.path))) + b"\n"
+
+
+def _event_of(line: bytes) -> DeployEvent:
+    """Return the event of a line. Raises the error that the process reports."""
+    match msgspec.json.decode(line):
+        case {"event": "progress", "phase": str(phase), "done_bytes": int(done), "total_bytes": int(total)}:
+            return DeployProgress(phase, done, total)
+        case {"event": "done", "deployed": deployed}:
+            return DeployDone(msgspec.convert(deployed, Deployed))
+        case {"event": "done", "adapter": adapter}:
+            return DeployDone(msgspec.convert(adapter, DeployedAdapter))
+        case {"event": "error", "label": str(label), "reason": str(reason)}:
+            raise error_of(label, reason)
+    raise ServiceError(f"the process that deploys says what nobody understands: {line[:200]!r}")
+
+
+def _died(code: int, data_dir: DataDir) -> ServiceError:
+    return ServiceError(
+        f"the process that deploys ended with code {code} and without a word; see `{data_dir.log_path}`, and "
+        "whether the machine ran out of memory"
+    )

@@ -1,0 +1,239 @@
+"""The models that the service offers, as they come and go: registry, catalog and brain are kept in step.
+
+Converts nothing, and where models run is the brain's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+from hearth.control.datadir import DataDir
+from hearth.control.deploy.catalog import Catalog, CatalogEntry
+from hearth.control.deploy.deploy import (
+    DeployDone,
+    DeployOrder,
+    DeployProgress,
+    Registered,
+    clear_snapshots,
+    deploying,
+    remove_files,
+    switch,
+)
+from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocation
+from hearth.control.deploy.registry import Registry
+from hearth.control.deploy.upstream_looks import UpstreamLooks
+from hearth.control.deploy.upstream_view import upstream_view
+from hearth.control.driver import Driver
+from hearth.control.observe.views import ModelView, UpstreamView
+from hearth.core.errors import ConfigError, DataDirError, HearthError, StoreError
+from hearth.core.types import AdapterId, ModelId, RequestId
+from hearth.policy.fleet import events
+from hearth.policy.fleet.events import ModelProfile
+from hearth.store.keeper_client import KeeperClient
+from hearth.store.tiers.upstream import note_version, read_upstream
+
+#: Time for the keeper to forget a model, which takes it milliseconds.
+FORGET_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Deployments:
+    """Mutable; used on the event loop alone. Files are deleted on other threads."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        catalog: Catalog,
+        driver: Driver,
+        keeper: KeeperClient,
+        data_dir: DataDir,
+        errors: int | None = None,
+    ) -> None:
+        """`errors`: where deploying processes log to, as in `deploying`."""
+        self._errors = errors
+        self._registry, self._catalog, self._driver = registry, catalog, driver
+        self._keeper, self._data_dir = keeper, data_dir
+        self._looks = UpstreamLooks(keeper)
+        #: Tasks that delete files; the event loop itself holds no task.
+        self._clearing: set[asyncio.Task[None]] = set()
+        #: Two models may be loaded from one URL: while the files of one are deleted, no other is registered.
+        self._files = asyncio.Lock()
+        for entry in catalog.entries():
+            driver.post(events.ModelDeployed(driver.now_s, entry.profile))
+
+    def entries(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
+        """Return all models, or those that names or aliases mean."""
+        self._follow()
+        return self._catalog.entries(allowed)
+
+    def adapters(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
+        """Return the adapters that fit their base: all, or those that names or aliases mean."""
+        self._follow()
+        return self._catalog.adapters(allowed)
+
+    def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
+        """Return what a name or an alias means, if it is `allowed`, as `Catalog.find` does."""
+        self._follow()
+        return self._catalog.find(name, allowed)
+
+    async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | ModelView, None]:
+        """Yield progress as it is made, and last what is offered then. Leaving calls it off.
+
+        Raises:
+            HearthError: it cannot be done; whatever had the name before is offered as before.
+        """
+        order = replace(order, aliases=self._catalog.aliases)
+        async with aclosing(deploying(order, self._data_dir, self._errors)) as progress:
+            async for event in progress:
+                if not isinstance(event, DeployDone):
+                    yield event
+                    continue
+                async with self._files:
+                    registered = self._register(event.deployed, order.overwrite)
+                if registered.replaced not in (None, event.deployed.location):
+                    try:
+                        await self._clear(event.deployed.name, [registered.replaced])
+                    except StoreError as error:  # what was ordered is done all the same
+                        log.warning("files_left reason=%s", error)
+                view = self._catalog.view(self._catalog.find(event.deployed.name))
+                yield replace(view, warning=registered.warning)
+
+    async def remove(self, name: str, *, with_adapters: bool = False) -> None:
+        """Remove a model or an adapter, and those of its files that were made for it.
+
+        Where requests still run with it, files go behind the last of them.
+
+        Raises:
+            UnknownModel: there is none.
+            HasAdapters: it has adapters, which are not to go with it.
+            StoreError: files cannot be deleted. The model is gone all the same.
+        """
+        self._follow()
+        if self._registry.location(name) is None:  # what the catalog could not read has a row, too
+            name = self._catalog.find(name).name
+        locations = self._registry.remove(name, with_adapters=with_adapters)
+        self._refresh()
+        await self._clear(name, locations)
+
+    async def upstream(
+        self, deployed: Deployed | DeployedAdapter, *, look: bool, max_age_s: float = 0.0
+    ) -> UpstreamView | None:
+        """Return what is known of where something was deployed from; None where that is a path.
+
+        `look`: ask upstream first, by way of the keeper, which takes seconds at most; what it answered within
+        the last `max_age_s` will do.
+        """
+        directory = Path(deployed.directory)
+        known = await asyncio.to_thread(read_upstream, directory)
+        if known is None:
+            return None
+        if not look:
+            return upstream_view(deployed, known, has_looked=False, failure=None)
+        try:
+            version = await self._looks.version(deployed.source, max_age_s)
+        except HearthError as error:
+            return upstream_view(deployed, known, has_looked=False, failure=str(error))
+        seen = await asyncio.to_thread(note_version, directory, version) or known
+        return upstream_view(deployed, seen, has_looked=True, failure=None)
+
+    def _register(self, deployed: Deployed | DeployedAdapter, overwrite: bool) -> Registered:
+        """Register a model or an adapter.
+
+        Raises:
+            NameTaken: another model has the name.
+            HasAdapters, UnknownModel: as `Registry.replace`.
+            ConfigError: the configuration forbids it.
+        """
+        if not Path(deployed.directory).is_dir():
+            raise StoreError(f"the files of `{deployed.name}` were removed meanwhile; deploy it again")
+        known, adapters, bases = self._profiles(), self._catalog.adapter_ids(), self._catalog.bases()
+        try:
+            with self._registry.transaction():
+                registered = switch(deployed, overwrite, self._registry)
+                self._catalog.refresh()
+        except BaseException:
+            self._catalog.refresh()  # to what it was
+            raise
+        known.pop(ModelId(deployed.name), None)  # the same once more is news, too
+        self._post_changes(known, adapters, bases)
+        if registered.warning is not None:
+            log.warning("adapters_outdated base=%s reason=%s", deployed.name, registered.warning)
+        return registered
+
+    def _follow(self) -> None:
+        """Follow the registry: models may come and go without the service, as while it was starting."""
+        try:
+            if self._registry.has_changed():
+                self._refresh()
+        except (ConfigError, DataDirError, StoreError) as error:  # what is offered already is offered on
+            log.warning("registry_not_followed reason=%s", error)
+
+    def _refresh(self) -> None:
+        known, adapters, bases = self._profiles(), self._catalog.adapter_ids(), self._catalog.bases()
+        self._catalog.refresh()
+        self._post_changes(known, adapters, bases)
+
+    def _profiles(self) -> dict[ModelId, ModelProfile]:
+        return {entry.profile.model: entry.profile for entry in self._catalog.entries()}
+
+    def _post_changes(
+        self, known: dict[ModelId, ModelProfile], adapters: set[AdapterId], bases: set[ModelId]
+    ) -> None:
+        """Tell the brain which models differ from the known ones, and workers which adapters are gone."""
+        if self._catalog.bases() - bases:
+            self._driver.adapters_deployed()
+        for adapter in adapters - self._catalog.adapter_ids():
+            self._driver.forget_adapter(adapter)
+        profiles = self._profiles()
+        for model in known.keys() - profiles.keys():
+            self._driver.post(events.ModelRemoved(self._driver.now_s, model))
+        for entry in self._catalog.entries():
+            if known.get(entry.profile.model) != entry.profile:
+                self._driver.post(events.ModelDeployed(self._driver.now_s, entry.profile))
+                self._driver.prepare(entry.prepare_order)
+
+    async def _clear(self, name: str, locations: Sequence[ModelLocation]) -> None:
+        """Delete the files of what had a name until now; whoever asked may leave, and it is finished then.
+
+        Requests that run may have to load it once more, having given way meanwhile: nobody waits for these.
+        """
+        users = self._driver.requests.users_of(name, {location.where for location in locations})
+        for location in locations:
+            task = asyncio.create_task(self._clear_files(location, users))
+            self._clearing.add(task)
+            task.add_done_callback(self._clearing.discard)
+            if users:
+                task.add_done_callback(_log_files_left)
+            else:
+                await asyncio.shield(task)
+
+    async def _clear_files(self, location: ModelLocation, users: set[RequestId]) -> None:
+        await self._driver.requests.wait_ended(users)
+        async with self._files:
+            await asyncio.to_thread(clear_snapshots, self._data_dir)
+            if await asyncio.to_thread(_is_shared, location, self._registry.locations()):
+                return
+            try:
+                await asyncio.wait_for(self._keeper.forget(location.where), FORGET_S)
+            except (HearthError, TimeoutError) as error:  # it may be starting anew, and reads the disk then
+                log.warning("keeper_not_told where=%s reason=%r", location.where, error)
+            await asyncio.to_thread(remove_files, location, self._data_dir)
+
+
+def _log_files_left(task: asyncio.Task[None]) -> None:
+    """Log why files could not be deleted, of which nobody waits to be told."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("files_left reason=%s", error)
+
+
+def _is_shared(location: ModelLocation, others: list[ModelLocation]) -> bool:
+    directory = Path(location.directory).resolve()
+    return any(
+        other.where == location.where or Path(other.directory).resolve() == directory for other in others
+    )

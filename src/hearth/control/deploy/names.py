@@ -1,0 +1,141 @@
+"""The names that models and adapters may have, and which of them a request means. Stores nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+
+from hearth.control.deploy.deployed import Deployed, DeployedAdapter
+from hearth.control.deploy.nearest_name import NearestName
+from hearth.core.config import ModelConfig
+from hearth.core.errors import ConfigError, RequestError, UnknownModel
+
+#: Parts as hubs have them, `org/name:tag`. What begins with `hf:` would be a source.
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(rf"(?!hf:){_PART}([/:]{_PART})*", re.ASCII)
+MAX_NAME_CHARS = 128
+#: The tag of a name that has none, as users of Ollama write it.
+LATEST = ":latest"
+#: The most names that a message lists.
+MAX_LISTED = 10
+
+
+def check_name(name: str) -> str:
+    """Return a name that a model may have: in no path or address would it lead anywhere else.
+
+    Raises:
+        RequestError: it may not.
+    """
+    if len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None or ".." in name:
+        raise RequestError(
+            f"a name is 1 to {MAX_NAME_CHARS} letters, digits, `.`, `_` or `-`, in parts between `/` or `:` "
+            "that begin with a letter or digit, without two dots in a row or `hf:` at its beginning, given: "
+            f"{name!r:.80}"
+        )
+    return name
+
+
+def file_name(name: str) -> str:
+    """Return the name of a model as that of a file, which may stand for several models."""
+    return re.sub("[/:]", "--", check_name(name))
+
+
+class Names:
+    """The names that requests may call models and adapters by: their own, and the configuration's aliases."""
+
+    def __init__(
+        self, deployed: Iterable[Deployed | DeployedAdapter], models: Mapping[str, ModelConfig]
+    ) -> None:
+        """Read the aliases; the settings of a model that is not deployed yet wait for it.
+
+        Raises:
+            ConfigError: an alias means two models, or no model can have the name of a table.
+        """
+        self._by_name = {model.name: model for model in deployed}
+        self._models = models
+        self._name_by_alias: dict[str, str] = {}
+        for name, config in models.items():
+            _check_table(name)
+            for alias in config.aliases:
+                is_own = alias in self._by_name or alias in models
+                other = alias if is_own else self._name_by_alias.get(alias, name)
+                if other != name:
+                    raise ConfigError(
+                        f"the alias `{alias}` of model `{name}` means model `{other}` too; give it to one"
+                    )
+                self._name_by_alias[alias] = name
+
+    def resolve(self, name: str, allowed: Collection[str] | None = None) -> Deployed | DeployedAdapter:
+        """Return what a name or an alias means, one of those that are `allowed`; None: all.
+
+        Raises:
+            UnknownModel: there is none, or it is not allowed, which nobody can tell apart.
+        """
+        found = self._by_name.get(self._own_name(name))
+        if allowed is not None and (found is None or found.name not in self.allowed(allowed)):
+            raise self._unknown_among(name, self.allowed(allowed))
+        if found is None:
+            raise self.unknown(name)
+        return found
+
+    def allowed(self, allowed: Collection[str]) -> set[str]:
+        """Return the deployed models that names or aliases mean; what is not deployed means none."""
+        return {self._own_name(one) for one in allowed} & self._by_name.keys()
+
+    def waiting(self) -> dict[str, str]:
+        """Return the models whose settings wait until they are deployed, with hints at what was meant."""
+        return {name: self._hint(name) for name in self._models if name not in self._by_name}
+
+    def unknown(self, name: str) -> UnknownModel:
+        return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
+
+    def _own_name(self, name: str) -> str:
+        """Return the own name of the model that is meant; a tag `latest` may be there or left out."""
+        for spelt in (name, name.removesuffix(LATEST), name + LATEST):
+            if (own := self._name_by_alias.get(spelt, spelt)) in self._by_name:
+                return own
+        return name
+
+    def _unknown_among(self, name: str, allowed: Collection[str]) -> UnknownModel:
+        """Return the error for who may know of some models alone, and is told of no other."""
+        aliases = (alias for alias, one in self._name_by_alias.items() if one in allowed)
+        known = sorted({*allowed, *aliases})
+        return UnknownModel(
+            f"no model is deployed under `{name:.80}`; {_describe_known(name, known, NearestName(known))}"
+        )
+
+    def _hint(self, name: str) -> str:
+        return _describe_known(name, self._known, self._nearest)
+
+    # Made when the first unknown name is asked for, and kept: many may follow.
+
+    @cached_property
+    def _known(self) -> list[str]:
+        aliases = (alias for alias, name in self._name_by_alias.items() if name in self._by_name)
+        return sorted({*self._by_name, *aliases})
+
+    @cached_property
+    def _nearest(self) -> NearestName:
+        return NearestName(self._known)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a message, not too many of them."""
+    return ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
+
+
+def _describe_known(name: str, known: Sequence[str], nearest: NearestName) -> str:
+    """Say which of the known names may have been meant, or what there is."""
+    if (meant := nearest.find(name)) is not None:
+        return f"did you mean `{meant}`?"
+    if not known:
+        return "none is; deploy one with `hearth deploy SOURCE`"
+    return f"deployed: {listed(known)}"
+
+
+def _check_table(name: str) -> None:
+    try:
+        check_name(name)
+    except RequestError as error:
+        raise ConfigError(f"no model can have the settings in [models.{name:.80}]: {error}") from error

@@ -1,0 +1,314 @@
+"""Deployed models and adapters, in a SQLite file that several processes may open. Touches no model's files.
+
+An adapter is a row with a `base`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import msgspec
+
+from hearth.control.datadir import DataDir
+from hearth.control.deploy.deployed import AdapterFacts, Deployed, DeployedAdapter, ModelLocation
+from hearth.control.deploy.names import Names, check_name, listed
+from hearth.core.errors import (
+    DataDirError,
+    HasAdapters,
+    NameTaken,
+    RequestError,
+    SnapshotError,
+    StoreError,
+    StoreFull,
+    UnknownModel,
+)
+from hearth.policy.fleet.footprint import Facts
+from hearth.policy.memory.space_slots import NUM_SLOTS, choose_slot
+from hearth.snapshot.directory import SnapshotDirectory
+
+#: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
+WAIT_S, LOOP_WAIT_S = 10.0, 1.0
+
+_SCHEMA = """
+create table if not exists models (
+    name text primary key, source text not null, location text not null, directory text not null,
+    digest text not null, facts text not null, created_at_s real not null, base text
+) without rowid
+"""
+_SLOTS_SCHEMA = """
+create table if not exists space_slots (
+    name text primary key, digest text not null, slot integer not null unique
+) without rowid
+"""
+_FIELDS = "name, source, location, directory, digest, facts, created_at_s, base"
+
+#: All that a row holds, in the order of _FIELDS.
+_Row = tuple[str, str, str, str, str, str, float, str | None]
+
+log = logging.getLogger(__name__)
+
+
+class Registry:
+    """A connection to the registry's file; used on the thread that opened it."""
+
+    def __init__(self, data_dir: DataDir, wait_s: float = WAIT_S) -> None:
+        self._path = data_dir.registry_path
+        self._data_dir = data_dir
+        with self._translated():
+            # Without transactions of its own: a statement outside `transaction` is one.
+            self._connection = sqlite3.connect(self._path, timeout=wait_s, isolation_level=None)
+            self._connection.execute("pragma journal_mode = wal")
+            self._connection.execute("pragma synchronous = full")
+            self._connection.execute(_SCHEMA)
+            self._connection.execute(_SLOTS_SCHEMA)
+        self._give_slots()  # to models that were registered when there were none
+        self._seen_version = -1
+
+    @staticmethod
+    def open(data_dir: DataDir, wait_s: float = WAIT_S) -> Registry:
+        """Open the registry, which waits `wait_s` for others who write.
+
+        Raises:
+            DataDirError: the file is damaged or cannot be opened.
+            StoreError: its disk fails.
+        """
+        return Registry(data_dir, wait_s)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Registry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all that is done within the context happen at once, or not at all if it raises."""
+        self._execute("begin immediate")
+        try:
+            yield
+            self._execute("commit")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._execute("rollback")
+            raise
+
+    def add(self, deployed: Deployed | DeployedAdapter) -> None:
+        """Register a model or an adapter. Raises NameTaken, and as `replace` does."""
+        try:
+            self._write("insert", deployed)
+        except sqlite3.IntegrityError:
+            raise name_taken(deployed.name) from None
+
+    def replace(self, deployed: Deployed | DeployedAdapter) -> None:
+        """Register a model or an adapter instead of whatever had its name before.
+
+        Raises:
+            UnknownModel: an adapter's base is not deployed.
+            RequestError: an adapter has the name of its base, or of another model, which no adapter replaces.
+            HasAdapters: what had the name has adapters, which would not fit.
+        """
+        self._write("insert or replace", deployed)
+
+    def remove(self, name: str, *, with_adapters: bool = False) -> list[ModelLocation]:
+        """Forget a model or an adapter, and return where all files lie that belonged to it.
+
+        Raises:
+            UnknownModel: there is none.
+            HasAdapters: it has adapters, and nobody said that they may go, too.
+        """
+        with self.transaction():
+            location = self.location(name)
+            if location is None:
+                raise Names([*self.all(), *self.adapters()], {}).unknown(name)
+            rows = self._execute("select name, location, directory from models where base = ?", name)
+            adapters = {adapter: ModelLocation(*place) for adapter, *place in rows.fetchall()}
+            if adapters and not with_adapters:
+                raise HasAdapters(
+                    f"`{name}` has adapters, which are nothing without it: {listed(list(adapters))}; remove "
+                    "them first, or together with it: `hearth rm --with-adapters`, `?with_adapters=true`"
+                )
+            self._execute("delete from models where name = ? or base = ?", name, name)
+            self._give_slots()
+        return [location, *adapters.values()]
+
+    def location(self, name: str) -> ModelLocation | None:
+        """Return where the files of a model lie, also if its row cannot be read otherwise."""
+        row = self._execute("select location, directory from models where name = ?", name).fetchone()
+        return None if row is None else ModelLocation(*row)
+
+    def locations(self) -> list[ModelLocation]:
+        """Return where the files of all models lie, as `location` does."""
+        return [
+            ModelLocation(*row) for row in self._execute("select location, directory from models").fetchall()
+        ]
+
+    def all(self) -> list[Deployed]:
+        """Return all models by name, without rows that cannot be read: they must not hide the others."""
+        return [one for one in self._read("base is null") if isinstance(one, Deployed)]
+
+    def adapters(self) -> list[DeployedAdapter]:
+        """Return all adapters as `all` does."""
+        return [one for one in self._read("base is not null") if isinstance(one, DeployedAdapter)]
+
+    def outdated_adapters(self, new: Deployed | DeployedAdapter) -> list[str]:
+        """Return the adapters of the model that `new` is about to replace, if its digest differs."""
+        rows = self._execute(
+            "select name from models where base = (select name from models where name = ? and digest <> ?) "
+            "order by name",
+            new.name,
+            new.digest,
+        )
+        return [name for (name,) in rows.fetchall()]
+
+    def space_slots(self) -> dict[str, int]:
+        """Return by name which slot of device addresses each model has; none where all are taken."""
+        return dict(self._execute("select name, slot from space_slots").fetchall())
+
+    def _give_slots(self) -> None:
+        """Give a slot to each model that has none.
+
+        One that has another digest now loses its own first, and so does one whose slot is none any more.
+        """
+        is_same = "m.name = s.name and m.digest = s.digest and m.base is null"
+        is_stale = f"slot >= {NUM_SLOTS} or not exists (select 1 from models m where {is_same})"
+        stale = self._execute(f"select name from space_slots s where {is_stale}").fetchall()
+        for (name,) in stale:
+            self._execute("delete from space_slots where name = ?", name)
+        taken = set(self.space_slots().values())
+        lacking = self._execute(
+            "select name, digest from models "
+            "where base is null and name not in (select name from space_slots) order by name"
+        )
+        for name, digest in lacking.fetchall():
+            if (slot := choose_slot(digest, taken, self._snapshot_slot(digest))) is None:
+                break
+            # Another process may have been faster: then this one is given its slot the next time.
+            self._execute("insert or ignore into space_slots values (?, ?, ?)", name, digest, slot)
+            taken.add(slot)
+
+    def _snapshot_slot(self, digest: str) -> int | None:
+        """Return the slot that a snapshot of a model was made for: in another one it would be of no use."""
+        path = self._data_dir.snapshots_path
+        if not digest.isalnum() or not (path / digest).is_dir():  # a registry may be damaged
+            return None
+        try:
+            directory = SnapshotDirectory.find(path)
+            return None if directory is None else directory.slot_of(digest)
+        except SnapshotError:  # whoever would use it is told
+            return None
+
+    def has_changed(self) -> bool:
+        """True if another connection has written since this was asked last. Takes microseconds."""
+        (version,) = self._execute("pragma data_version").fetchone()
+        before, self._seen_version = self._seen_version, version
+        return bool(version != before)
+
+    def _adapters_of(self, base: str) -> list[DeployedAdapter]:
+        return [one for one in self._read("base = ?", base) if isinstance(one, DeployedAdapter)]
+
+    def _read(self, condition: str, *values: str) -> Iterator[Deployed | DeployedAdapter]:
+        selected = f"select {_FIELDS} from models where {condition} order by name"
+        for row in self._execute(selected, *values).fetchall():
+            try:
+                yield self._deployed(row)
+            except DataDirError as error:
+                log.warning("row_skipped reason=%s", error)
+
+    def _write(self, verb: str, deployed: Deployed | DeployedAdapter) -> None:
+        with nullcontext() if self._connection.in_transaction else self.transaction():
+            self._check(deployed)
+            self._put(verb, deployed)
+
+    def _check(self, deployed: Deployed | DeployedAdapter) -> None:
+        """Refuse adapters without a base or in place of a model, and what would leave others without one."""
+        mine = self._adapters_of(deployed.name)
+        if isinstance(deployed, DeployedAdapter):
+            if deployed.base == deployed.name:
+                raise RequestError(
+                    f"an adapter needs a name of its own, and `{deployed.name}` is its base; choose another "
+                    "with `--name`"
+                )
+            if self._is_model(deployed.name):
+                raise name_of_model(deployed.name)
+            if not self._is_model(deployed.base):
+                raise UnknownModel(
+                    f"the base of `{deployed.name}` is no model that is deployed: `{deployed.base}`; deploy "
+                    "that first, or name another with `--base`"
+                )
+        else:
+            mine = [adapter for adapter in mine if not adapter.fits(deployed.facts)]
+        if mine:
+            raise HasAdapters(
+                f"`{deployed.name}` has adapters that would not fit what is to replace it: "
+                f"{listed([adapter.name for adapter in mine])}; remove them first, or choose another name"
+            )
+
+    def _is_model(self, name: str) -> bool:
+        """True if a model is deployed under a name, and no adapter."""
+        rows = self._execute("select 1 from models where name = ? and base is null", name)
+        return bool(rows.fetchall())
+
+    def _put(self, verb: str, deployed: Deployed | DeployedAdapter) -> None:
+        base = deployed.base if isinstance(deployed, DeployedAdapter) else None
+        self._execute(
+            f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?, ?)",
+            *(check_name(deployed.name), deployed.source, deployed.where, deployed.directory),
+            *(deployed.digest, msgspec.json.encode(deployed.facts).decode(), deployed.created_at_s, base),
+        )
+        self._give_slots()
+
+    def _execute(self, statement: str, *values: str | float | None) -> sqlite3.Cursor:
+        with self._translated():
+            return self._connection.execute(statement, values)
+
+    def _deployed(self, row: _Row) -> Deployed | DeployedAdapter:
+        name, source, where, directory, digest, facts, created_at_s, base = row
+        try:
+            if base is None:
+                known = msgspec.json.decode(facts, type=Facts)
+                return Deployed(name, source, where, directory, digest, known, created_at_s)
+            of_adapter = msgspec.json.decode(facts, type=AdapterFacts)
+            return DeployedAdapter(name, base, source, where, directory, digest, of_adapter, created_at_s)
+        except msgspec.DecodeError as error:
+            raise DataDirError(
+                f"`{self._path}` holds facts of `{name}` that cannot be read: {error}; deploy it again with "
+                "`--overwrite`, or remove it"
+            ) from error
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError:
+            raise
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise StoreFull(f"no room to write `{self._path}`; make room on its disk") from error
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_IOERR:  # such as a quota
+                raise StoreError(
+                    f"`{self._path}` cannot be read or written: {error}; check its disk: room, quotas, health"
+                ) from error
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                raise DataDirError(f"another process keeps `{self._path}` busy; try again") from error
+            raise DataDirError(
+                f"`{self._path}` cannot be used: {error}; check its disk and permissions, or move the file "
+                "away and deploy the models again"
+            ) from error
+
+
+def name_taken(name: str) -> NameTaken:
+    return NameTaken(
+        f"a model is deployed as `{name}` already; choose another name, or replace it with `--overwrite`"
+    )
+
+
+def name_of_model(name: str) -> RequestError:
+    return RequestError(
+        f"`{name}` is the name of a model, which no adapter replaces; choose another name or remove it"
+    )

@@ -1,0 +1,43 @@
+"""The view of what a model was deployed from, for `hearth show`. Asks nobody: that is the caller's part."""
+
+from __future__ import annotations
+
+from hearth.control.deploy.deployed import Deployed, DeployedAdapter
+from hearth.control.observe.views import UpstreamView
+from hearth.store.tiers.upstream import Upstream, parse_address
+
+
+def upstream_view(
+    deployed: Deployed | DeployedAdapter, known: Upstream, has_looked: bool, failure: str | None
+) -> UpstreamView:
+    """Return the view of a model's upstream.
+
+    Args:
+        deployed: the model or adapter.
+        known: what is noted of its upstream, the look included.
+        has_looked: upstream was asked just now, and has answered.
+        failure: why it has not answered; None also where nobody has asked.
+    """
+    change = known.change
+    if change is None:
+        return UpstreamView("unchanged" if has_looked else "unknown", known.version, reason=failure)
+    return UpstreamView(
+        "changed",
+        known.version,
+        current_version=change.version,
+        noticed_at_s=change.noticed_at_s,
+        reason=failure,
+        remedy=_deploy_command(deployed),
+    )
+
+
+def _deploy_command(deployed: Deployed | DeployedAdapter) -> str:
+    """Return the command that deploys the newest version in the place of this one."""
+    source, kept = deployed.source, ""
+    if isinstance(deployed, DeployedAdapter):
+        kept = f" --base {deployed.base}"
+    elif source.startswith("hf:") and deployed.facts.quant != "none":
+        kept = f" --quant {deployed.facts.quant}"  # a URL has converted models, quantised or not
+    if not source.startswith("hf:"):
+        source = parse_address(source).url
+    return f"hearth deploy {source} --name {deployed.name}{kept} --overwrite"

@@ -1,0 +1,134 @@
+"""Lets requests in by the limits of their API keys, and has what they used counted. The rules are policy's.
+
+What an HTTP request asks for is one request, however many prompts and choices it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import TracebackType
+
+from hearth.control.keys.key_usage import KeyUsage
+from hearth.control.observe.metrics import Metrics
+from hearth.control.requests.caller import Caller, KeyId
+from hearth.control.requests.generation import AnswerStream
+from hearth.core.errors import RateLimited
+from hearth.core.types import RateStatus
+from hearth.policy.limits.key_limiter import KeyLimiter, LimitKind, LimitRefusal, Ticket
+
+#: When a client is told to come back whose requests that run are too many: nobody knows when one ends.
+CONCURRENT_RETRY_S = 1.0
+
+
+class KeyAdmissions:
+    """The gate of all API keys. Mutable; used on the event loop alone."""
+
+    def __init__(self, usage: KeyUsage, metrics: Metrics, now_s: Callable[[], float]) -> None:
+        self._usage, self._metrics, self._now_s = usage, metrics, now_s
+        self._limiter: KeyLimiter[KeyId] = KeyLimiter()
+
+    def admit(self, caller: Caller) -> KeyAdmission:
+        """Let a request in, which has to be ended: it is a context.
+
+        Raises:
+            RateLimited: the key of the caller has had what it may have for now.
+        """
+        if caller.key_id is None:
+            return KeyAdmission(self, caller, None)
+        outcome = self._limiter.begin(caller.key_id, caller.terms.limits, self._now_s())
+        if isinstance(outcome, LimitRefusal):
+            raise self._refused(caller, outcome)
+        return KeyAdmission(self, caller, outcome)
+
+    def status(self, caller: Caller) -> RateStatus | None:
+        """Return what is left of the limits of a caller; None: there are none."""
+        limits = caller.terms.limits
+        if caller.key_id is None or limits.requests_per_min is limits.tokens_per_min is None:
+            return None
+        return self._limiter.status(caller.key_id, limits, self._now_s())
+
+    # For the admissions.
+
+    def charge(self, caller: Caller, ticket: Ticket, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        limits = caller.terms.limits
+        refusal = self._limiter.charge(ticket, limits, num_prompt_tokens, max_tokens, self._now_s())
+        if refusal is not None:
+            self._limiter.withdraw(ticket)
+            raise self._refused(caller, refusal)
+
+    def end(self, caller: Caller, ticket: Ticket, prompt_tokens: int, output_tokens: int) -> None:
+        if ticket.is_open:
+            self._limiter.end(ticket, prompt_tokens + output_tokens, self._now_s())
+            self._usage.count(caller, prompt_tokens, output_tokens)
+
+    def _refused(self, caller: Caller, refusal: LimitRefusal) -> RateLimited:
+        """Count a refusal, and return it as an error."""
+        self._metrics.key_refusals.labels(self._usage.label(caller), refusal.kind).inc()
+        name, limit, used, wanted = caller.name, refusal.limit, refusal.used, refusal.wanted
+        match refusal.kind:
+            case LimitKind.CONCURRENT:
+                return RateLimited(
+                    f"key `{name}` has {used} requests running, its limit: {limit}; wait until one has ended",
+                    LimitKind.REQUESTS,
+                    CONCURRENT_RETRY_S,
+                )
+            case LimitKind.REQUESTS:
+                what = f"key `{name}` has sent {used} requests in the last minute, its limit: {limit}"
+            case LimitKind.TOKENS if refusal.retry_s is None:
+                what = (
+                    f"the request is charged {wanted} tokens, limit of key `{name}` per minute: {limit}; "
+                    "send less, or have the limit raised"
+                )
+            case LimitKind.TOKENS:
+                what = (
+                    f"key `{name}` has used {used} tokens in the last minute and the request is charged "
+                    f"{wanted} more, its limit: {limit}"
+                )
+        if refusal.retry_s is not None:
+            what += f"; try again in {math.ceil(refusal.retry_s)} s"
+        return RateLimited(what, refusal.kind, refusal.retry_s)
+
+
+class KeyAdmission:
+    """A request that was let in, until it ends. Mutable; used by the one task that answers it."""
+
+    def __init__(self, gate: KeyAdmissions, caller: Caller, ticket: Ticket | None) -> None:
+        """`ticket` is None where there is no key."""
+        self.caller = caller
+        self._gate, self._ticket = gate, ticket
+        #: Streams of its answers, and whether the prompt of each is to be counted.
+        self._streams: list[tuple[AnswerStream, bool]] = []
+
+    def charge(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Charge a prompt and what its answer may become, before anything is computed for it.
+
+        Raises:
+            RateLimited: that is more than the key may have for now. The request counts for nothing then.
+        """
+        if self._ticket is not None:
+            self._gate.charge(self.caller, self._ticket, num_prompt_tokens, max_tokens)
+
+    def follow(self, stream: AnswerStream, *, counts_prompt: bool) -> None:
+        """Have the tokens of a stream counted at the end."""
+        self._streams.append((stream, counts_prompt))
+
+    def __enter__(self) -> KeyAdmission:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        """End the request, however it ended: settle what it was charged. A second time changes nothing.
+
+        A prompt counts once somebody may have computed it: not if the service has failed before a token came.
+        """
+        if self._ticket is None:
+            return
+        prompt_tokens = sum(
+            stream.num_prompt_tokens
+            for stream, counts_prompt in self._streams
+            if counts_prompt and (stream.error is None or stream.num_output_tokens)
+        )
+        output_tokens = sum(stream.num_output_tokens for stream, _ in self._streams)
+        self._gate.end(self.caller, self._ticket, prompt_tokens, output_tokens)

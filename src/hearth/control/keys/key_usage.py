@@ -1,0 +1,145 @@
+"""How much was asked with each API key since it was made, over restarts of the service. Limits nothing.
+
+Counts are written to a file of the data directory a few seconds after they have changed, as a whole or not at
+all: a service that is killed forgets its last seconds. A file that cannot be read is begun anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from hearth.control.datadir import write_private
+from hearth.control.observe.metrics import Metrics
+from hearth.control.requests.caller import Caller, KeyId
+from hearth.core.errors import ConfigError
+
+#: The time from a change to its being written.
+WRITE_S = 5.0
+#: The most keys that metrics count by name; all others are counted as one.
+MAX_KEY_LABELS = 64
+#: The label of those: no key can have it as its name.
+OTHER_KEYS = "_other"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class KeyUse:
+    """The use that was made of one key. Mutable; written by `KeyUsage`."""
+
+    num_requests: int = 0  #: that were let in and have ended, however they did
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    last_used_at_s: float | None = None  #: since the epoch; None: never
+
+
+@dataclass(slots=True)
+class UsageRecord:
+    """The file of all keys' use. Mutable, as its parts."""
+
+    since_s: float = field(default_factory=time.time)  #: since the epoch: nothing before that is counted
+    keys: dict[KeyId, KeyUse] = field(default_factory=dict)
+
+
+def read_usage(path: Path) -> UsageRecord:
+    """Return what a service has counted; nothing, if none has.
+
+    Raises:
+        ConfigError: the file cannot be understood.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=UsageRecord)
+    except FileNotFoundError:
+        return UsageRecord()
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise ConfigError(
+            f"`{path}` cannot be read as the use of API keys: {error}; move it away to count anew"
+        ) from error
+
+
+class KeyUsage:
+    """Mutable; used on the event loop alone. Files are written on another thread."""
+
+    def __init__(self, path: Path, known_ids: Callable[[], set[KeyId]], metrics: Metrics) -> None:
+        """`known_ids` returns the keys that there are, the only ones kept, or raises ConfigError."""
+        self._path, self._known_ids, self._metrics = path, known_ids, metrics
+        self._labels: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._fault: str | None = None  #: why the file was not written, as was logged; None: it was
+        try:
+            self._record = read_usage(path)
+        except ConfigError as error:
+            log.warning("key_usage_begun_anew reason=%s", error)
+            metrics.fallbacks.labels("key_usage_lost").inc()
+            self._record = UsageRecord()
+
+    def count(self, caller: Caller, prompt_tokens: int, output_tokens: int) -> None:
+        """Count a request that has ended; not where there is no key."""
+        if caller.key_id is None:
+            return
+        use = self._record.keys.setdefault(caller.key_id, KeyUse())
+        use.num_requests += 1
+        use.prompt_tokens += prompt_tokens
+        use.output_tokens += output_tokens
+        use.last_used_at_s = time.time()
+        label = self.label(caller)
+        self._metrics.key_requests.labels(label).inc()
+        self._metrics.key_prompt_tokens.labels(label).inc(prompt_tokens)
+        self._metrics.key_output_tokens.labels(label).inc(output_tokens)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WRITE_S, self._write_soon)
+
+    def label(self, caller: Caller) -> str:
+        """Return the label of a key in metrics: its name, while there are few."""
+        if caller.name not in self._labels and len(self._labels) == MAX_KEY_LABELS:
+            return OTHER_KEYS
+        self._labels.add(caller.name)
+        return caller.name
+
+    @property
+    def note(self) -> str | None:
+        """Say why the file is not up to date; None: it is, or will be in a moment."""
+        if self._fault is None:
+            return None
+        return (
+            f"the use of API keys cannot be written: {self._fault}; `hearth keys list` shows what was before"
+        )
+
+    async def close(self) -> None:
+        """Write what is not written yet."""
+        if self._writing is not None:
+            await self._writing
+        if self._timer is not None:
+            self._timer.cancel()
+            await self._write()
+
+    def _write_soon(self) -> None:
+        if self._writing is not None and not self._writing.done():  # a slow disk
+            self._timer = asyncio.get_running_loop().call_later(WRITE_S, self._write_soon)
+            return
+        self._timer = None
+        self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def _write(self) -> None:
+        try:
+            known = self._known_ids()
+            self._record.keys = {key: use for key, use in self._record.keys.items() if key in known}
+        except ConfigError:
+            pass  # the guard has logged why: then all are kept
+        text = msgspec.json.encode(self._record).decode()
+        try:
+            await asyncio.to_thread(write_private, self._path, text)
+            self._fault = None
+        except OSError as error:
+            self._metrics.fallbacks.labels("key_usage_unwritten").inc()
+            if self._fault != str(error):  # once, not every few seconds
+                self._fault = str(error)
+                log.error("key_usage_unwritten path=%s reason=%s", self._path, error)

@@ -1,0 +1,313 @@
+"""API keys: who may use the service, and who may change it. The file holds hashes, never a key.
+
+A key is 256 random bits, so nobody guesses it from its hash and a fast hash is the right one: what makes
+passwords need a slow one, that people choose them, is not the case here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from pathlib import Path
+
+import msgspec
+
+from hearth.control.datadir import write_private
+from hearth.control.requests.caller import Caller, GroupId, KeyId, KeyTerms, Role, ServiceClass
+from hearth.core.errors import ConfigError
+from hearth.policy.limits.key_limiter import KeyLimits
+
+PREFIX = "hearth-"
+#: The most models that a key may be limited to.
+MAX_MODELS = 64
+MAX_LIMIT = 10**12
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]{0,63}", re.ASCII)
+_SALT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """The owner of a key."""
+
+    name: str
+    role: Role
+    created_at_s: float  #: since the epoch
+    group: str | None  #: of keys that share cached prefixes; None: the key shares with no other
+    terms: KeyTerms
+    key_id: KeyId
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredKey:
+    """A key as the file holds it."""
+
+    name: str
+    role: Role
+    salt: str  #: in hexadecimal, as is the hash
+    hash: str
+    created_at_s: float
+    group: str | None = None
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    concurrent: int | None = None
+    models: tuple[str, ...] | None = None
+    service_class: ServiceClass = "interactive"
+
+    @property
+    def terms(self) -> KeyTerms:
+        limits = KeyLimits(self.requests_per_min, self.tokens_per_min, self.concurrent)
+        return KeyTerms(limits, self.models, self.service_class)
+
+    def with_terms(self, terms: KeyTerms) -> _StoredKey:
+        """Return the same key with other terms."""
+        return replace(
+            self,
+            requests_per_min=terms.limits.requests_per_min,
+            tokens_per_min=terms.limits.tokens_per_min,
+            concurrent=terms.limits.concurrent,
+            models=terms.models,
+            service_class=terms.service_class,
+        )
+
+    @property
+    def key_id(self) -> KeyId:
+        """A name of this key alone, which tells nothing of its salt."""
+        return KeyId(hashlib.blake2b(bytes.fromhex(self.salt), digest_size=16).hexdigest())
+
+    @property
+    def info(self) -> KeyInfo:
+        return KeyInfo(self.name, self.role, self.created_at_s, self.group, self.terms, self.key_id)
+
+    @property
+    def caller(self) -> Caller:
+        """The owner, in the group that was named, or else in one of the key alone.
+
+        A key's own group is known by its salt: no name leads into it, nor does a later key of the same name.
+        """
+        group = f"key:{self.salt}" if self.group is None else f"group:{self.group}"
+        return Caller(self.name, self.role, GroupId(group), self.terms, self.key_id)
+
+
+def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> str:
+    """Make a key and return it; nothing can tell it again.
+
+    Raises:
+        ConfigError: the name is taken or cannot be one, nor the group's, the terms are wrong, or the file
+            cannot be used.
+    """
+    terms = terms or KeyTerms()
+    _check_terms(terms)
+    _check_name("key", name)
+    if group is not None:
+        _check_name("group", group)
+    key, salt = PREFIX + secrets.token_urlsafe(32), secrets.token_bytes(_SALT_BYTES)
+    with _changing(path):
+        entries = _read(path)
+        if any(entry.name == name for entry in entries):
+            raise ConfigError(
+                f"`{path}` holds a key named `{name}` already; choose another name, or remove that one first"
+            )
+        entry = _StoredKey(name, role, salt.hex(), _hash(key, salt).hex(), time.time(), group)
+        _write(path, [*entries, entry.with_terms(terms)])
+    return key
+
+
+def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
+    """Change the terms of a key, which stays what it is; return what they are now.
+
+    Raises:
+        ConfigError: there is no key of that name, the terms are wrong, or the file cannot be used.
+    """
+    with _changing(path):
+        entries = _read(path)
+        known = next((entry for entry in entries if entry.name == name), None)
+        if known is None:
+            raise _unknown(path, name, entries)
+        terms = alter(known.terms)
+        _check_terms(terms)
+        _write(path, [entry.with_terms(terms) if entry is known else entry for entry in entries])
+    return terms
+
+
+def remove(path: Path, name: str) -> None:
+    """Remove a key. Raises ConfigError if there is none of that name."""
+    with _changing(path):
+        entries = _read(path)
+        others = [entry for entry in entries if entry.name != name]
+        if len(others) == len(entries):
+            raise _unknown(path, name, entries)
+        _write(path, others)
+
+
+def _unknown(path: Path, name: str, entries: Sequence[_StoredKey]) -> ConfigError:
+    names = ", ".join(entry.name for entry in entries) or "none"
+    return ConfigError(f"`{path}` holds no key named {name!r:.80}; it holds: {names}")
+
+
+def is_loopback(host: str) -> bool:
+    """True if an address or name means this machine, where nobody needs a key unless there are some."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def list_keys(path: Path) -> list[KeyInfo]:
+    """Return the owners of all keys, the oldest key first; empty if there is no file."""
+    return [entry.info for entry in _read(path)]
+
+
+@dataclass(frozen=True, slots=True)
+class _FileVersion:
+    """The version of a file, which differs after every change: a change puts a new file in its place."""
+
+    inode: int
+    mtime_ns: int
+    num_bytes: int
+
+
+class ApiKeys:
+    """The keys of a file, also after it has changed. Mutable; any one thread at a time may ask."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._version: _FileVersion | None = None
+        self._entries: list[_StoredKey] = []
+        self._have_existed = False
+
+    @staticmethod
+    def load(path: Path) -> ApiKeys:
+        """Read a file of keys; no file means no keys. Raises ConfigError if it cannot be understood."""
+        keys = ApiKeys(path)
+        keys._refresh()
+        return keys
+
+    def __len__(self) -> int:
+        self._refresh()
+        return len(self._entries)
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def are_required(self) -> bool:
+        """True from the first key on: whoever makes one wants it asked for, and removing all opens nothing.
+
+        Raises:
+            ConfigError: the file has changed and cannot be understood.
+        """
+        self._refresh()
+        return self._have_existed
+
+    def check(self, key: str) -> Caller | None:
+        """Return the owner of a key, None if it is nobody's, in the same time for wrong keys and right ones.
+
+        Raises:
+            ConfigError: the file has changed and cannot be understood.
+        """
+        self._refresh()
+        found = None
+        for entry in self._entries:
+            given = _hash(key, bytes.fromhex(entry.salt))
+            if hmac.compare_digest(given, bytes.fromhex(entry.hash)):
+                found = entry.caller
+        return found
+
+    def ids(self) -> set[KeyId]:
+        """Return the ids of all keys. Raises ConfigError: the file has changed and cannot be understood."""
+        self._refresh()
+        return {entry.key_id for entry in self._entries}
+
+    def _refresh(self) -> None:
+        """Read the file again if it has changed; to look costs microseconds, so it is done for every key."""
+        version = _version_of(self._path)
+        if version != self._version or version is None:
+            self._entries = _read(self._path)
+            self._version = version
+            self._have_existed = self._have_existed or bool(self._entries)
+
+
+def _check_name(what: str, name: str) -> None:
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"the name of a {what} is 1 to 64 letters, digits, `@`, `.`, `_` or `-` and begins with a letter "
+            f"or digit, given: {name!r:.80}"
+        )
+
+
+def _check_terms(terms: KeyTerms) -> None:
+    """Raise ConfigError if a key cannot have these terms."""
+    limits = {
+        "requests per minute": terms.limits.requests_per_min,
+        "tokens per minute": terms.limits.tokens_per_min,
+        "concurrent requests": terms.limits.concurrent,
+    }
+    for what, limit in limits.items():
+        if limit is not None and not 1 <= limit <= MAX_LIMIT:
+            raise ConfigError(f"{what} of a key must be from 1 to {MAX_LIMIT}, given: {limit}")
+    if terms.models is not None and not 1 <= len(terms.models) <= MAX_MODELS:
+        raise ConfigError(
+            f"a key may be limited to 1 to {MAX_MODELS} models, given: {len(terms.models)}; allow all of them"
+        )
+    bad = next((one for one in terms.models or () if not 1 <= len(one) <= 256 or not one.isprintable()), None)
+    if bad is not None:
+        raise ConfigError(f"the name of a model has 1 to 256 characters, given: {bad!r:.80}")
+
+
+def _hash(key: str, salt: bytes) -> bytes:
+    return hashlib.blake2b(key.encode(errors="replace"), key=salt, digest_size=32).digest()
+
+
+def _version_of(path: Path) -> _FileVersion | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return _FileVersion(found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _read(path: Path) -> list[_StoredKey]:
+    try:
+        entries = msgspec.json.decode(path.read_bytes(), type=list[_StoredKey])
+        for entry in entries:
+            if len(bytes.fromhex(entry.salt)) != _SALT_BYTES or len(bytes.fromhex(entry.hash)) != 32:
+                raise ValueError(f"salt or hash of `{entry.name}` has another length")
+            _check_terms(entry.terms)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, ConfigError) as error:  # msgspec's errors are ValueErrors
+        raise ConfigError(
+            f"`{path}` cannot be read as API keys: {error}; move it away and make new ones with "
+            "`hearth keys add NAME`"
+        ) from error
+    return entries
+
+
+def _write(path: Path, entries: Sequence[_StoredKey]) -> None:
+    write_private(path, msgspec.json.format(msgspec.json.encode(entries)).decode() + "\n")
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """Hold the lock of the file while it is changed: two changes at once would lose a key."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise ConfigError(f"`{path}` cannot be written: {error}; check its directory") from error

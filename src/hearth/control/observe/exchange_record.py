@@ -1,0 +1,92 @@
+"""A record of one HTTP request and its response, for metrics, the access log and traces.
+
+The record travels with the task that answers: whatever is started on its behalf is noted in it, by whichever
+way it was asked for. Holds no body, and no header but the client's names for the request. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from hearth.control.observe.timeline import Timeline
+from hearth.control.requests.correlation import UNNAMED, Correlation
+
+#: The status of what a client did not wait for, as nginx numbers it.
+CLIENT_GONE = 499
+
+
+@dataclass(slots=True)
+class ExchangeRecord:
+    """Mutable; written by the task that answers. Times are the event loop's own, but for one."""
+
+    method: str = ""  #: empty, as the next: what came was no HTTP
+    path: str = ""  #: as the client sent it, without its query
+    correlation: Correlation = UNNAMED
+    peer: str | None = None  #: the address that the request came from; None: nobody knows
+    began_s: float = field(default_factory=time.monotonic)
+    began_at_s: float = field(default_factory=time.time)  #: since the epoch
+    request_id: str = ""  #: the service's own; known at the end
+    caller: str | None = None  #: the name of the key; None: nobody was let in
+    route: str | None = None  #: the template that the path fits; None: there is none
+    model: str | None = None
+    status: int | None = None  #: None: nothing was sent
+    is_whole: bool = False  #: the response was sent to its end
+    num_received_bytes: int = 0  #: of the body
+    num_sent_bytes: int = 0  #: likewise
+    ended_s: float = 0.0
+    #: The requests of the gateway that came of it, and whether the prompt of each is one of its own.
+    requests: list[tuple[Timeline, bool]] = field(default_factory=list)
+    trace_id: str | None = None  #: of the trace that was recorded; None: none was
+
+    def started(self, timeline: Timeline, *, counts_prompt: bool) -> None:
+        """Note a request of the gateway. `counts_prompt`: False: another answer to a prompt noted before."""
+        self.model = timeline.model
+        self.requests.append((timeline, counts_prompt))
+
+    @property
+    def status_code(self) -> int:
+        """The status that was sent, or that of a client who did not wait for one."""
+        return CLIENT_GONE if self.status is None else self.status
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(one.num_prompt_tokens for one, counts_prompt in self.requests if counts_prompt)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(one.num_cached_tokens for one, counts_prompt in self.requests if counts_prompt)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(one.num_output_tokens for one, _ in self.requests)
+
+    @property
+    def queue_s(self) -> float | None:
+        """How long its requests waited for a worker, the last of them; None: there are none."""
+        waits = [one.queue_s for one, _ in self.requests]
+        return max((wait for wait in waits if wait is not None), default=None)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """The time to the first token of an answer; None: there was none."""
+        firsts = [one.first_token_s for one, _ in self.requests if one.first_token_s is not None]
+        return min(firsts) - self.began_s if firsts else None
+
+    @property
+    def total_s(self) -> float:
+        return self.ended_s - self.began_s
+
+
+_CURRENT: ContextVar[ExchangeRecord | None] = ContextVar("hearth_exchange_record", default=None)
+
+
+def set_current_exchange(record: ExchangeRecord) -> None:
+    """Have what this task and its children start noted in a record."""
+    _CURRENT.set(record)
+
+
+def current_exchange() -> ExchangeRecord | None:
+    """Return the record of the HTTP request that this task answers; None: it answers none."""
+    return _CURRENT.get()

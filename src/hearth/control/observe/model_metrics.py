@@ -1,0 +1,169 @@
+"""Metrics by model, of a bounded number of models; all further ones are counted as one. Decides nothing.
+
+A model has series from its first request or load on, until it is removed. Whoever follows a request holds the
+series of its model: what comes after the removal is counted in series that nobody shows any more.
+
+There may be ten thousand series, and prometheus_client takes a third of a second to write so many down, in
+which no client would be answered. So they are written here, one family at a time, in a twentieth of that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from hearth.control.observe.latencies import Latencies
+
+FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+INTER_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_WHOLE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+#: The most models that have series of their own.
+MAX_MODEL_LABELS = 200
+#: The label of all others: no model can have it as its name.
+OTHER_MODELS = "_other"
+_SECONDS_PER_HOUR = 3600.0
+
+
+class ModelSeries:
+    """All that is counted of one model. Mutable; used on the event loop alone."""
+
+    __slots__ = (
+        *("first_token", "inter_token", "whole", "num_prompt_tokens", "num_output_tokens"),
+        *("requests", "turns", "loads", "busy_s", "device_s"),
+    )
+
+    def __init__(self) -> None:
+        self.first_token = Latencies(FIRST_TOKEN_S)
+        self.inter_token = Latencies(INTER_TOKEN_S)
+        self.whole = Latencies(_WHOLE_S)  #: answers, from the arrival of the request to the last token
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.requests: Counter[str] = Counter()  #: by outcome
+        self.turns: Counter[str] = Counter()  #: by why they ended
+        self.loads: Counter[str] = Counter()  #: by tier
+        self.busy_s = 0.0  #: of steps
+        self.device_s = 0.0  #: of devices, by the share of their memory that the model held
+
+
+class ModelMetrics:
+    """The series of all models. Mutable; used on the event loop alone."""
+
+    def __init__(self, device_hour_price: float | None = None) -> None:
+        """`device_hour_price`: of a device for an hour; None: there is no metric of money."""
+        self._device_hour_price = device_hour_price
+        self._series: dict[str, ModelSeries] = {}
+        self._other = ModelSeries()
+        self._folded: set[str] = set()  #: models that are counted in it
+
+    def take(self, model: str) -> ModelSeries:
+        """Return the series of a model that has requests or was loaded; from now on they are shown."""
+        series = self._series.get(model)
+        if series is not None:
+            return series
+        if len(self._series) >= MAX_MODEL_LABELS:
+            self._folded.add(model)
+            return self._other
+        self._folded.discard(model)
+        series = self._series[model] = ModelSeries()
+        return series
+
+    def find(self, model: str) -> ModelSeries | None:
+        """Return the series of a model; None: it has none, or was removed."""
+        return self._series.get(model) or (self._other if model in self._folded else None)
+
+    def remove(self, model: str) -> None:
+        """End the series of a model that is no longer deployed."""
+        self._series.pop(model, None)
+        self._folded.discard(model)
+
+    def families(self) -> Iterator[str]:
+        """Yield each family as Prometheus reads it; between two of them others may have the event loop."""
+        yield self._histogram(
+            "hearth_ttft_seconds", "From a request's arrival to its first token.", lambda one: one.first_token
+        )
+        yield self._histogram(
+            "hearth_itl_seconds", "Between two tokens of a request.", lambda one: one.inter_token
+        )
+        yield self._histogram(
+            "hearth_e2e_seconds",
+            "From a request's arrival to the end of its answer; only of requests that were answered.",
+            lambda one: one.whole,
+        )
+        yield self._counter(
+            "hearth_prompt_tokens_total",
+            "Tokens of prompts that were taken.",
+            lambda one: one.num_prompt_tokens,
+        )
+        yield self._counter(
+            "hearth_output_tokens_total", "Tokens of answers.", lambda one: one.num_output_tokens
+        )
+        yield self._counters(
+            "hearth_requests_total", "Requests that ended.", "outcome", lambda one: one.requests
+        )
+        yield self._counters(
+            "hearth_turns_total", "Turns of models that ended.", "why", lambda one: one.turns
+        )
+        yield self._counters(
+            "hearth_loads_total",
+            "Loads of models, by the slowest rung that had to help.",
+            *("tier", lambda one: one.loads),
+        )
+        yield self._counter(
+            "hearth_busy_seconds_total", "Time of devices in steps of models.", lambda one: one.busy_s
+        )
+        yield self._counter(
+            "hearth_device_seconds_total",
+            "Time of devices that models held, each second by the share of the memory.",
+            lambda one: one.device_s,
+        )
+        if (price := self._device_hour_price) is not None:
+            per_s = price / _SECONDS_PER_HOUR
+            yield self._counter(
+                "hearth_cost_total",
+                "The price of hearth_device_seconds_total, in the currency of service.device_hour_price.",
+                lambda one: one.device_s * per_s,
+            )
+
+    def _shown(self) -> Iterator[tuple[str, ModelSeries]]:
+        """Yield the label of each model with its series."""
+        for model, series in self._series.items():
+            yield _label("model", model), series
+        if self._folded or self._other.requests or self._other.loads:
+            yield _label("model", OTHER_MODELS), self._other
+
+    def _histogram(self, name: str, text: str, get: Callable[[ModelSeries], Latencies]) -> str:
+        lines = _head(name, text, "histogram")
+        for label, series in self._shown():
+            latencies = get(series)
+            buckets = latencies.buckets()
+            lines += [f'{name}_bucket{{{label},le="{bound}"}} {count}' for bound, count in buckets]
+            lines += [
+                f"{name}_count{{{label}}} {buckets[-1][1]}",
+                f"{name}_sum{{{label}}} {latencies.sum_s}",
+            ]
+        return _text(lines)
+
+    def _counter(self, name: str, text: str, get: Callable[[ModelSeries], float]) -> str:
+        lines = _head(name, text, "counter")
+        lines += [f"{name}{{{label}}} {float(get(series))}" for label, series in self._shown()]
+        return _text(lines)
+
+    def _counters(self, name: str, text: str, key: str, get: Callable[[ModelSeries], Counter[str]]) -> str:
+        lines = _head(name, text, "counter")
+        for label, series in self._shown():
+            counts = sorted(get(series).items())
+            lines += [f"{name}{{{label},{_label(key, value)}}} {float(count)}" for value, count in counts]
+        return _text(lines)
+
+
+def _head(name: str, text: str, kind: str) -> list[str]:
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+
+
+def _label(name: str, value: str) -> str:
+    escaped = value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return f'{name}="{escaped}"'
+
+
+def _text(lines: Iterable[str]) -> str:
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,293 @@
+"""Writes down what the service does: metrics, timelines and log lines. Decides nothing and sends nothing.
+
+The observer is handed every event of the brain with the orders that followed, and the few facts that are no
+events of the brain: what a load did in detail, steps, tokens, ends of requests. Whatever follows from events
+and orders alone is taken from them, so that a simulation that hands them over is measured like the service.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from hearth.control.observe.load_log import LoadLog, LoadLogs
+from hearth.control.observe.metrics import Metrics
+from hearth.control.observe.model_metrics import ModelSeries
+from hearth.control.observe.pool_views import held_bytes
+from hearth.control.observe.timeline import Timeline, Timelines
+from hearth.control.observe.views import Explanation
+from hearth.control.requests.active_request import ActiveRequest
+from hearth.control.requests.caller import Caller
+from hearth.core.messages import AdapterLoaded, LoadProgress, ModelLoaded, Pong, StepDone
+from hearth.core.types import FinishReason, ModelId, RequestId, WorkerId
+from hearth.policy.fleet import events
+from hearth.policy.fleet.events import Action, Event
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """The sink of events, orders and facts. Mutable; used on the event loop alone."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        takes_turns: bool = False,
+        device_share: Callable[[WorkerId], float] = lambda _: 1.0,
+    ) -> None:
+        """`takes_turns`: models that do not fit together do, and workers tell whose turn it is.
+
+        `device_share`: how much of a device a worker has.
+        """
+        self._metrics, self._takes_turns, self._device_share = metrics, takes_turns, device_share
+        self._in_turn: set[tuple[WorkerId, ModelId]] = set()
+        self._loads = LoadLogs()
+        #: The timelines of requests that have not ended.
+        self._active: dict[RequestId, Timeline] = {}
+        #: The series of their models.
+        self._series: dict[RequestId, ModelSeries] = {}
+        #: When each worker reported its memory last.
+        self._reported_s: dict[WorkerId, float] = {}
+        self._recent = Timelines()
+        self._is_closing = False
+
+    def begin(self, timeline: Timeline) -> None:
+        """Follow a request, from before its arrival is told to the brain."""
+        self._active[timeline.request_id] = timeline
+        self._series[timeline.request_id] = self._metrics.models.take(timeline.model)
+        self._recent.add(timeline)
+
+    def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
+        """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
+        timeline = self._recent.find(request_id, caller)
+        return None if timeline is None else timeline.explain(now_s)
+
+    def close(self) -> None:
+        """Expect workers to leave: from now on, one that does is not lost."""
+        self._is_closing = True
+
+    # The brain's events and orders.
+
+    def observe(self, event: Event, actions: Sequence[Action]) -> None:
+        match event:
+            case events.RequestArrived():
+                if not any(_rejects(action, event.request_id) for action in actions):
+                    self._series[event.request_id].num_prompt_tokens += event.num_prompt_tokens
+            case events.ModelRemoved(_, model):
+                self._metrics.models.remove(model)
+            case events.ModelReady():
+                self._model_ready(event)
+            case events.ModelFailed():
+                self._model_failed(event)
+            case events.TurnBegan(now_s, worker, model):
+                self._turn_began(now_s, worker, model)
+            case events.TurnEnded():
+                self._turn_ended(event)
+            case events.DeviceReported():
+                self._loads.reported(event.worker, event.bytes_by_model)
+            case events.WorkerLost():
+                self._worker_lost(event)
+            case _:
+                pass  # the orders tell what became of it
+        for action in actions:
+            self._ordered(event.now_s, action)
+
+    def _ordered(self, now_s: float, action: Action) -> None:
+        match action:
+            case events.Dispatch():
+                self._dispatched(now_s, action)
+            case events.LoadModel(model, worker, kv_floor_bytes):
+                log.info("model_loading model=%s worker=%s kv_floor_bytes=%d", model, worker, kv_floor_bytes)
+                self._in_turn.discard((worker, model))
+                self._loads.begin(worker, model, now_s, awaits_turn=self._takes_turns)
+            case events.RefusePin(model, worker, message):
+                log.warning("pin_refused model=%s worker=%s reason=%s", model, worker, message)
+                self._metrics.fallbacks.labels("unpinned").inc()
+            case events.Evict(model, worker, cost_s, is_freed):
+                name = "model_evicted" if is_freed else "model_retired"
+                log.info("%s model=%s worker=%s cost_s=%.3f", name, model, worker, cost_s)
+                if self._loads.end(worker, model) is not None and not is_freed:
+                    self._metrics.evictions.inc()
+            case _:
+                pass  # a rejected request is told of by `ended`; the others are between brain and worker
+
+    def _dispatched(self, now_s: float, order: events.Dispatch) -> None:
+        timeline = self._active[order.request_id]
+        load = self._loads.awaited(order.worker, order.model, now_s)
+        timeline.placed(now_s, order.worker, order.why, order.options, load)
+        if self._takes_turns and (order.worker, order.model) not in self._in_turn:
+            in_turn = sorted(model for worker, model in self._in_turn if worker == order.worker)
+            timeline.turn_ended(now_s, in_turn=in_turn)
+        if len(timeline.stays) == 1:
+            self._metrics.queue.observe(now_s - timeline.arrived_s)
+        else:
+            self._metrics.resumes.inc()
+
+    def _turn_began(self, now_s: float, worker: WorkerId, model: ModelId) -> None:
+        self._in_turn.add((worker, model))
+        if (load := self._loads.get(worker, model)) is not None:
+            load.turn_began(now_s)
+        for timeline in self._on_worker(worker, model):
+            if (pause_s := timeline.turn_began(now_s)) is not None:
+                self._metrics.pause.observe(pause_s)
+
+    def _turn_ended(self, ended: events.TurnEnded) -> None:
+        self._in_turn.discard((ended.worker, ended.model))
+        if (series := self._metrics.models.find(ended.model)) is not None:
+            series.turns[ended.why] += 1
+        for timeline in self._on_worker(ended.worker, ended.model):
+            num_before = timeline.num_pauses
+            timeline.turn_ended(ended.now_s, ended.why)
+            self._metrics.pauses.inc(timeline.num_pauses - num_before)
+
+    def _model_ready(self, ready: events.ModelReady) -> None:
+        self._metrics.loaded(ready)
+        load = self._loads.get(ready.worker, ready.model)
+        reused_bytes = 0 if load is None or load.loaded is None else load.loaded.reused_bytes
+        # Models that take turns come back several times a second: no news.
+        level = logging.DEBUG if load is not None and load.is_again else logging.INFO
+        log.log(
+            level,
+            "model_ready model=%s worker=%s load_s=%.3f reused_bytes=%d rungs=%s",
+            *(ready.model, ready.worker, ready.total_s, reused_bytes),
+            ",".join(f"{use.rung}:{use.num_bytes}" for use in ready.rungs),
+        )
+
+    def _model_failed(self, failed: events.ModelFailed) -> None:
+        log.error("model_failed model=%s worker=%s reason=%s", failed.model, failed.worker, failed.reason)
+        load = self._loads.end(failed.worker, failed.model)
+        if load is None:
+            return
+        load.fail(failed.now_s, failed.reason)
+        if load.was_ready:  # its requests go on elsewhere; those of a first load end with it
+            for timeline in list(self._on_worker(failed.worker, failed.model)):
+                timeline.lost(failed.now_s, failed.worker, f"broke under `{failed.model}`")
+
+    def _worker_lost(self, lost: events.WorkerLost) -> None:
+        if not self._is_closing:
+            log.error("worker_lost worker=%s model=%s reason=`%s`", lost.worker, lost.culprit, lost.reason)
+            self._metrics.workers_lost.inc()
+        self._loads.lose(lost.worker)
+        self._reported_s.pop(lost.worker, None)
+        self._in_turn = {key for key in self._in_turn if key[0] != lost.worker}
+        for timeline in list(self._on_worker(lost.worker)):
+            timeline.lost(lost.now_s, lost.worker, f"{lost.reason}{_in_whose_step(lost, timeline)}")
+
+    def _on_worker(self, worker: WorkerId, model: ModelId | None = None) -> Iterator[Timeline]:
+        for timeline in self._active.values():
+            if timeline.worker == worker and model in (None, timeline.model):
+                yield timeline
+
+    # Facts that are no events of the brain.
+
+    def waits(self, request_id: RequestId, reason: str) -> None:
+        """Note why a request that has just come has no worker yet."""
+        self._active[request_id].waits_for = reason
+
+    def load_progressed(self, now_s: float, worker: WorkerId, progress: LoadProgress) -> None:
+        if (load := self._running_load(now_s, worker, progress.model)) is not None:
+            load.progressed(now_s, progress.num_layers)
+
+    def load_ended(self, now_s: float, worker: WorkerId, loaded: ModelLoaded) -> None:
+        """Note the details of a load, before the brain is told that the model is ready."""
+        if (load := self._running_load(now_s, worker, loaded.model)) is not None:
+            load.succeed(now_s, loaded)
+            self._loads.mark_whole(worker, loaded.model)
+        self._metrics.reused_bytes.inc(loaded.reused_bytes)
+        if loaded.is_widened:
+            self._metrics.fallbacks.labels("float32").inc()
+
+    def adapter_loaded(self, now_s: float, loaded: AdapterLoaded, waited: Sequence[RequestId]) -> None:
+        """Note that an adapter has come to a device, for requests that waited for it."""
+        self._metrics.adapter_loaded(loaded)
+        for request_id in waited:
+            self._active[request_id].adapter_loaded(now_s, loaded)
+
+    def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog | None:
+        """Return the log of the load under way; None if nobody has ordered one, which breaks no service."""
+        load = self._loads.get(worker, model)
+        if load is None or load.ended_s is None:
+            return load
+        # Weights were taken while a request was on its way there: the load is for those that wait.
+        load = self._loads.begin_again(worker, model, now_s)
+        for timeline in self._on_worker(worker, model):
+            if not timeline.is_started:
+                timeline.load = load
+        return load
+
+    def stepped(
+        self, now_s: float, step: StepDone, requests: Mapping[int, ActiveRequest], num_tokens: int
+    ) -> None:
+        """Note a step that ended now and made `num_tokens`. `requests`: those on workers, by run."""
+        began_s = now_s - step.step_s
+        for run in step.preempted:  # before the step; who was may have been admitted again for it
+            self._metrics.preemptions.inc()
+            if run in requests:
+                self._active[requests[run].request_id].preempted(began_s)
+        for admitted in step.admitted:
+            if admitted.run in requests:
+                timeline = self._active[requests[admitted.run].request_id]
+                timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
+        if (series := self._metrics.models.find(step.model)) is not None:
+            series.num_output_tokens += num_tokens
+            series.busy_s += step.busy_s
+        self._metrics.step.observe(step.step_s)
+
+    def pool_reported(self, now_s: float, worker: WorkerId, pong: Pong) -> None:
+        """Share out a device's time since the last report among the models that hold its memory."""
+        seconds = now_s - self._reported_s.get(worker, now_s)
+        self._reported_s[worker] = now_s
+        per_byte_s = seconds * self._device_share(worker) / pong.budget_bytes
+        for model, num_bytes in held_bytes(pong).items():
+            if (series := self._metrics.models.find(model)) is not None:
+                series.device_s += num_bytes * per_byte_s
+
+    def made_late_text(self, models: Sequence[ModelId]) -> None:
+        """Note tokens, by their models, whose text was made behind that of others, after their step."""
+        for model in models:
+            if (series := self._metrics.models.find(model)) is not None:
+                series.num_output_tokens += 1
+        self._metrics.late_text_tokens.inc(len(models))
+
+    def delivered(self, now_s: float, request_id: RequestId) -> None:
+        """Note a token that a client was given."""
+        timeline = self._active[request_id]
+        if timeline.last_token_s is None:
+            self._series[request_id].first_token.observe(now_s - timeline.arrived_s)
+        else:
+            self._series[request_id].inter_token.observe(now_s - timeline.last_token_s)
+        timeline.token(now_s)
+
+    def ended(self, now_s: float, request_id: RequestId, outcome: str, error: str | None) -> None:
+        """Note the end of a request: the reason of its last token, `cancelled`, or the label of an error."""
+        timeline, series = self._active.pop(request_id), self._series.pop(request_id)
+        timeline.ended(now_s, outcome, error)
+        is_answered = error is None and outcome != FinishReason.CANCELLED
+        series.requests[outcome] += 1
+        if is_answered:
+            series.whole.observe(now_s - timeline.arrived_s)
+        if not timeline.pace.tokens_per_s:
+            return  # nobody reads along
+        num_late = timeline.num_late_tokens
+        self._metrics.tokens_on_time.inc(timeline.num_output_tokens - num_late)
+        self._metrics.tokens_late.inc(num_late)
+        if is_answered:
+            # One of no tokens is due when its first token would be.
+            is_late = now_s > timeline.paced.due_s if timeline.last_token_s is None else num_late > 0
+            (self._metrics.requests_late if is_late else self._metrics.requests_on_time).inc()
+
+
+def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
+    """Say whose step a lost worker was in, to those who look at a request of it."""
+    if lost.culprit is None:
+        return ""
+    if lost.culprit != timeline.model:
+        return " in a step of another model, not counted against it,"
+    if lost.in_step is not None and timeline.request_id not in lost.in_step:
+        return " in a step of its model without it, not counted against it,"
+    return " in a step of its model"
+
+
+def _rejects(action: Action, request_id: RequestId) -> bool:
+    return isinstance(action, events.Reject) and action.request_id == request_id

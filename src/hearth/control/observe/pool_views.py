@@ -1,0 +1,166 @@
+"""Views of the workers' memory: whose bytes, for what, in use or kept. Pure; asks nobody.
+
+The parts of a pool are disjoint and make up its budget:
+
+    weights   active: of a hosted model        retained: kept until somebody needs the room
+    kv        active: of running requests      retained: cached prefixes    spare: a model's, but empty
+    tables    active: of a placed model's engine, and of requests that are penalised or biased
+    adapters  active: of running requests      retained: kept until somebody needs the room
+    workspace active: of all models together
+    lost      spare: to rounding and fragments
+    free      spare
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from hearth.control.observe.views import PartView, ResidentAdapterView, ResidentView
+from hearth.core.messages import ModelUse, Pong
+from hearth.core.types import Hold, ModelId, WorkerId
+from hearth.policy.fleet.events import Resident, State
+
+
+def pool_parts(pong: Pong) -> tuple[PartView, ...]:
+    """Return the parts of a pool that hold something: by model name, then what belongs to no one model."""
+    uses = sorted(pong.models, key=lambda use: use.model)
+    found = [part for use in uses for part in _parts_of(use)]
+    found += _adapter_parts(pong)
+    shared_bytes = _shared_once_bytes(pong)
+    is_active = any(use.shared_bytes and _weights_state(use) == "active" for use in uses)
+    found.append(PartView("weights", "active" if is_active else "retained", None, shared_bytes))
+    found.append(PartView("workspace", "active", None, pong.workspace_bytes))
+    left_bytes = max(0, pong.budget_bytes - sum(part.num_bytes for part in found))
+    lost_bytes = min(pong.lost_bytes, left_bytes)
+    found.append(PartView("lost", "spare", None, lost_bytes))
+    found.append(PartView("free", "spare", None, left_bytes - lost_bytes))
+    return tuple(part for part in found if part.num_bytes)
+
+
+def held_bytes(pong: Pong) -> dict[ModelId, int]:
+    """Return the memory that each model keeps from others: none that is retained, shared or all models'."""
+    return {
+        use.model: use.weights_bytes - use.shared_bytes + use.kv_bytes + use.tables_bytes
+        for use in pong.models
+        if _weights_state(use) == "active"
+    }
+
+
+def resident_views(
+    residents: Sequence[Resident], pongs: Mapping[WorkerId, Pong], now_s: float
+) -> tuple[ResidentView, ...]:
+    """Return views of the models that the brain has on workers, and of those of which bytes are left there.
+
+    Of a model that its worker has not reported yet, the view tells what the brain has promised.
+    """
+    hosted = {(one.worker, one.model): one for one in residents}
+    used = {(worker, use.model): use for worker, pong in pongs.items() for use in pong.models}
+    views = []
+    for worker, model in sorted(hosted.keys() | used.keys()):
+        one, use = hosted.get((worker, model)), used.get((worker, model))
+        if use is not None and (one is not None or use.weights_bytes):
+            views.append(_used_view(worker, use, one, now_s, _adapters_of(model, pongs[worker])))
+        elif one is not None:
+            views.append(_promised_view(one, now_s))
+    return tuple(views)
+
+
+def _adapter_parts(pong: Pong) -> list[PartView]:
+    """Return the parts of each model's adapters, those that requests use before the others."""
+    sums: Counter[tuple[ModelId, str]] = Counter()
+    for use in pong.adapters:
+        sums[use.base, "active" if use.num_running or use.is_pinned else "retained"] += use.num_bytes
+    return [PartView("adapters", state, base, sums[base, state]) for base, state in sorted(sums)]
+
+
+def _adapters_of(model: ModelId, pong: Pong) -> tuple[ResidentAdapterView, ...]:
+    """Return the adapters of a model, those with most requests first."""
+    views = [
+        ResidentAdapterView(use.name, use.num_bytes, use.num_running, use.num_waiting, use.is_pinned)
+        for use in pong.adapters
+        if use.base == model
+    ]
+    return tuple(sorted(views, key=lambda view: (-view.num_running, -view.num_waiting, view.name)))
+
+
+def _parts_of(use: ModelUse) -> Iterator[PartView]:
+    """Yield the parts of one model, without the bytes that it shares: they belong to several."""
+    yield PartView("weights", _weights_state(use), use.model, use.weights_bytes - use.shared_bytes)
+    # The worker counts blocks and bytes at two moments, so there may be less memory than blocks would take.
+    used_bytes = min(use.kv_bytes, use.kv_used_blocks * use.block_bytes)
+    cached_bytes = min(use.kv_bytes - used_bytes, use.kv_cached_blocks * use.block_bytes)
+    yield PartView("kv", "active", use.model, used_bytes)
+    yield PartView("kv", "retained", use.model, cached_bytes)
+    yield PartView("kv", "spare", use.model, use.kv_bytes - used_bytes - cached_bytes)
+    yield PartView("tables", "active", use.model, use.tables_bytes)
+
+
+def _weights_state(use: ModelUse) -> str:
+    return "active" if use.is_hosted and use.hold > Hold.RETAINED else "retained"
+
+
+def _shared_once_bytes(pong: Pong) -> int:
+    """Return the bytes that models share, counted once: it follows from what the pool has left."""
+    most_bytes = sum(use.shared_bytes for use in pong.models)
+    own_bytes = sum(
+        use.weights_bytes - use.shared_bytes + use.kv_bytes + use.tables_bytes for use in pong.models
+    )
+    others_bytes = pong.free_bytes + pong.workspace_bytes + pong.lost_bytes
+    others_bytes += sum(use.num_bytes for use in pong.adapters)
+    taken_bytes = pong.budget_bytes - others_bytes - own_bytes
+    return max(0, min(most_bytes, taken_bytes))
+
+
+def _used_view(
+    worker: WorkerId,
+    use: ModelUse,
+    one: Resident | None,
+    now_s: float,
+    adapters: tuple[ResidentAdapterView, ...],
+) -> ResidentView:
+    """Return the view of a model that its worker has reported.
+
+    Its state is the brain's; a model that the brain does not know any more is retired, or about to be.
+    """
+    loading = one if one is not None and one.state is State.LOADING else None
+    return ResidentView(
+        model=use.model,
+        worker=worker,
+        state=State.RETAINED if one is None else one.state,
+        num_bytes=use.weights_bytes + use.kv_bytes + use.tables_bytes,
+        loaded_bytes=use.weights_bytes - use.coming_bytes if loading is None else loading.loaded_bytes,
+        total_bytes=use.total_bytes if loading is None else loading.total_bytes,
+        num_running=0 if one is None else one.num_running,
+        expires_in_s=_expires_in_s(one, now_s),
+        is_hosted=one is not None,
+        shared_bytes=use.shared_bytes,
+        kv_bytes=use.kv_bytes,
+        kv_used_blocks=use.kv_used_blocks,
+        kv_cached_blocks=use.kv_cached_blocks,
+        kv_blocks=use.kv_blocks,
+        is_in_turn=use.is_in_turn,
+        due_in_s=use.due_s,
+        is_pin_refused=one is not None and one.is_pin_refused,
+        max_seqs=None if one is None else one.max_seqs,
+        adapters=adapters,
+    )
+
+
+def _promised_view(one: Resident, now_s: float) -> ResidentView:
+    return ResidentView(
+        model=one.model,
+        worker=one.worker,
+        state=one.state,
+        num_bytes=one.num_bytes,
+        loaded_bytes=one.loaded_bytes,
+        total_bytes=one.total_bytes,
+        num_running=one.num_running,
+        expires_in_s=_expires_in_s(one, now_s),
+        is_pin_refused=one.is_pin_refused,
+        max_seqs=one.max_seqs,
+    )
+
+
+def _expires_in_s(one: Resident | None, now_s: float) -> float | None:
+    return None if one is None or one.expires_s is None else one.expires_s - now_s

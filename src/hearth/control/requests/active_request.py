@@ -1,0 +1,128 @@
+"""The requests that are on their way through the service, each with all that it takes to carry on elsewhere.
+
+Decides nothing and sends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from hearth.control.requests.generation import AnswerStream
+from hearth.core.messages import AdapterOrder, GuideOrder, Sampling
+from hearth.core.types import FinishReason, ModelId, Pace, Pooling, RequestId, WorkerId
+from hearth.text.transcript import Transcript
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """Mutable. The text thread writes `emitted`, `transcript` and `text_s`, the loop the rest.
+
+    The two never write at once: a run's tokens all pass the text thread, or are dropped there, before the
+    loop hears that its worker is lost, and only then is the request given to another. Both set `is_complete`,
+    and neither takes it back.
+    """
+
+    request_id: RequestId
+    model: ModelId  #: that computes it: of an adapter, the base
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    salt: bytes = field(repr=False)  #: of the caller's group; secret
+    guide: GuideOrder | None
+    stream: AnswerStream
+    transcript: Transcript
+    #: Tokens that came from workers and became text, all of them: what a successor continues from.
+    emitted: list[int] = field(default_factory=list)
+    is_complete: bool = False  #: the text has its end, and later tokens are none of it
+    text_s: float = 0.0  #: how long the text of a token takes, on average of the last ones
+    run: int | None = None  #: None: not on a worker
+    worker: WorkerId | None = None
+    is_first_admission: bool = True  #: it is on its first worker, or on none yet, and never had a slot
+    digest: str | None = None  #: of the version of the model that the prompt was made for; None: any
+    pace: Pace = field(default_factory=Pace)
+    arrived_s: float = 0.0  #: by the driver's clock
+    pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
+    adapter: AdapterOrder | None = None  #: None: the bare model
+    adapter_bytes: int = 0
+
+    @property
+    def end_without_tokens(self) -> FinishReason | None:
+        """Why the request ends when its prompt is computed; None: tokens follow."""
+        if self.sampling.max_tokens != 0:
+            return None
+        return FinishReason.LENGTH if self.pooling is None else FinishReason.STOP
+
+    def admitted(self, num_cached_tokens: int) -> None:
+        """Note that a worker gave the request a slot; its first worker's cache is what users are told of."""
+        if self.is_first_admission:
+            self.is_first_admission = False
+            self.stream.num_cached_tokens = num_cached_tokens
+
+
+class ActiveRequests:
+    """The requests that have not ended, and those of them that are on workers.
+
+    Mutable; written on the event loop. The text thread reads `by_run`, one operation at a time.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[RequestId, ActiveRequest] = {}
+        self.by_run: dict[int, ActiveRequest] = {}  #: those on workers
+        self._runs = itertools.count(1)
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self._next_end: asyncio.Event | None = None  #: set when a request ends; None: nobody waits for it
+
+    def add(self, request: ActiveRequest) -> None:
+        self.by_id[request.request_id] = request
+        self._is_empty.clear()
+
+    def start_run(self, request: ActiveRequest, worker: WorkerId) -> int:
+        """Put a request on a worker and return the number of its stay there."""
+        if request.run is not None:
+            self.by_run.pop(request.run, None)
+        run = next(self._runs)
+        request.run, request.worker = run, worker
+        self.by_run[run] = request
+        return run
+
+    def detach(self, worker: WorkerId, model: ModelId | None = None) -> None:
+        """Take all requests off a lost worker, or those of one model; they may go on elsewhere."""
+        for run, request in list(self.by_run.items()):
+            if request.worker == worker and model in (None, request.model):
+                del self.by_run[run]
+                request.run = request.worker = None
+                request.is_first_admission = False
+
+    def end(self, request: ActiveRequest) -> bool:
+        """Forget a request. Returns False if it has ended before."""
+        if self.by_id.pop(request.request_id, None) is None:
+            return False
+        if request.run is not None:
+            self.by_run.pop(request.run, None)
+        if not self.by_id:
+            self._is_empty.set()
+        if self._next_end is not None:
+            self._next_end.set()
+            self._next_end = None
+        return True
+
+    def users_of(self, model: str, wheres: Collection[str]) -> set[RequestId]:
+        """Return the requests of a model, and those whose adapter lies at one of these places."""
+        return {
+            request.request_id
+            for request in self.by_id.values()
+            if request.model == model or (request.adapter is not None and request.adapter.where in wheres)
+        }
+
+    async def wait_ended(self, requests: set[RequestId]) -> None:
+        """Return when none of these requests is left."""
+        while not requests.isdisjoint(self.by_id):
+            self._next_end = self._next_end or asyncio.Event()
+            await self._next_end.wait()
+
+    async def wait_empty(self) -> None:
+        """Return when no request is left."""
+        await self._is_empty.wait()

@@ -1,0 +1,216 @@
+"""Decodes what workers send away from the event loop: frames to facts, tokens to text. Decides nothing.
+
+One thread does it for all workers. All that one worker sends stays in the order in which it was sent, the end
+of its connection included. Workers take turns, a frame each, so that requests on one do not wait for the
+backlog of another.
+
+Requests take turns as well. A step brings a token of each, and the texts of all are there when the slowest is
+made: so a request whose text takes long, by the time that its tokens took before, is left out of the step and
+waits in a line of its own (`late_text.py`). Of all that wait there one token is made after each frame, and
+more while no frame is there: whatever one client asks for, or one model's tokenizer costs, a step of the
+others waits for one such token at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from time import thread_time
+
+from hearth.control.requests.active_request import ActiveRequest
+from hearth.control.requests.generation import TokenDelta
+from hearth.control.requests.late_text import LateText, TokenRow
+from hearth.core import wire
+from hearth.core.errors import ServiceError
+from hearth.core.messages import Fact, HostingFailed, RunFailed, StepDone
+from hearth.node.worker_link import WorkerLink
+from hearth.system.crash import end_process, frames_of
+
+#: A request is late whose tokens take longer on average, of this thread's time; most take a hundredth.
+MAX_TEXT_S = 0.5e-3
+#: How much the last token counts in that average.
+NEWEST_SHARE = 0.125
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedToken:
+    """A token of a request with the text that it adds."""
+
+    request: ActiveRequest
+    delta: TokenDelta
+    is_run_over: bool  #: its worker made it the last one; a stop string is found here, unknown to the worker
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedTexts:
+    """Tokens with their texts."""
+
+    tokens: list[DecodedToken] = field(default_factory=list)
+    ended: list[ActiveRequest] = field(default_factory=list)  #: those of no tokens that are complete
+    broken: list[ActiveRequest] = field(default_factory=list)  #: whose tokens cannot be turned into text
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedFact:
+    """A worker's message; of a step, also its texts."""
+
+    link: WorkerLink
+    num_bytes: int
+    fact: Fact | None  #: None: nothing follows, the connection has ended
+    texts: DecodedTexts = field(default_factory=DecodedTexts)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedLate:
+    """A token that a step was delivered without, as the text of its request takes long."""
+
+    link: WorkerLink
+    texts: DecodedTexts
+
+
+class FactDecoder:
+    """Mutable; `decode` and `left` are called on the event loop, and so is `deliver`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        runs: Mapping[int, ActiveRequest],
+        deliver: Callable[[DecodedFact | DecodedLate], None],
+        clock_s: Callable[[], float] = thread_time,
+    ) -> None:
+        """`runs`: the requests that are on workers, by run; only read here, one operation at a time.
+
+        `clock_s` tells how long this thread has worked.
+        """
+        self._loop, self._runs, self._deliver, self._clock_s = loop, runs, deliver, clock_s
+        self._inbox: SimpleQueue[tuple[WorkerLink, bytes | None] | None] = SimpleQueue()
+        #: Frames of each link that were not decoded yet; whose turn is next comes first. The thread's own.
+        self._frames: dict[WorkerLink, deque[bytes | None]] = {}
+        self._late = LateText()  #: the thread's own
+        self._is_closed = False  #: read and written on the event loop
+        self._thread = threading.Thread(target=self._run, name="hearth-text", daemon=True)
+        self._thread.start()
+
+    def decode(self, link: WorkerLink, body: bytes) -> None:
+        """Have a frame decoded and delivered."""
+        self._inbox.put((link, body))
+
+    def left(self, link: WorkerLink) -> None:
+        """Have the end of a connection delivered after all its facts."""
+        self._inbox.put((link, None))
+
+    def close(self) -> None:
+        """Stop, and deliver no more, not even what the loop was handed already: who takes it closes next."""
+        self._is_closed = True
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._collect():
+                if self._frames:
+                    self._decode_next()
+                self._make_late_text()
+        except BaseException as error:
+            end_process("fact_decoder", error)
+
+    def _collect(self) -> bool:
+        """Take what has come, and wait if there is nothing to do. Returns False once the inbox is closed."""
+        while not self._inbox.empty() or not (self._frames or self._late):
+            if (item := self._inbox.get()) is None:
+                return False
+            link, body = item
+            self._frames.setdefault(link, deque()).append(body)
+        return True
+
+    def _decode_next(self) -> None:
+        """Decode a frame of the link whose turn it is, and have it delivered."""
+        link = next(iter(self._frames))
+        bodies = self._frames.pop(link)
+        decoded = self._decoded(link, bodies.popleft())
+        if bodies:
+            self._frames[link] = bodies
+        if decoded is not None:
+            self._on_loop(partial(self._deliver, decoded))
+
+    def _decoded(self, link: WorkerLink, body: bytes | None) -> DecodedFact | None:
+        if body is None:
+            self._late.drop(link)
+            return DecodedFact(link, 0, None)
+        try:
+            fact = wire.fact_of(body)
+            decoded = DecodedFact(link, len(body), fact)
+            if isinstance(fact, StepDone):
+                self._add_texts(link, fact, decoded.texts)
+            elif isinstance(fact, HostingFailed):
+                self._late.drop(link, fact.model)
+            elif isinstance(fact, RunFailed):
+                self._late.drop_run(fact.run)
+        except (ServiceError, ValueError, LookupError) as error:  # or rows that do not match
+            log.error("worker_not_understood worker=%s reason=%s", link.worker, error)
+            self._on_loop(link.abort)  # which ends the worker, and so is told to all
+            return None
+        return decoded
+
+    def _add_texts(self, link: WorkerLink, step: StepDone, texts: DecodedTexts) -> None:
+        logprobs = [None] * len(step.runs) if step.logprobs is None else step.logprobs
+        # All of them before the first text: what is emitted must be delivered, or the client would miss it.
+        rows = list(zip(step.runs, step.tokens, logprobs, strict=True))
+        for run, token, own_logprobs in rows:
+            request = self._runs.get(run)
+            if request is None or request.is_complete:
+                continue  # it was cancelled, or a stop string ended it
+            if request.end_without_tokens is not None:
+                request.is_complete = True
+                texts.ended.append(request)
+                continue
+            row = TokenRow(request, token, own_logprobs, step.finished.get(run))
+            if request.text_s > MAX_TEXT_S or self._late.has(run):
+                self._late.add(link, run, row)
+            else:
+                self._add_text(row, texts)
+
+    def _make_late_text(self) -> None:
+        """Make the text of one token that waits."""
+        late = self._late.next()
+        if late is not None and not late.row.request.is_complete:
+            texts = DecodedTexts()
+            self._add_text(late.row, texts)
+            self._on_loop(partial(self._deliver, DecodedLate(late.link, texts)))
+
+    def _add_text(self, row: TokenRow, texts: DecodedTexts) -> None:
+        request = row.request
+        request.emitted.append(row.token)
+        began_s = self._clock_s()
+        try:
+            text = request.transcript.push(row.token, row.finish_reason)
+        except BaseException as error:  # a panic of the tokenizers package is no Exception
+            log.error(
+                "text_broken request=%s model=%s error=%s\n%s",
+                *(request.request_id, request.model, type(error).__name__, frames_of(error)),
+            )
+            request.is_complete = True
+            texts.broken.append(request)
+            return
+        request.text_s += NEWEST_SHARE * (self._clock_s() - began_s - request.text_s)
+        if text.finish_reason is not None:  # else it stays as it is: the loop may have set it meanwhile
+            request.is_complete = True
+        delta = TokenDelta(text.text, row.token, row.logprobs, text.finish_reason, text.offset, text.stop)
+        texts.tokens.append(DecodedToken(request, delta, row.finish_reason is not None))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._call, call)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        if not self._is_closed:
+            call()

@@ -1,0 +1,78 @@
+"""Tokens whose text is made behind that of others, a line of each run. Makes no text and measures nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hearth.control.requests.active_request import ActiveRequest
+from hearth.core.types import FinishReason, ModelId, TokenLogprobs
+from hearth.node.worker_link import WorkerLink
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A token of a request, as a step brought it."""
+
+    request: ActiveRequest
+    token: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class _LateRun:
+    """Tokens of one run, in their order."""
+
+    link: WorkerLink
+    model: ModelId
+    rows: deque[TokenRow] = field(default_factory=deque)  #: never empty
+
+
+@dataclass(frozen=True, slots=True)
+class LateRow:
+    """The next token that waits, and who sent it."""
+
+    link: WorkerLink
+    row: TokenRow
+
+
+class LateText:
+    """Mutable; used by the text thread alone. Runs take turns, a token each.
+
+    What is dropped of a request that goes on elsewhere is made there again: it is none of its `emitted` yet.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[int, _LateRun] = {}  #: by run; whose turn is next comes first
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def has(self, run: int) -> bool:
+        """True if tokens of a run wait, which its next ones must not overtake."""
+        return run in self._runs
+
+    def add(self, link: WorkerLink, run: int, row: TokenRow) -> None:
+        self._runs.setdefault(run, _LateRun(link, row.request.model)).rows.append(row)
+
+    def next(self) -> LateRow | None:
+        """Take the token whose turn it is; None: none waits."""
+        if not self._runs:
+            return None
+        run = next(iter(self._runs))
+        line = self._runs.pop(run)
+        row = line.rows.popleft()
+        if line.rows:
+            self._runs[run] = line
+        return LateRow(line.link, row)
+
+    def drop_run(self, run: int) -> None:
+        """Forget what waits of a run that has failed."""
+        self._runs.pop(run, None)
+
+    def drop(self, link: WorkerLink, model: ModelId | None = None) -> None:
+        """Forget what waits of a worker that is lost, or of a model that it has lost."""
+        for run, line in list(self._runs.items()):
+            if line.link is link and model in (None, line.model):
+                del self._runs[run]

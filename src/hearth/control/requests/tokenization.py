@@ -1,0 +1,153 @@
+"""Turns prompts into tokens, and back, away from the event loop. Turns no answer into text."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from hearth.control.deploy.deployed import Deployed
+from hearth.control.requests.generation import ChatPrompt
+from hearth.core.errors import BadCheckpoint, HearthError, ModelError, PromptTooLong
+from hearth.core.messages import GuideOrder
+from hearth.core.types import GuideSpec
+from hearth.store.format.manifest import check_texts, read_manifest
+from hearth.text.grammar import check_guide
+from hearth.text.tokenizer import Tokenizer
+
+#: The most tokenizers that are kept; one of 150,000 tokens takes some 50 MB.
+MAX_TOKENIZERS = 32
+#: Tokenizers that are read while a service starts. To read one takes some tenths of a second, in which the
+#: tokenizers package lets nobody else have the interpreter.
+MAX_READ_AHEAD = 4
+#: Threads that tokenise. The tokenizers package lets go of the interpreter while it works.
+NUM_THREADS = 2
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PromptEncoder:
+    """Mutable; used on the event loop alone, works on threads of its own."""
+
+    def __init__(self, template_s: float) -> None:
+        """`template_s`: the longest that a chat template may take to render."""
+        self._template_s = template_s
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hearth-encode")
+        #: Tokenizers by digest of their model, the least recently used first; also those being read.
+        self._tokenizers: OrderedDict[str, asyncio.Future[Tokenizer]] = OrderedDict()
+
+    async def tokenizer(self, digest: str, directory: Path) -> Tokenizer:
+        known = self._tokenizers.get(digest)
+        if known is None:
+            known = self._tokenizers[digest] = asyncio.ensure_future(self._load(digest, directory))
+            known.add_done_callback(lambda loaded: self._forget_failed(digest, loaded))
+            while len(self._tokenizers) > MAX_TOKENIZERS:
+                self._tokenizers.popitem(last=False)
+        self._tokenizers.move_to_end(digest)
+        return await asyncio.shield(known)  # whoever waits may leave; others wait for the same
+
+    async def read_ahead(self, models: Iterable[Deployed], is_time: Callable[[], bool]) -> None:
+        """Read the tokenizers of the first models, one after the other, as long as there is time for it.
+
+        One that cannot be read is left to whoever asks for its model, and is told why.
+        """
+        began_s, num_read = time.perf_counter(), 0
+        for model in islice(models, MAX_READ_AHEAD):
+            if not is_time():
+                break
+            with suppress(HearthError, OSError):
+                await self.tokenizer(model.digest, Path(model.directory))
+                num_read += 1
+        if num_read:
+            log.info("tokenizers_read num=%d seconds=%.3f", num_read, time.perf_counter() - began_s)
+
+    async def encode(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str | list[int] | ChatPrompt,
+        max_chars: int,
+        add_special_tokens: bool | None = None,
+    ) -> tuple[int, ...]:
+        """Return the tokens of a prompt; special ones are added to a text, unless a template has written it.
+
+        Raises:
+            PromptTooLong: it has more than `max_chars` characters, which would take long to tokenise.
+        """
+        match prompt:
+            case ChatPrompt():
+                is_added = add_special_tokens is True
+                return await self._away(lambda: self._render(tokenizer, prompt, max_chars, is_added))
+            case str():
+                is_added = add_special_tokens is not False
+                _check_length(prompt, max_chars)
+                return await self._away(lambda: tuple(tokenizer.encode(prompt, is_added)))
+            case _:
+                return tuple(prompt)
+
+    async def decode(self, tokenizer: Tokenizer, tokens: list[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return await self._away(lambda: tokenizer.decode(tokens, skip_special_tokens=False))
+
+    async def check_guide(self, guide: GuideOrder) -> None:
+        """Check a guide before a model is loaded for it. Raises BadGuide."""
+        await self._away(lambda: check_guide(GuideSpec(guide.kind, guide.text)))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _render(
+        self, tokenizer: Tokenizer, chat: ChatPrompt, max_chars: int, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        text = tokenizer.chat_text(
+            chat.messages,
+            chat.tools,
+            chat.has_turn,
+            continue_final_message=chat.is_continued,
+            limit_s=self._template_s,
+            **chat.extra,
+        )
+        _check_length(text, max_chars)
+        return tuple(tokenizer.encode(text, add_special_tokens))
+
+    def _forget_failed(self, digest: str, loaded: asyncio.Future[Tokenizer]) -> None:
+        """Drop a tokenizer that could not be read, so that whoever comes next tries again."""
+        has_failed = loaded.cancelled() or loaded.exception() is not None
+        if has_failed and self._tokenizers.get(digest) is loaded:
+            del self._tokenizers[digest]
+
+    async def _load(self, digest: str, directory: Path) -> Tokenizer:
+        if not directory.is_dir():
+            raise ModelError(f"the files of the model are gone from `{directory}`; deploy it again")
+        return await self._away(lambda: _verified_tokenizer(digest, directory))
+
+    async def _away(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _verified_tokenizer(digest: str, directory: Path) -> Tokenizer:
+    """Read a tokenizer whose files are those that were deployed: who else may write them is not asked."""
+    manifest = read_manifest(directory)
+    if manifest.digest != digest:
+        raise BadCheckpoint(
+            f"`{directory}` was changed since it was deployed (manifest {manifest.digest}, deployed "
+            f"{digest}); deploy it again"
+        )
+    check_texts(manifest, directory)
+    return Tokenizer.load(directory)
+
+
+def _check_length(text: str, max_chars: int) -> None:
+    if len(text) > max_chars:
+        raise PromptTooLong(
+            f"prompt has {len(text)} characters, which is more than the model's context can hold; at most "
+            f"{max_chars} are tokenised; shorten the prompt"
+        )

@@ -1,0 +1,95 @@
+"""Signs of life of a worker's step thread, in memory that its supervisor sees and that outlives the worker.
+
+    | marks passed | longest between two, seconds | length of the name | length of the runs | name | runs |
+      8 bytes        8 bytes                        8 bytes              8 bytes              to 1,024
+
+Marks are counted as steps advance; the name is that of the model whose step is under way, the longest is that
+of its steps so far, and the runs are those with a row in it, as text. Nothing is sent and nobody has to
+answer: so a step may take its time, and of a worker that died its supervisor still learns in whose step.
+Judges nothing (`policy/fleet/liveness.py` does).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hearth.core.types import ModelId
+
+#: Room for the runs of a step of more than a thousand.
+BEACON_BYTES = 16384
+_NAME_AT, _RUNS_AT = 32, 1024
+#: The length of runs that are not known, or have no room.
+_UNKNOWN = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepSigns:
+    """Everything that a beacon says at a moment."""
+
+    num_marks: int
+    model: ModelId | None  #: whose step is under way; None: no step is
+    longest_s: float | None  #: between two marks of its steps so far; None: nothing was measured yet
+    runs: tuple[int, ...] | None = None  #: with a row in that step; None: no step is, or nobody knows
+
+
+class Beacon:
+    """One thread of the worker writes it; anybody may read. A read beside a write may mix the two."""
+
+    def __init__(self, memory: mmap.mmap | None = None) -> None:
+        """`memory` is shared with the supervisor; None: nobody looks."""
+        self._memory = mmap.mmap(-1, BEACON_BYTES) if memory is None else memory
+        view = memoryview(self._memory)
+        self._counts, self._seconds = view.cast("Q"), view.cast("d")
+
+    @staticmethod
+    def at(descriptor: int) -> Beacon:
+        """Return the beacon in the file of a descriptor, which may be closed then."""
+        return Beacon(mmap.mmap(descriptor, BEACON_BYTES))
+
+    def mark(self) -> None:
+        """Count that a step has advanced."""
+        self._counts[0] += 1
+
+    def show(self, model: ModelId | None, longest_s: float, runs: Sequence[str] | None = None) -> None:
+        """Say whose step is under way, and the longest between two marks of it so far; 0: none measured.
+
+        `runs`: with a row in it, each a number; None: not known.
+        """
+        self._counts[3] = _UNKNOWN  # in case that this is never finished
+        name = b"" if model is None else model.encode()
+        self._seconds[1] = longest_s
+        self._memory[_NAME_AT : _NAME_AT + len(name)] = name
+        self._counts[2] = len(name)
+        if runs is None:
+            return
+        text = " ".join(runs).encode()
+        if _RUNS_AT + len(text) <= BEACON_BYTES:
+            self._memory[_RUNS_AT : _RUNS_AT + len(text)] = text
+            self._counts[3] = len(text)
+
+    def show_longest(self, longest_s: float) -> None:
+        """Say the longest between two marks, of the model whose step is shown."""
+        self._seconds[1] = longest_s
+
+    def read(self) -> StepSigns:
+        length = self._counts[2]
+        name = self._memory[_NAME_AT : _NAME_AT + length].decode(errors="replace")
+        model = ModelId(name) if name else None
+        return StepSigns(self._counts[0], model, self._seconds[1] or None, self._runs() if model else None)
+
+    def _runs(self) -> tuple[int, ...] | None:
+        length = self._counts[3]
+        if length == _UNKNOWN:
+            return None
+        words = self._memory[_RUNS_AT : _RUNS_AT + length].split()
+        return tuple(int(word) for word in words) if all(word.isdigit() for word in words) else None
+
+
+def new_beacon_file() -> int:
+    """Return a descriptor of memory for a beacon, to be handed to a worker; whoever called closes it."""
+    descriptor = os.memfd_create("hearth-beacon")
+    os.truncate(descriptor, BEACON_BYTES)
+    return descriptor

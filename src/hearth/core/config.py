@@ -1,0 +1,523 @@
+"""Configuration: a TOML file and flags become small frozen sections, checked once. It reads no environment
+variables (`cli/environment.py` does) and does not know what the sections are for.
+
+A section is a frozen dataclass whose `__post_init__` calls `_check_section`; a field of `HearthConfig` puts
+it into the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like
+"8GiB", a time annotated as spoken also texts like "5m".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from hearth.core.errors import ConfigError
+from hearth.core.sizes import WantedLimits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a number, `low` and `high` included."""
+
+    low: float
+    high: float = math.inf
+
+    def spelled(self, unit: Callable[[float], str]) -> str:
+        """Spell the limits for people, each as `unit` writes it."""
+        return f"at least {unit(self.low)}" + (
+            "" if math.isinf(self.high) else f" and at most {unit(self.high)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Spoken:
+    """Marks seconds that are given as `parse_duration` reads them."""
+
+    low_s: float = 0.0
+
+
+#: Longer waits than a day are mistakes.
+_Wait = Annotated[float, Limits(0.0, 86400.0)]
+#: Limits of when tokens are due, of settings and of requests alike. Sooner than a few steps is never kept.
+TARGET_LIMITS, PACE_LIMITS = Limits(0.01, 3600.0), Limits(0.0, 1000.0)
+_PAUSE_LIMITS = Limits(0.1, 3600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the models of a device are run."""
+
+    #: the most tokens that one step computes; None: derived from device, model and memory
+    max_batch_tokens: Annotated[int | None, Limits(1)] = None
+    #: sequences of a model that run at the same time; None: derived from device, model and memory
+    max_seqs: Annotated[int | None, Limits(1)] = None
+    #: the longest that a step with running requests should take because of prompts; infinite: any time
+    max_step: Annotated[float, _Spoken(low_s=0.001)] = 0.1
+    block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per block of KV
+    kv_bytes: Annotated[int | None, Limits(1)] = None  #: KV memory; None: derived from the device's memory
+    memory_fraction: Annotated[float, Limits(0.05, 1.0)] = 0.9  #: share of the device's memory to use
+    graphs: Literal["lazy", "start", "off"] = "lazy"  #: when steps are captured as CUDA graphs
+
+    def __post_init__(self) -> None:
+        _check_section(self, "engine")
+
+    def plain(self) -> dict[str, int | float | str | None]:
+        """Return the fields as JSON can hold them; infinity, which JSON lacks, is -1, as in `load`."""
+        return asdict(self) | {"max_step": -1 if math.isinf(self.max_step) else self.max_step}
+
+    @property
+    def wanted_limits(self) -> WantedLimits:
+        """The limits of a step as far as they are set."""
+        return WantedLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
+
+
+#: The most of `store.host_bytes` that a CPU uses. It holds models in `service.memory_bytes`, in the memory of
+#: the same machine, so chunks only pass through a few cells, enough for a disk to be read well.
+CPU_HOST_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where models are kept on disk and in host memory."""
+
+    path: str = "~/.cache/hearth"  #: where models and chunks from object storage are kept on disk
+    disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most that they may take; None: no quota
+    #: host memory that keeps models ready for GPUs; for a CPU they only pass through a little of it
+    host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30
+    #: the most that snapshots may take on disk, in the data directory; 0: none are made or used
+    snapshot_bytes: Annotated[int, Limits(0)] = 1 << 30
+
+    def __post_init__(self) -> None:
+        _check_section(self, "store")
+
+    @property
+    def unused_host_bytes(self) -> int:
+        """Host memory beyond the default that is asked for and that a CPU does not use."""
+        is_default = self.host_bytes == StoreConfig().host_bytes
+        return 0 if is_default else max(0, self.host_bytes - CPU_HOST_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """How much is logged."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"  #: lines that matter less are not logged
+
+    def __post_init__(self) -> None:
+        _check_section(self, "log")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """The service of `hearth serve`: its address, its workers, and when its tokens are due."""
+
+    data_dir: str = "~/.hearth"  #: registry, models, chunks, logs; the service keeps its store here
+    host: str = "127.0.0.1"  #: address to listen on; any but this machine's own needs API keys
+    port: Annotated[int, Limits(0, 65535)] = 8000  #: port to listen on; 0: any free one
+    #: processes that run models; None: one per GPU, or one on the CPU
+    workers: Annotated[int | None, Limits(1, 1024)] = None
+    device: Literal["auto", "cuda", "cpu"] = "auto"  #: auto: GPUs where there are any
+    #: memory of each worker's device for models; None: derived from the device. At least a page of a CUDA
+    #: device.
+    memory_bytes: Annotated[int | None, Limits(1 << 20)] = None
+    #: idle for longer, a model may leave memory; infinite: never
+    keep_alive: Annotated[float, _Spoken()] = 300.0
+    max_queue: Annotated[int, Limits(1)] = 512  #: requests that wait for a slot or for room
+    api_keys_file: str | None = None  #: API keys that are asked for; None: keys.json in the data directory
+    drain_s: _Wait = 30.0  #: seconds that running requests may take to finish when the service stops
+    heartbeat_s: Annotated[float, Limits(0.01, 3600.0)] = 1.0  #: seconds between two looks at each worker
+    #: Heartbeats without an answer or an advance until a worker is replaced; a slow model's step has more.
+    max_missed: Annotated[int, Limits(1)] = 30
+    start_s: _Wait = 180.0  #: seconds until a worker that is not ready is replaced
+    max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: the longest body of a request
+    #: Bytes of all responses that were sent with `store: true` to `/v1/responses`; 0: none is stored.
+    response_store_bytes: Annotated[int, Limits(0)] = 64 << 20
+    template_s: _Wait = 2.0  #: seconds that a chat template may take
+    #: seconds between comments in a stream that waits
+    stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = 5.0
+    turns: bool = True  #: busy models that do not fit together share a device by time
+    #: Seconds after a request came in which its first token is due.
+    first_token_target: Annotated[float, TARGET_LIMITS] = 0.5
+    #: Tokens per second that are due from then on; 0: nobody reads along.
+    pace: Annotated[float, PACE_LIMITS] = 10.0
+    #: The longest wait for a next token in seconds, however many were sent ahead.
+    max_pause: Annotated[float, _PAUSE_LIMITS] = 1.5
+    #: Waiting for room for more seconds, a request has busy models drained for its own, if they cannot take
+    #: turns.
+    patience_s: _Wait = 2.0
+    journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: how much is kept of the newest events on disk
+    #: Web pages that may ask from a browser, by their origins, like "https://chat.example"; "*" is any, and
+    #: counts only where API keys are asked for.
+    allowed_origins: tuple[str, ...] = ()
+    #: Seconds after which a connection without a request is closed. A proxy in front should close its own
+    #: sooner, or it sends requests into connections that are closing: nginx waits for 60, others up to 600.
+    idle_connection_s: Annotated[int, Limits(1, 86400)] = 120
+    #: A line per HTTP request in logs/access.log of the data directory: for people, or as JSON.
+    access_log: Literal["text", "json", "off"] = "text"
+    #: What an hour of a device costs, in any currency, for metrics of money by model; None: there are none.
+    device_hour_price: Annotated[float | None, Limits(0.0)] = None
+
+    def __post_init__(self) -> None:
+        _check_section(self, "service")
+        object.__setattr__(self, "allowed_origins", tuple(map(_origin, self.allowed_origins)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The settings of one deployed model, in its own table: [models.NAME]."""
+
+    aliases: tuple[str, ...] = ()  #: other names that it answers to
+    #: tokens of prompt and answer together; None: what it was made for
+    context: Annotated[int | None, Limits(2)] = None
+    keep_alive: Annotated[float | None, _Spoken()] = None  #: as of the service, for this model
+    pinned: bool = False  #: loaded when the service starts, and never evicted
+    latency_weight: Annotated[float, Limits(0.001, 1000.0)] = 1.0  #: how much a second of its start matters
+    first_token_target: Annotated[float | None, TARGET_LIMITS] = None  #: as of the service, for this model
+    pace: Annotated[float | None, PACE_LIMITS] = None  #: as of the service, for this model
+    max_pause: Annotated[float | None, _PAUSE_LIMITS] = None  #: as of the service, for this model
+    #: device memory that it is promised wherever it is loaded, KV included; None: what it needs to run
+    memory_floor_bytes: Annotated[int | None, Limits(1)] = None
+    #: the most device memory that it takes, KV included; None: no limit
+    memory_ceiling_bytes: Annotated[int | None, Limits(1)] = None
+
+    def __post_init__(self) -> None:
+        _check_section(self, "models.NAME")
+        floor, ceiling = self.memory_floor_bytes, self.memory_ceiling_bytes
+        if floor is not None and ceiling is not None and floor > ceiling:
+            raise ConfigError(
+                f"`memory_floor_bytes` must not exceed `memory_ceiling_bytes`: {floor} > {ceiling}; "
+                "lower the one or raise the other"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class HearthConfig:
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)  #: by name
+
+
+Section = EngineConfig | StoreConfig | LogConfig | ServiceConfig | ModelConfig
+
+
+def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> HearthConfig:
+    """The configuration in `path` (None: all defaults), under `overrides` such as {"engine.max_seqs": 8}
+    or {"models.NAME.pinned": True}, where the name may hold dots.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown section or key, a wrong type, a value out of range.
+    """
+    raw = _read(path) if path is not None else {}
+    for dotted, value in (overrides or {}).items():
+        section, _, key = dotted.partition(".")
+        table = raw.setdefault(section, {})
+        if section == "models":
+            name, _, key = key.rpartition(".")
+            table = _table(name, table.setdefault(name, {}))
+        table[key] = value
+    section_types = _hints_of(HearthConfig)
+    _refuse_unknown(raw, section_types, "section")
+    models = {name: _model(name, table) for name, table in raw.pop("models", {}).items()}
+    sections = {name: _section(section_types[name], name, values) for name, values in raw.items()}
+    return HearthConfig(**sections, models=models)
+
+
+def setting_keys() -> list[str]:
+    """Return every setting like "service.port", but for those of single models."""
+    kinds = _hints_of(HearthConfig)
+    return [f"{name}.{key}" for name in kinds if name != "models" for key in _hints_of(kinds[name])]
+
+
+def keys_in(path: Path) -> list[str]:
+    """Return the settings that a file gives, like "service.port" and "models.NAME.pinned".
+
+    Raises:
+        ConfigError: an unreadable file.
+    """
+    raw = _read(path)
+    models = raw.pop("models", {})
+    tables = {name: table for name, table in models.items() if isinstance(table, dict)}
+    return [f"{name}.{key}" for name, table in raw.items() for key in table] + [
+        f"models.{name}.{key}" for name, table in tables.items() for key in table
+    ]
+
+
+def from_text(key: str, text: str) -> object:
+    """Return a value that `load` takes for a setting like "service.port", of a text as shells hold it.
+
+    Commas separate the items of a list; whatever is no number where one is due is left for `load` to refuse.
+    """
+    section, _, name = key.partition(".")
+    hint = _hints_of(_hints_of(HearthConfig)[section])[name]
+    types = get_args(hint) or (hint,)
+    if get_origin(hint) is tuple:
+        return [item.strip() for item in text.split(",") if item.strip()]
+    if bool in types:
+        return _BOOLEANS.get(text.strip().lower(), text)
+    if not key.endswith("_bytes"):
+        for kind in (kind for kind in (int, float) if kind in types):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    return text
+
+
+#: How environments spell true and false.
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
+
+
+def to_toml(config: HearthConfig, origins: Mapping[str, str] | None = None) -> str:
+    """`config` as a file that `load` reads back; a value of None has no TOML and becomes a comment.
+
+    `origins` says where settings like "service.port" come from, which is noted behind them.
+    """
+    sections = {title: (title, section) for title, section in _sections(config).items()}
+    tables = {f"models.{name}": (f"models.{_quoted(name)}", model) for name, model in config.models.items()}
+    lines: list[str] = []
+    for name, (title, section) in [*sections.items(), *tables.items()]:
+        lines += ["", f"[{title}]"]
+        for key, value in _plain(section).items():
+            origin = (origins or {}).get(f"{name}.{key}")
+            lines.append(
+                (f"# {key} is not set" if value is None else f"{key} = {_quoted(value)}")
+                + ("" if origin is None else f"  # {origin}")
+            )
+    return "\n".join(lines[1:]) + "\n"
+
+
+def plain(config: HearthConfig) -> dict[str, object]:
+    """Return a configuration as JSON can hold it; infinity, which JSON lacks, is -1, as in `load`."""
+    models = {name: _plain(model) for name, model in config.models.items()}
+    return {title: _plain(section) for title, section in _sections(config).items()} | {"models": models}
+
+
+def _sections(config: HearthConfig) -> dict[str, Section]:
+    return {
+        "engine": config.engine,
+        "store": config.store,
+        "log": config.log,
+        "service": config.service,
+    }
+
+
+def _plain(section: Section) -> dict[str, object]:
+    return {key: -1 if value == math.inf else value for key, value in asdict(section).items()}
+
+
+def _quoted(value: object) -> str:
+    """A text in quotes, a list in brackets: JSON's spelling of both is TOML's too."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+UNITS = {"B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_BYTES_BY_UNIT = {"": 1} | {unit.lower(): num_bytes for unit, num_bytes in UNITS.items()}
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes of `size`: 512, "512", "512 MB" (10**6 each), "1.5GiB" (2**30 each); the case does not matter."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower(), re.ASCII)
+    if match is None or match[2] not in _BYTES_BY_UNIT:
+        raise ConfigError(f'a size is a number and one of {", ".join(UNITS)}, like "8GiB", given: {size!r}')
+    return int(Fraction(match[1]) * _BYTES_BY_UNIT[match[2]])
+
+
+SECONDS_BY_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = r"\d+(?:\.\d+)?"
+_PART = rf"({_NUMBER})\s*({'|'.join(SECONDS_BY_UNIT)})\s*"
+#: So long that nobody waits for its end, and numbers that no float can hold are no trouble.
+_FOR_EVER_S = 1e12
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of 300, 2.5, "300", "5m", "1h30m", "500ms"; infinite for anything negative: for ever."""
+    seconds = _seconds(value)
+    if seconds is None:
+        raise ConfigError(
+            f"a duration is seconds, or numbers with {', '.join(SECONDS_BY_UNIT)}, like 300, '5m', '1h30m'; "
+            f"-1 is for ever; given: {value!r:.80}"
+        )
+    return seconds
+
+
+def _seconds(value: object) -> float | None:
+    """Return the seconds of a duration; None: the value is no duration."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        size = text.removeprefix("-")
+        if re.fullmatch(_NUMBER, size, re.ASCII):
+            value = float(text)
+        elif re.fullmatch(f"(?:{_PART})+", size, re.ASCII):
+            parts = re.findall(_PART, size, re.ASCII)
+            seconds = sum(float(number) * SECONDS_BY_UNIT[unit] for number, unit in parts)
+            value = seconds if size == text else -seconds
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        return None
+    return float(value) if 0 <= value <= _FOR_EVER_S else math.inf
+
+
+def _read(path: Path) -> dict[str, dict[str, object]]:
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file `{path}`: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`{path}` is not valid TOML: {error}") from error
+    for name, value in raw.items():
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"`{name}` stands outside any section in `{path}`; put it under one, like [engine]"
+            )
+    return raw
+
+
+def _refuse_unknown(given: Iterable[str], valid: Iterable[str], what: str) -> None:
+    valid = list(valid)
+    for name in given:
+        if name not in valid:
+            nearest = get_close_matches(name, valid, n=1)
+            hint = f"did you mean `{nearest[0]}`?" if nearest else f"valid: {', '.join(valid)}"
+            raise ConfigError(f"unknown configuration {what} `{name}`; {hint}")
+
+
+def _hints_of(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
+    """Return the types of a section's fields. Kept, because every section that is made asks for them."""
+    return _cached_hints_of(kind, include_extras)
+
+
+@cache
+def _cached_hints_of(kind: type, include_extras: bool) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=include_extras)
+
+
+def _section(kind: type[T], name: str, values: Mapping[str, object]) -> T:
+    """Checked here already, because only here the section's full name is known for messages."""
+    hints = _hints_of(kind, include_extras=True)
+    _refuse_unknown([f"{name}.{key}" for key in values], [f"{name}.{key}" for key in hints], "key")
+    checked = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in values.items()}
+    return kind(**checked)
+
+
+def _model(name: str, table: object) -> ModelConfig:
+    values = _table(name, table)
+    for key, value in values.items():
+        if isinstance(value, dict):  # [models.qwen2.5] is table `5` of table `qwen2`
+            raise ConfigError(
+                f"[models.{name}.{key}] is read as a table in a table; a name with dots needs quotes: "
+                f'[models."{name}.{key}"]'
+            )
+    return _section(ModelConfig, f"models.{name}", values)
+
+
+def _table(name: str, value: object) -> dict[str, object]:
+    if not name or not isinstance(value, dict):
+        raise ConfigError(
+            f"`models` holds a table per model, like [models.NAME] or --set models.NAME.pinned=true; "
+            f"given: {name!r} with {value!r:.80}"
+        )
+    return value
+
+
+def _check_section(section: object, name: str) -> None:
+    """Replaces every field of `section` by its checked value; called once, while `section` is being made."""
+    for key, hint in _hints_of(type(section), include_extras=True).items():
+        object.__setattr__(section, key, _checked(f"{name}.{key}", hint, getattr(section, key)))
+
+
+def _checked(key: str, hint: object, value: object) -> object:
+    """`value` as `hint` wants it: a size becomes an int, an int becomes a float where a float is due."""
+    note = None
+    if get_origin(hint) is Annotated:
+        hint, note = get_args(hint)
+    choices = get_args(hint)  # of a Literal: values; of a union: types
+    if isinstance(note, _Spoken):
+        return None if value is None and NoneType in choices else _duration(key, value, note.low_s)
+    if get_origin(hint) is tuple:
+        return _texts(key, value)
+    if get_origin(hint) is Literal:
+        if value not in choices:
+            raise ConfigError(f"`{key}` must be one of {', '.join(map(repr, choices))}, given: {value!r}")
+        return value
+    types = choices or (hint,)
+    if int in types and key.endswith("_bytes") and isinstance(value, str):
+        value = _size(key, value)
+    if float in types and type(value) is int:
+        value = float(value)
+    if type(value) not in types:  # not isinstance: True is no number here
+        names = " or ".join(t.__name__ for t in types if isinstance(t, type) and t is not NoneType)
+        raise ConfigError(f"`{key}` must be of type {names}, given: {value!r} of type {type(value).__name__}")
+    if value == "":
+        raise ConfigError(f"`{key}` must not be empty; give it a value, or leave it out")
+    if isinstance(note, Limits) and isinstance(value, int | float) and not note.low <= value <= note.high:
+        limits = note.spelled(_spelled_bytes if key.endswith("_bytes") else "{:g}".format)
+        raise ConfigError(f"`{key}` must be {limits}, given: {value}")
+    return value
+
+
+def _spelled_bytes(num_bytes: float) -> str:
+    """Spell bytes in the largest unit of which they are a multiple: 16MiB, 1B."""
+    units = {unit: size for unit, size in UNITS.items() if size <= num_bytes and not num_bytes % size}
+    unit = max(units, key=units.__getitem__, default="B")
+    return f"{num_bytes / UNITS[unit]:.0f}{unit}"
+
+
+def _size(key: str, size: str) -> int:
+    try:
+        return parse_bytes(size)
+    except ConfigError as error:
+        raise ConfigError(f"`{key}`: {error}") from None
+
+
+def _duration(key: str, value: object, low_s: float) -> float:
+    try:
+        seconds = parse_duration(value)
+    except ConfigError as error:
+        raise ConfigError(f"`{key}`: {error}") from None
+    if seconds < low_s:
+        raise ConfigError(f"`{key}` must be at least {low_s:g} s, given: {value!r}; -1 is for ever")
+    return seconds
+
+
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+def _origin(text: str) -> str:
+    """Return an origin as browsers spell it."""
+    if text == "*":
+        return text
+    origin = text.lower().removesuffix("/")
+    match = re.fullmatch(r"([a-z][a-z0-9+.-]*)://[a-z0-9._:\[\]-]+", origin)
+    if match is None:
+        raise ConfigError(
+            '`service.allowed_origins` takes origins without a path, like "https://chat.example" or '
+            f'"http://localhost:3000", or "*" for any, given: {text!r:.80}'
+        )
+    return origin.removesuffix(_DEFAULT_PORTS.get(match[1], ""))
+
+
+def _texts(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise ConfigError(f'`{key}` must be a list of texts, like ["a", "b"], given: {value!r:.80}')
+    return tuple(value)

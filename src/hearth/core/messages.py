@@ -1,0 +1,551 @@
+"""The messages between the gateway and its workers. Opens no socket and knows no frame.
+
+    worker                                    gateway
+    (connects)                                Challenge
+    WorkerHello, with a proof of the secret   Welcome, with the gateway's own proof; or the connection ends
+    StepDone, one per step, ...               PrepareModel, HostModel, RetireModel, DropModel, HoldModel,
+                                              ForgetAdapter, MakeSnapshot, StartRequest, CancelRequest, Ping,
+                                              Shutdown
+
+Both directions keep their order, and that is part of the contract: a worker carries out orders one after
+the other, so a model that is retired before another is hosted may be taken from by then. The gateway sees to
+it that what hosted models are promised, weights, workspace and `kv_floor_bytes` of each, is never more than
+the worker's budget; what is beyond that the worker shares out itself. A `run` is one stay of a request on one
+worker: a number that is never used again, so that what a lost worker said last is not mistaken for what its
+successor says.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from hearth.core.sizes import StepLimits
+from hearth.core.types import (
+    AdapterId,
+    FinishReason,
+    Hold,
+    ModelId,
+    Pace,
+    Pooling,
+    PromptReading,
+    Rung,
+    SamplingParams,
+    SnapshotOutcome,
+    TokenLogprobs,
+    TurnEnd,
+    WorkerId,
+)
+
+#: The version that gateway and worker must share. Raise it with every change of this file.
+VERSION = 15
+
+
+# What a process is told on its standard input, as one line of JSON, when it is started.
+
+
+class WorkerSetup(Struct, frozen=True):
+    """The first line that a worker reads from its standard input."""
+
+    worker: WorkerId
+    host: str  #: of the gateway, as is the port
+    port: int
+    secret: str  #: in hex
+    kind: Literal["cpu", "cuda"]
+    device_index: int
+    num_sharing: int  #: workers on that device; on CPUs, all of them
+    budget_bytes: int | None  #: None: derived from the device
+    keeper_socket: str
+    kernels_path: str  #: where compiled kernels are kept
+    engine: dict[str, int | float | str | None]  #: the fields of EngineConfig
+    num_threads: int | None  #: that torch may use; None: its own choice
+    log_level: str
+    turns: bool = False  #: models that do not fit together take turns
+    beacon: int | None = None  #: the descriptor of its beacon's memory; None: nobody looks
+    snapshots_path: str | None = None  #: where snapshots are kept; None: none are made or used
+    snapshot_bytes: int = 0  #: that all of them may take
+    predecessor: int | None = None  #: the process that has the memory until it ends; None: nobody has it
+
+    def __repr__(self) -> str:
+        """Leave the secret out: what is shown may be logged."""
+        return f"<WorkerSetup worker={self.worker} kind={self.kind} device_index={self.device_index}>"
+
+
+#: The descriptor of the beacon in a worker that a template has forked: it follows the standard ones.
+TEMPLATE_BEACON = 3
+
+
+#: Asked of a template: to fork a worker with the descriptors that come along, or to log to the one that does.
+FORK_WORKER, LOG_HERE = b"fork", b"log"
+
+
+class TemplateAnswer(Struct, frozen=True):
+    """Said by the template of workers when it is ready, and of each worker that it was asked for."""
+
+    pid: int  #: of the worker; 0: none was forked
+    obstacle: str | None = None  #: why no worker can be forked
+    import_s: float = 0.0  #: how long its imports took, if it says that it is ready
+
+
+class WorkerFarewell(Struct, frozen=True):
+    """The one line that a worker which breaks writes to its standard output."""
+
+    error: str  #: the label of the error
+    reason: str
+
+
+class KeeperSetup(Struct, frozen=True):
+    """The first line that the keeper of the store reads from its standard input."""
+
+    socket: str
+    kind: Literal["cpu", "cuda"]  #: of the devices that its memory is copied to
+    path: str  #: these three as in StoreConfig
+    disk_bytes: int | None
+    host_bytes: int
+    log_level: str
+
+
+class KeeperPulse(Struct, frozen=True):
+    """The line that the keeper answers to each further line of its standard input."""
+
+    books_held_s: float  #: since its books were last free; 0: they are
+
+
+# The handshake.
+
+
+class Challenge(Struct, frozen=True, tag=True):
+    """The gateway's first message: a nonce whose proof shows that a worker knows the secret."""
+
+    version: int
+    nonce: bytes
+
+
+class WorkerHello(Struct, frozen=True, tag=True):
+    """A worker's first message, sent when its runtime is initialised and it can host models."""
+
+    version: int
+    worker: WorkerId
+    nonce: bytes
+    proof: bytes  #: of the gateway's nonce; see wire.py
+    pid: int
+    kind: Literal["cpu", "cuda"]
+    device: str  #: for people, like "NVIDIA H200"
+    budget_bytes: int  #: device memory for models: weights, workspace and KV
+    shares_workspace: bool  #: its pool is sure to need one workspace for all models
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """The gateway's own proof that it knows the secret; orders follow."""
+
+    proof: bytes  #: of the worker's nonce
+
+
+# Orders of the gateway.
+
+
+class GuideOrder(Struct, frozen=True):
+    """A form that an output must have: any JSON object, a JSON schema, a grammar or an expression."""
+
+    kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
+    text: str = ""  #: the schema as JSON, the grammar or the expression
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """`SamplingParams` without what concerns text: stop strings are found by the gateway."""
+
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(params: SamplingParams, seed: int) -> Sampling:
+        shared = {name: getattr(params, name) for name in _SHARED}
+        allowed = params.allowed_token_ids
+        return Sampling(
+            seed=seed,
+            stop_token_ids=params.stop_ids,
+            logit_bias=dict(params.bias_by_token),
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            **shared,
+        )
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            **{name: getattr(self, name) for name in _SHARED},
+        )
+
+
+#: Fields that `Sampling` and `SamplingParams` spell alike.
+_SHARED = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs"),
+    "prompt_logprobs",
+)
+
+
+class PrepareModel(Struct, frozen=True, tag=True):
+    """Have the kernels and the description of a deployed model ready, beside all other work.
+
+    It may be hosted some day, and its first start should wait for neither.
+    """
+
+    model: ModelId
+    directory: str  #: which has its manifest
+    limits: StepLimits  #: of the steps that it would have
+
+
+class HostModel(Struct, frozen=True, tag=True):
+    """Make room for a model and load what is missing of it. Requests may follow at once and wait there.
+
+    From now on the model is promised its memory; a retired model comes back.
+    """
+
+    model: ModelId
+    hosting: int  #: a number of this stay of the model, which every fact about the stay names
+    where: str  #: a directory or a URL
+    digest: str  #: of the manifest; another one there means that the model was changed
+    weight: float  #: how much a second of its start matters; see the reload cost
+    max_context: int
+    limits: StepLimits  #: that its memory was promised for
+    kv_floor_bytes: int  #: of KV that it is promised, however much others want
+    max_kv_bytes: int  #: it never gets more
+    eos_ids: tuple[int, ...]
+    own_bytes: int = 0  #: these three are its `Promise`, which binds while it is in turn
+    workspace_bytes: int = 0
+    standing_bytes: int = 0
+    slot: int | None = None  #: of its addresses on the device; None: all are other models'
+
+
+class RetireModel(Struct, frozen=True, tag=True):
+    """An idle model is promised nothing any more: what others need of its memory is taken, the rest stays."""
+
+    model: ModelId
+
+
+class DropModel(Struct, frozen=True, tag=True):
+    """Give back all memory of a model, also of a retired one; what it still runs ends without a word."""
+
+    model: ModelId
+
+
+class HoldModel(Struct, frozen=True, tag=True):
+    """Hold a hosted model that has no requests as retained, warm or pinned.
+
+    A newly hosted model is warm, and so is a retained one that gets a request.
+    """
+
+    model: ModelId
+    hold: Hold
+
+
+class MakeSnapshot(Struct, frozen=True, tag=True):
+    """Measure a hosted model and keep what its next start needs, as soon as no model has requests.
+
+    Answered by `SnapshotMade`, whatever becomes of it, unless the model's stay ends first.
+    """
+
+    model: ModelId
+    hosting: int
+    #: Also of steps with adapters, which have graphs of their own: those who have none spare time and memory.
+    has_adapters: bool = False
+
+
+class AdapterOrder(Struct, frozen=True):
+    """The adapter that a request is to run with. It comes to the device for the first request, and stays."""
+
+    adapter: AdapterId  #: the digest of its manifest; another one there means that it was changed
+    name: str  #: that it is deployed under, for people
+    where: str  #: a directory or a URL
+    weight: float = 1.0  #: how much a second of its start matters; see the reload cost
+    is_pinned: bool = False  #: once it is there, it gives way to nobody but what models are promised
+
+
+class ForgetAdapter(Struct, frozen=True, tag=True):
+    """Give back the memory of an adapter that was removed, pinned or not, when its last request has ended."""
+
+    adapter: AdapterId
+
+
+class StartRequest(Struct, frozen=True, tag=True):
+    """Run a request, from its prompt or from where a lost worker left it."""
+
+    run: int
+    model: ModelId
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]  #: emitted before, on workers that are gone
+    sampling: Sampling
+    salt: bytes  #: shared by those who may find each other's cached prefixes; secret, never logged
+    guide: GuideOrder | None = None
+    pace: Pace = Pace()
+    age_s: float = 0.0  #: how long ago the request arrived at the gateway
+    pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
+    adapter: AdapterOrder | None = None  #: None: the bare model
+
+    def __repr__(self) -> str:
+        """Leave the salt and whatever a user wrote out: what is shown may be logged."""
+        num_prompt_tokens, num_output_tokens = len(self.prompt), len(self.output)
+        return f"<StartRequest run={self.run} model={self.model} {num_prompt_tokens=} {num_output_tokens=}>"
+
+
+class CancelRequest(Struct, frozen=True, tag=True):
+    """End a run without an answer."""
+
+    run: int
+
+
+class Ping(Struct, frozen=True, tag=True):
+    """Ask for a `Pong`, which the step thread sends between two steps; in a step its beacon tells."""
+
+    number: int
+
+
+class Shutdown(Struct, frozen=True, tag=True):
+    """End the worker's process."""
+
+
+# Facts from a worker.
+
+
+class Admitted(Struct, frozen=True, array_like=True):
+    """A run got its slot, for the first time or again after a preemption."""
+
+    run: int
+    num_cached_tokens: int
+    waited_s: float  #: since it came to the worker, or since it was preempted
+
+
+class StepDone(Struct, frozen=True, tag=True):
+    """All tokens of one step of one model. `runs`, `tokens` and `logprobs` are parallel."""
+
+    model: ModelId
+    runs: list[int]
+    tokens: list[int]
+    finished: dict[int, FinishReason] = {}  #: by run
+    logprobs: list[TokenLogprobs | None] | None = None
+    readings: dict[int, PromptReading] = {}  #: what was asked of prompts, by run whose first token is here
+    admitted: list[Admitted] = []  #: since the message before
+    preempted: list[int] = []  #: likewise; they will be admitted again
+    step_s: float = 0.0
+    busy_s: float = 0.0  #: of this step and of those of the model before it that had nothing to tell
+
+
+class RunFailed(Struct, frozen=True, tag=True):
+    """One request could not be taken or carried on; others are not affected."""
+
+    run: int
+    label: str
+    reason: str
+
+
+class LoadProgress(Struct, frozen=True, tag=True):
+    """A load has brought more of a model's weights to the device."""
+
+    model: ModelId
+    hosting: int
+    num_bytes: int  #: of those that were missing
+    num_layers: int  #: that can run
+
+
+class RungBytes(Struct, frozen=True):
+    """The bytes that a load took from one rung, and how long they came."""
+
+    rung: Rung
+    num_bytes: int
+    seconds: float
+
+
+class ModelLoaded(Struct, frozen=True, tag=True):
+    """All weights of a model are on the device."""
+
+    model: ModelId
+    hosting: int
+    rungs: tuple[RungBytes, ...]
+    reused_bytes: int  #: that were on the device already
+    shared_bytes: int  #: that another load was reading already
+    open_s: float  #: from the order until the keeper had found the model
+    assemble_s: float  #: from then until the engine was put together, beside the bytes
+    first_layer_s: float  #: these two from when the bytes began to cross
+    total_s: float
+    is_widened: bool = False  #: to float32, because the device is slow in what was stored
+    ahead_bytes: int = 0  #: of those of the rungs, that came before this load, ahead of the model's turn
+    place_s: float = 0.0  #: of `assemble_s`: memory was taken, and the bytes were asked for
+    kernels_s: float = 0.0  #: of `assemble_s`: kernels were brought to the device, beside the bytes
+
+    @property
+    def took_s(self) -> float:
+        """The time from the order until all was there, engine and bytes."""
+        return self.open_s + max(self.assemble_s, self.place_s + self.total_s)
+
+    @property
+    def whole_s(self) -> float | None:
+        """The time in which the bytes of the rungs came, and no others; None: it is not known."""
+        return None if self.ahead_bytes or self.shared_bytes else self.total_s
+
+
+class AdapterLoaded(Struct, frozen=True, tag=True):
+    """An adapter has come to the device."""
+
+    adapter: AdapterId
+    runs: tuple[int, ...]  #: that waited for it
+    num_bytes: int
+    rungs: tuple[RungBytes, ...]
+    wait_s: float  #: from when it was first asked for until it had its memory
+    total_s: float  #: then until its bytes were there
+
+
+class HostingFailed(Struct, frozen=True, tag=True):
+    """A model could not be loaded, or its engine broke. It has left memory, and its runs have ended."""
+
+    model: ModelId
+    hosting: int
+    label: str
+    reason: str
+
+
+class SnapshotLooked(Struct, frozen=True, tag=True):
+    """A snapshot of a model was looked for when its engine was put together, or found to be wrong later."""
+
+    model: ModelId
+    hosting: int
+    outcome: SnapshotOutcome
+    reason: str | None = None  #: why none is used; None: one is, or there is none
+    lacks_adapters: bool = False  #: the one that is used was made without steps that have adapters
+
+
+class SnapshotProgress(Struct, frozen=True, tag=True):
+    """A snapshot that was ordered is on its way."""
+
+    model: ModelId
+    hosting: int
+    num_done: int  #: of the steps that are run for it
+    num_steps: int
+
+
+class SnapshotMade(Struct, frozen=True, tag=True):
+    """A snapshot that was ordered is on disk, or could not be made."""
+
+    model: ModelId
+    hosting: int
+    num_bytes: int = 0
+    unbooked_bytes: int = 0  #: of device memory that the worker took besides its pool
+    seconds: float = 0.0  #: from its first step to the end
+    failure: str | None = None  #: why there is none; None: there is
+    lacks_adapters: bool = False  #: as in `SnapshotLooked`
+
+
+class ModelTurn(Struct, frozen=True, tag=True):
+    """The turn of a hosted model began or ended."""
+
+    model: ModelId
+    hosting: int
+    ended: TurnEnd | None = None  #: None: it began
+    num_requests: int = 0  #: that it has
+
+
+class DeviceResidency(Struct, frozen=True, tag=True):
+    """The bytes of each model's weights on the device, retired models included. Sent when they change."""
+
+    bytes_by_model: dict[ModelId, int]
+
+
+class ModelUse(Struct, frozen=True):
+    """The memory that a model has of its worker's pool, and how it uses it."""
+
+    model: ModelId
+    hold: Hold
+    is_hosted: bool  #: False: retired, so it is promised nothing
+    weights_bytes: int  #: on the device or with memory there, of `total_bytes`
+    total_bytes: int
+    shared_bytes: int  #: of `weights_bytes`, those that another model has as well
+    kv_bytes: int
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_used_blocks: int = 0  #: of running requests
+    kv_cached_blocks: int = 0  #: prefixes that nobody reads at the moment
+    kv_blocks: int = 0  #: that it has now
+    block_bytes: int = 0  #: of KV
+    coming_bytes: int = 0  #: of `weights_bytes`, those that are still on their way
+    tables_bytes: int = 0  #: of its engine, and those of its sampler while requests need them
+    is_in_turn: bool = False
+    due_s: float | None = None  #: from now, when its next token is due; negative: overdue; None: no requests
+    num_captured_graphs: int = 0  #: parts of steps that were captured since its engine is there
+    num_restored_graphs: int = 0  #: and those of a snapshot that were tried, and serve
+
+
+class AdapterUsage(Struct, frozen=True):
+    """An adapter that has memory on a worker's device, or requests that wait for it."""
+
+    name: str
+    base: ModelId
+    num_bytes: int  #: of the device; 0: it is not there
+    num_running: int
+    num_waiting: int
+    is_pinned: bool
+
+
+class Pong(Struct, frozen=True, tag=True):
+    """The answer to a `Ping`: the worker's pool as it is between two steps."""
+
+    number: int
+    budget_bytes: int
+    free_bytes: int
+    workspace_bytes: int
+    lost_bytes: int  #: to rounding and fragments
+    moved_bytes: int  #: since the worker started, to make place
+    fallbacks: dict[str, int]  #: of the pool and of kernels, by name
+    models: tuple[ModelUse, ...]
+    #: The most that torch may take of the device besides the pool; None: there is no limit.
+    torch_limit_bytes: int | None = None
+    is_torch_limit_measured: bool = False  #: False: it is a guess
+    adapters: tuple[AdapterUsage, ...] = ()
+    num_adapter_evictions: int = 0  #: since the worker started
+
+
+Order = (
+    Welcome
+    | PrepareModel
+    | HostModel
+    | RetireModel
+    | DropModel
+    | HoldModel
+    | ForgetAdapter
+    | MakeSnapshot
+    | StartRequest
+    | CancelRequest
+    | Ping
+    | Shutdown
+)
+Fact = (
+    WorkerHello
+    | StepDone
+    | RunFailed
+    | LoadProgress
+    | ModelLoaded
+    | AdapterLoaded
+    | HostingFailed
+    | SnapshotLooked
+    | SnapshotProgress
+    | SnapshotMade
+    | ModelTurn
+    | DeviceResidency
+    | Pong
+)

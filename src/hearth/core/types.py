@@ -1,0 +1,322 @@
+"""Ids and small frozen values that every room may use. They check and unpack themselves, no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import IntEnum, StrEnum
+from operator import attrgetter
+from typing import Literal, NewType
+
+from hearth.core.errors import BadSampling
+
+RequestId = NewType("RequestId", str)
+ModelId = NewType("ModelId", str)  #: the name under which a model is deployed
+Digest = NewType("Digest", str)  #: BLAKE3 in hexadecimal: it names the bytes, whoever holds them
+AdapterId = NewType("AdapterId", str)  #: an adapter by the digest of its manifest: other bytes, other id
+ChunkId = NewType("ChunkId", str)  #: what a chunk is: its digest and its length, `DIGEST-NUM_BYTES`
+WorkerId = NewType("WorkerId", str)  #: one life of a worker: its replacement has another id
+
+
+class Rung(StrEnum):
+    """A place where a chunk may be found, nearest to the device first."""
+
+    HOST = "host"
+    DISK = "disk"
+    OBJECT = "object"
+
+
+class Hold(IntEnum):
+    """How firmly a model is held in memory, weakest first. A number, because books are indexed with it."""
+
+    RETAINED = 0  #: idle past its keep_alive: its bytes stay until somebody needs the room
+    WARM = 1  #: idle within its keep_alive: its bytes go only when nothing retained is left
+    PAUSED = 2  #: has requests and waits for its turn: its bytes go when nothing idle is left
+    BUSY = 3  #: has requests, and its turn if turns are taken
+    PINNED = 4  #: never gives way
+
+
+#: A batch request stands in every line as one that came so much later: it gives way to interactive ones, but
+#: to none that come later than that.
+BATCH_PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When the tokens of a request are due: what comes sooner is slack, which others may use."""
+
+    first_token_s: float = 0.5  #: after its arrival
+    tokens_per_s: float = 10.0  #: from then on; 0: nobody reads along, so it gives way first
+    max_pause_s: float = 1.5  #: between two tokens, however many were sent ahead
+
+    @property
+    def is_batch(self) -> bool:
+        """True if nobody reads along: the request is of the class batch, not interactive."""
+        return self.tokens_per_s == 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long after its arrival the request gives way to those that came later."""
+        return BATCH_PATIENCE_S if self.is_batch else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStatus:
+    """How much of a limit per minute is left."""
+
+    limit: int
+    remaining: int
+    reset_s: float  #: until all of it is left, if nothing more is taken
+
+
+@dataclass(frozen=True, slots=True)
+class RateStatus:
+    """How much of an API key's limits per minute is left; None: there is no such limit."""
+
+    requests: WindowStatus | None
+    tokens: WindowStatus | None
+
+
+class TurnEnd(StrEnum):
+    """Why the turn of a model ended."""
+
+    IDLE = "idle"  #: it has no requests any more
+    AHEAD = "ahead"  #: all its requests are ahead of their pace, and another model needs its room
+    TIME = "time"  #: its time was over, and another model needs its room
+
+
+class SnapshotOutcome(StrEnum):
+    """How it went with a snapshot of a model, as it is counted."""
+
+    MADE = "made"
+    FAILED = "failed"  #: none could be made
+    USED = "used"
+    PARTIAL = "partial"  #: it was used, and made before its model had adapters
+    MISSING = "missing"  #: the model had none
+    OUTDATED = "outdated"  #: it had one of another machine, software or configuration
+    REFUSED = "refused"  #: the file is damaged, or not of this installation
+    DISCARDED = "discarded"  #: it was used, and computed otherwise than an ordinary start
+
+
+class SnapshotPhase(StrEnum):
+    """How far a snapshot is that is being made."""
+
+    LOADING = "loading"  #: the model, for it has to be there
+    WAITING = "waiting"  #: until no model of the worker has requests
+    MEASURING = "measuring"  #: steps of all sizes, which captures them
+
+
+class SamplingTable(StrEnum):
+    """A table of [slots, vocabulary] that a sampler has only while one of its requests needs it."""
+
+    PENALTIES = "penalties"
+    BIAS = "bias"
+
+
+class Pooling(StrEnum):
+    """How the hidden states behind a prompt's tokens become its embedding."""
+
+    LAST = "last"  #: that of the last token, which alone has seen all of them
+    MEAN = "mean"  #: the mean over all tokens
+
+
+class FinishReason(StrEnum):
+    """Why an output has ended."""
+
+    STOP = "stop"  #: a stop token, a stop string or the end-of-sequence token
+    LENGTH = "length"  #: `max_tokens` or the context is used up
+    CANCELLED = "cancelled"  #: the caller gave up
+
+
+@dataclass(frozen=True, slots=True)
+class GuideSpec:
+    """A schema, grammar or regular expression that an output must follow."""
+
+    kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
+    text: str = ""  #: the schema as JSON, the grammar (`grammar`: GBNF, too) or expression, if there is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The parameters of choosing tokens, under the names that users of vLLM know."""
+
+    temperature: float = 1.0  #: 0 is greedy
+    top_k: int = 0  #: 0 or -1 keeps every token
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  #: counts tokens of prompt and output
+    presence_penalty: float = 0.0  #: counts tokens of the output
+    frequency_penalty: float = 0.0  #: counts tokens of the output
+    seed: int | None = None  #: None draws one per request
+    max_tokens: int | None = 16  #: None: up to the end of the context; 0: only the prompt is computed
+    min_tokens: int = 0  #: stop tokens are forbidden before
+    stop: str | tuple[str, ...] | list[str] | None = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  #: 0: only of the chosen token; n: also of the n best
+    prompt_logprobs: int | None = None  #: the same for the tokens of the prompt
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        _check(self)
+
+    # The same as the fields, in the one form that they have once they are checked.
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(self.stop_token_ids or ())
+
+    @property
+    def bias_by_token(self) -> Mapping[int, float]:
+        return self.logit_bias or {}
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def resolved(self, stop_token_ids: tuple[int, ...], seed: int) -> SamplingParams:
+        """Return the same with stop tokens and a seed that are known to be sound, and not checked again."""
+        same = object.__new__(SamplingParams)  # `copy` takes six times as long
+        for name, value in zip(_NAMES, _values(self), strict=True):
+            object.__setattr__(same, name, value)
+        object.__setattr__(same, "stop_token_ids", stop_token_ids)
+        object.__setattr__(same, "seed", seed)
+        return same
+
+
+_NAMES = tuple(one.name for one in fields(SamplingParams))
+_values = attrgetter(*_NAMES)
+
+MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+#: Limits of the repetition penalty: logits are divided and multiplied by it, and must stay finite.
+MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
+
+
+def _check(p: SamplingParams) -> None:
+    _in_range("temperature", p.temperature, 0.0, math.inf)
+    _whole("top_k", p.top_k, 0, math.inf)
+    _in_range("top_p", p.top_p, 0.0, 1.0, above=True)
+    _in_range("min_p", p.min_p, 0.0, 1.0)
+    _in_range("repetition_penalty", p.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
+    _in_range("presence_penalty", p.presence_penalty, -2.0, 2.0)
+    _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
+    _whole("min_tokens", p.min_tokens, 0, math.inf)
+    if p.max_tokens is not None:
+        _whole("max_tokens", p.max_tokens, 0, math.inf)
+        if p.min_tokens > p.max_tokens:
+            raise BadSampling(
+                f"`min_tokens` must not exceed `max_tokens`: {p.min_tokens} > {p.max_tokens}; "
+                "raise `max_tokens` or lower `min_tokens`"
+            )
+    if p.seed is not None:
+        _whole("seed", p.seed, -(2**63), 2**63 - 1)
+    if p.logprobs is not None:
+        _whole("logprobs", p.logprobs, 0, MAX_LOGPROBS)
+    if p.prompt_logprobs is not None:
+        _whole("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS)
+    for stop in p.stop_strings:
+        if not isinstance(stop, str):
+            raise BadSampling(f"`stop` must hold strings, given: {stop!r}")
+    if not all(p.stop_strings):
+        raise BadSampling("`stop` holds an empty string; every stop string needs a character")
+    if p.allowed_token_ids is not None and not p.allowed_token_ids:
+        raise BadSampling("`allowed_token_ids` is empty, so no token could follow; name one or leave it out")
+    for token, bias in p.bias_by_token.items():
+        _in_range(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
+
+
+def _whole(name: str, value: int, low: float, high: float) -> None:
+    if isinstance(value, float):
+        raise BadSampling(f"`{name}` must be a whole number, given: {value}")
+    _in_range(name, value, low, high)
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """Raise BadSampling unless the value is in range; with `above` not at the lower bound. NaN never is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadSampling(f"`{name}` must be a number, given: {value!r}")
+    is_inside = (low < value if above else low <= value) and value <= high and not math.isinf(value)
+    if not is_inside:
+        bounds = f"{'above' if above else 'at least'} {low:g}"
+        if not math.isinf(high):
+            bounds += f" and at most {high:g}"
+        raise BadSampling(f"`{name}` must be {bounds}, given: {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and its logprob."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The logprob of one sampled token, and those of the most likely tokens, best first."""
+
+    logprob: float
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedLogprobs:
+    """The logprob and the rank of one token of a prompt, and the logprobs of the most likely, best first."""
+
+    logprob: float
+    rank: int  #: among all tokens; 1: the most likely
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The logprobs of all tokens of a prompt but the first, which nothing comes before.
+
+    Columns of little-endian numbers of four bytes: there may be millions of them.
+    """
+
+    num_top: int
+    logprobs: bytes  #: float32 [tokens], of the prompt's own tokens
+    ranks: bytes  #: int32 [tokens], of the same
+    top_ids: bytes  #: int32 [tokens, num_top], of the most likely tokens, best first
+    top_logprobs: bytes  #: float32 [tokens, num_top]
+
+    def __len__(self) -> int:
+        return len(self.logprobs) // 4
+
+    def __iter__(self) -> Iterator[RankedLogprobs]:
+        own, ranks = memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i")
+        ids, best = memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f")
+        for at in range(len(self)):
+            places = range(at * self.num_top, (at + 1) * self.num_top)
+            yield RankedLogprobs(own[at], ranks[at], tuple(TokenLogprob(ids[i], best[i]) for i in places))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReading:
+    """All that was asked of a prompt besides its continuation. It comes with the first token."""
+
+    embedding: bytes | None = None  #: little-endian float32 numbers, of length 1 as a vector
+    logprobs: PromptLogprobs | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        scores = self.logprobs
+        num_bytes = 0 if scores is None else 2 * len(scores.logprobs) + 2 * len(scores.top_logprobs)
+        return num_bytes + len(self.embedding or b"")

@@ -1,0 +1,112 @@
+"""Frames between gateway and workers: encoding, and the proof that both know one secret. No sockets.
+
+    | length, 4 bytes, little-endian | one message in msgpack |
+
+The secret itself is never sent: each side proves that it knows it by a keyed hash of the other's nonce.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from hearth.core.errors import ServiceError
+from hearth.core.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
+from hearth.core.types import WorkerId
+
+T = TypeVar("T")
+
+HEADER = struct.Struct("<I")
+#: The longest frame; a longer one is a fault of the other side, or somebody else's protocol.
+MAX_FRAME_BYTES = 64 << 20
+#: The longest frame that is read before the secret is proven.
+MAX_GREETING_BYTES = 4096
+
+_encoder = msgspec.msgpack.Encoder()
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_facts: msgspec.msgpack.Decoder[Fact] = msgspec.msgpack.Decoder(Fact)
+_challenges = msgspec.msgpack.Decoder(Challenge)
+
+
+def frame(message: Challenge | Order | Fact) -> bytes:
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
+    """Return the length of a frame's body. Raises ServiceError for a frame beyond the limit."""
+    (length,) = HEADER.unpack(header)
+    if length > limit_bytes:
+        raise ServiceError(
+            f"a frame of {length} bytes was announced, limit: {limit_bytes}; the peer is none of ours"
+        )
+    assert isinstance(length, int)
+    return length
+
+
+def order_of(body: bytes) -> Order:
+    """Decode an order. Raises ServiceError for anything else."""
+    return _decoded(_orders, body)
+
+
+def fact_of(body: bytes) -> Fact:
+    """Decode a fact. Raises ServiceError for anything else."""
+    return _decoded(_facts, body)
+
+
+def challenge_of(body: bytes) -> Challenge:
+    return _decoded(_challenges, body)
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(32)
+
+
+def proof(secret: bytes, nonce: bytes, worker: WorkerId) -> bytes:
+    return hmac.digest(secret, nonce + worker.encode(), hashlib.sha256)
+
+
+def check_hello(hello: WorkerHello, secret: bytes, nonce: bytes) -> Welcome:
+    """Return the gateway's answer to a worker that knows the secret.
+
+    Raises:
+        ServiceError: another version, or no proof of the secret.
+    """
+    _check_version(hello.version)
+    if not hmac.compare_digest(hello.proof, proof(secret, nonce, hello.worker)):
+        raise ServiceError(f"`{hello.worker}` does not know the secret of this gateway")
+    return Welcome(_answer(secret, hello.nonce, hello.worker))
+
+
+def check_challenge(challenge: Challenge) -> None:
+    _check_version(challenge.version)
+
+
+def check_welcome(welcome: Welcome, secret: bytes, nonce: bytes, worker: WorkerId) -> None:
+    """Raise ServiceError if the gateway does not know the secret."""
+    if not hmac.compare_digest(welcome.proof, _answer(secret, nonce, worker)):
+        raise ServiceError("the gateway does not know the secret of this worker")
+
+
+def _answer(secret: bytes, nonce: bytes, worker: WorkerId) -> bytes:
+    """Return the gateway's proof, unlike a worker's, so that nobody gets one by asking for the other."""
+    return proof(secret, b"gateway" + nonce, worker)
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise ServiceError(
+            f"the peer speaks version {version}, this side {VERSION}; install the same Hearth on both"
+        )
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ServiceError(f"a frame of {len(body)} bytes is no message: {error}") from error

@@ -1,0 +1,283 @@
+"""Has workers forked from a template process, which is kept alive here. Decides not when one is started.
+
+A worker's imports take seconds, and the template (`worker/template.py`) has done them; a worker that died is
+replaced in the time of a fork. It is sent the descriptors of a worker over a socket, forks it and lets go of
+it; this process adopts it. So a worker is watched, waited for and killed by a descriptor of its process, and
+ends with this process as one does that was spawned, whatever happens to the template.
+
+The first template may be older than the service (`template_process.py`), and logs with it from then on. One
+that dies is replaced. While there is none, or none can be had, workers are spawned as ever, which is logged,
+counted and said in the service's notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
+
+import msgspec
+
+from hearth.core.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer, WorkerSetup
+from hearth.node.template_process import TemplateProcess, start_template
+from hearth.node.worker_ending import MAX_FAREWELL_BYTES, ending_of
+
+#: Behind a template that lived for less the next one is started after a pause, which doubles with each of
+#: them up to the longest: whatever has ended one that was ready, like a lack of memory, may do so again.
+SHORT_LIFE_S = 30.0
+RETRY_S, LONGEST_RETRY_S = 0.5, 60.0
+#: Templates that are never ready, in a row, until no other is tried.
+MAX_FAILURES = 3
+#: Time for a template to fork a worker before it is taken to hang.
+FORK_S = 5.0
+#: Time for one that has hung up to be gone.
+ENDING_S = 5.0
+#: The longest answer that is read.
+_ANSWER_BYTES = 4096
+_PR_SET_CHILD_SUBREAPER = 36
+
+log = logging.getLogger(__name__)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class UnfitTemplate(Exception):
+    """A template says that no worker can be forked from it, and why."""
+
+
+class ChildProcess:
+    """A child of this process, however it was started. Used as a `Process` of asyncio is."""
+
+    def __init__(self, pid: int) -> None:
+        """Watch a process. Raises OSError if it is no child of this one."""
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+        try:
+            os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            os.close(self._descriptor)
+            raise
+        self._loop = asyncio.get_running_loop()
+        self._code: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(self._descriptor, self._reap)
+
+    async def wait(self) -> int:
+        """Return its exit code, once it has ended: of one that a signal has ended its number, negative."""
+        return await asyncio.shield(self._code)
+
+    def kill(self) -> None:
+        if not self._code.done():
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        ended = os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED)
+        assert ended is not None, "the descriptor of a process can be read when it has ended"
+        os.close(self._descriptor)
+        self._code.set_result(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+
+
+class ForkedWorker(ChildProcess):
+    """A worker that a template has forked and this process has adopted."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        """Watch a worker, and close the pipes to it when it has ended. Raises OSError as of any child."""
+        super().__init__(pid)
+        self.stdin, self._said = stdin, stdout
+        self.stdout = asyncio.StreamReader()  #: has all that it said, once it has ended
+
+    def _reap(self) -> None:
+        os.set_blocking(self._said.fileno(), False)  # one that it has started may still hold the other end
+        self.stdout.feed_data(self._said.read(MAX_FAREWELL_BYTES) or b"")
+        self.stdout.feed_eof()
+        self._said.close()
+        self.stdin.close()
+        super()._reap()
+
+
+class WorkerTemplate:
+    """The template of all workers of a service, which are on devices of one kind. Used on the event loop."""
+
+    def __init__(
+        self,
+        errors: IO[bytes] | int | None,
+        start_s: float,
+        on_fallback: Callable[[], None],
+        first: TemplateProcess | None = None,
+    ) -> None:
+        """`errors`: the file that it and its workers log to; None: where this process does.
+
+        `start_s`: for it to be ready. `on_fallback` is called for every worker that it cannot fork. `first`:
+        one that was started before; it is this template's now.
+        """
+        self._errors = 2 if errors is None else errors if isinstance(errors, int) else errors.fileno()
+        self._start_s, self._on_fallback, self._first = start_s, on_fallback, first
+        self._process: ChildProcess | None = None
+        self._socket: socket.socket | None = None  #: of one that is ready
+        self._is_settled = asyncio.Event()  #: one is ready, or nobody should wait for one
+        self._one_at_a_time = asyncio.Lock()
+        self._trouble: str | None = None  #: of the last one; None: it is ready, or is the first
+        self._killed_for: str | None = None  #: why the present one was killed here
+        self._told: str | None = None  #: the trouble that was logged last
+        self._was_ready = False  #: the present one, or the last
+
+    @property
+    def pid(self) -> int | None:
+        """The process that workers are forked from now; None: there is none."""
+        return None if self._socket is None or self._process is None else self._process.pid
+
+    @property
+    def note(self) -> str | None:
+        """Say that workers do not start in a moment, and why; None: they do."""
+        if self._trouble is None:
+            return None
+        return f"workers take seconds to start, for there is no template to fork them from: {self._trouble}"
+
+    async def keep(self) -> None:
+        """Keep a template alive until none can be had or the task is cancelled, with which it ends."""
+        num_failures = num_short_lives = 0  # in a row, of templates that were never ready, and of any
+        while num_failures < MAX_FAILURES:
+            began_s = time.monotonic()
+            self._is_settled.clear()
+            self._was_ready = False
+            try:
+                self._trouble = await self._run_one()
+            except UnfitTemplate as error:  # and so would be the next one
+                self._trouble, num_failures = str(error), MAX_FAILURES
+            finally:
+                self._is_settled.set()
+            log.warning("template_ended reason=`%s`", self._trouble.replace("`", ""))
+            num_failures = 0 if self._was_ready else num_failures + 1
+            if time.monotonic() - began_s >= SHORT_LIFE_S:
+                num_short_lives = 0
+                continue
+            await asyncio.sleep(min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(num_short_lives, 32)))
+            num_short_lives += 1
+
+    async def fork(self, setup: WorkerSetup, beacon: int) -> ForkedWorker | None:
+        """Start a worker with a setup and the descriptor of its beacon; None: it has to be spawned."""
+        async with self._one_at_a_time:
+            await self._is_settled.wait()
+            if self._socket is not None:
+                try:
+                    worker = await self._fork(self._socket, beacon)
+                    _send_setup(worker, setup)
+                    return worker
+                except UnfitTemplate as error:
+                    self._kill(str(error))
+                except OSError as error:
+                    self._kill(f"it cannot fork: {error}")
+        if self._trouble != self._told:
+            self._told = self._trouble
+            log.warning("fallback workers=spawned reason=`%s`", (self._trouble or "").replace("`", ""))
+        self._on_fallback()
+        return None
+
+    async def _run_one(self) -> str:
+        """Start a template, or take the first one, and wait for its end; returns why it ended."""
+        self._killed_for = None
+        first, self._first = self._first, None
+        try:
+            started = first or start_template(self._errors)
+        except OSError as error:
+            return f"it cannot be started: {error}"
+        with started.socket as ours:
+            try:
+                self._process = ChildProcess(started.pid)
+            except OSError as error:  # it has ended, and the kernel reaps what this process does not wait for
+                return f"it is not there any more: {error}"
+            if first is not None:
+                with suppress(OSError):  # it has ended, which is seen below
+                    socket.send_fds(ours, [LOG_HERE], [self._errors])
+            try:
+                answer = await _answer(ours, self._start_s)
+                if answer.obstacle is not None:
+                    raise UnfitTemplate(answer.obstacle)
+                self._socket, self._trouble, self._was_ready = ours, None, True
+                self._is_settled.set()
+                log.info("template_ready pid=%d import_s=%.3f", self._process.pid, answer.import_s)
+                await self._process.wait()
+            except TimeoutError:
+                return f"it was not ready within {self._start_s:g} s (`service.start_s`)"
+            except ConnectionError:  # it ended before it was ready
+                # To kill one that has just ended loses its exit code.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ENDING_S):
+                        await self._process.wait()
+            finally:
+                self._socket = None
+                self._process.kill()
+                code = await self._process.wait()
+            return self._killed_for or ending_of(code, b"", None).reason
+
+    async def _fork(self, template: socket.socket, beacon: int) -> ForkedWorker:
+        """Have a worker forked, which waits for its setup.
+
+        Raises:
+            UnfitTemplate: the template says that it must not fork.
+            OSError: it does not answer, or the worker is not there.
+        """
+        their_stdin, stdin = _pipe()
+        stdout, their_stdout = _pipe()
+        try:
+            with their_stdin, their_stdout, _adopting():
+                descriptors = [their_stdin.fileno(), their_stdout.fileno(), self._errors, beacon]
+                socket.send_fds(template, [FORK_WORKER], descriptors)
+                answer = await _answer(template, FORK_S)
+            if answer.obstacle is not None:
+                raise UnfitTemplate(answer.obstacle)
+            return ForkedWorker(answer.pid, stdin, stdout)
+        except BaseException:  # also where this task is cancelled: a worker ends with its standard input
+            stdin.close()
+            stdout.close()
+            raise
+
+    def _kill(self, reason: str) -> None:
+        """End the present template, which is of no use."""
+        assert self._process is not None, "it was asked for a worker"
+        self._socket, self._trouble, self._killed_for = None, reason, reason
+        self._process.kill()
+
+
+def _send_setup(worker: ForkedWorker, setup: WorkerSetup) -> None:
+    setup = msgspec.structs.replace(setup, beacon=TEMPLATE_BEACON)
+    with suppress(BrokenPipeError):  # it died at once, and whoever waits for it will see
+        worker.stdin.write(msgspec.json.encode(setup) + b"\n")
+    log.info("worker_forked worker=%s pid=%d", setup.worker, worker.pid)
+
+
+async def _answer(template: socket.socket, patience_s: float) -> TemplateAnswer:
+    """Return what a template says next. Raises OSError when it ends, or says nothing in time."""
+    try:
+        async with asyncio.timeout(patience_s):
+            answer = await asyncio.get_running_loop().sock_recv(template, _ANSWER_BYTES)
+    except TimeoutError:
+        raise TimeoutError(f"it did not answer within {patience_s:g} s") from None
+    if not answer:
+        raise ConnectionError("it has ended")
+    return msgspec.json.decode(answer, type=TemplateAnswer)
+
+
+def _pipe() -> tuple[IO[bytes], IO[bytes]]:
+    reader, writer = os.pipe()
+    return os.fdopen(reader, "rb", buffering=0), os.fdopen(writer, "wb", buffering=0)
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Have the kernel give this process those of its descendants whose parents end meanwhile.
+
+    Only meanwhile: it would have to reap whatever else its children leave behind.
+    """
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

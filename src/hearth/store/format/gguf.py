@@ -1,0 +1,212 @@
+"""A GGUF file as a source that looks like the Hugging Face checkpoint it was made from. Converts nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from hearth.core.errors import BadCheckpoint
+from hearth.models.arch import Arch
+from hearth.models.config_fields import Fields
+from hearth.models.families import arch_from_config
+from hearth.models.layout import Shape
+from hearth.models.pack import StoredTensor
+from hearth.store.format.gguf_config import architecture, config_of
+from hearth.store.format.gguf_header import GgufHeader, MalformedGguf, TensorEntry, read_header
+from hearth.store.format.gguf_tokenizer import text_files
+from hearth.store.format.source import ModelSource
+
+#: Bytes of float32 that are dequantised at a time: gguf needs the memory of its result several times over.
+SLAB_BYTES = 1 << 20
+
+ROPE_FACTORS = "rope_freqs.weight"
+MAX_ROPE_FACTORS = 4096
+
+#: llama.cpp's names of modules, and transformers' of the same.
+_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_FLOATS = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
+#: The kinds whose values numpy has.
+_VALUES: Mapping[GGMLQuantizationType, type[np.generic]] = {
+    GGMLQuantizationType.F32: np.float32,
+    GGMLQuantizationType.F16: np.float16,
+}
+
+
+@contextmanager
+def open_gguf(path: Path) -> Iterator[ModelSource]:
+    """Open a GGUF file by mapping it; each tensor is dequantised on its own when it is read."""
+    data = _mapped(path)
+    header = _header(path, data)
+    metadata = Fields("GGUF", header.metadata, where=f"`{path}`")
+    _refuse_part(metadata)
+    tensors = {entry.name: _GgufTensor.of(entry, data) for entry in header.tensors}
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    factors = _rope_factors(tensors.pop(ROPE_FACTORS), path) if ROPE_FACTORS in tensors else None
+    arch = arch_from_config(config_of(metadata, shapes, factors), metadata.where)
+    heads = _interleaved_heads(arch) if architecture(metadata) == "llama" else {}
+    checkpoint = {_transformers_name(name): _in_order(name, tensors[name], heads) for name in tensors}
+    if len(checkpoint) != len(tensors):
+        raise BadCheckpoint(f"`{path}` has a tensor under two names, llama.cpp's and transformers'")
+    yield ModelSource(arch, checkpoint, lambda: text_files(metadata))
+
+
+@dataclass(frozen=True, slots=True)
+class _GgufTensor:
+    """A tensor in the mapped file."""
+
+    data: npt.NDArray[np.generic]  #: values of F32 and F16, rows of bytes of all other kinds
+    kind: GGMLQuantizationType
+    shape: Shape
+
+    @staticmethod
+    def of(entry: TensorEntry, file: npt.NDArray[np.uint8]) -> _GgufTensor:
+        stored = file[entry.begin : entry.end].view(_VALUES.get(entry.kind, np.uint8))
+        return _GgufTensor(stored.reshape(*entry.shape[:-1], -1), entry.kind, entry.shape)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype to store; bfloat16 for quantised kinds: it rounds their values by less than they did."""
+        if self.kind in _FLOATS:
+            return _FLOATS[self.kind]
+        return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
+
+    def read(self) -> torch.Tensor:
+        """Return the values, quantised ones in float32, so that whoever rounds them rounds once.
+
+        Takes little more memory than the tensor itself.
+        """
+        if self.kind == GGMLQuantizationType.BF16:
+            return torch.from_numpy(np.array(self.data)).view(torch.bfloat16)
+        if self.kind in _FLOATS:
+            return torch.from_numpy(np.array(self.data))
+        tensor = torch.empty(self.shape)
+        rows, blocks = tensor.view(-1, self.shape[-1]), self.data.reshape(-1, self.data.shape[-1])
+        num_rows = max(1, SLAB_BYTES // rows[0].nbytes)
+        for begin in range(0, len(rows), num_rows):
+            # As one row, for by itself it takes 16 rows at a time, which are three times as slow.
+            slab = dequantize(blocks[begin : begin + num_rows].reshape(1, -1), self.kind)
+            rows[begin : begin + num_rows] = torch.from_numpy(slab.reshape(-1, self.shape[-1]))
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Interleaved:
+    """Queries or keys whose rows llama.cpp has reordered: the halves of a head, which the rotary positions
+    turn as pairs, alternate row by row, where transformers has one half after the other."""
+
+    stored: _GgufTensor
+    num_heads: int
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.stored.shape
+
+    def read(self) -> torch.Tensor:
+        rows = self.stored.read()
+        return rows.view(self.num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+@cache
+def _can_dequantise(kind: GGMLQuantizationType) -> bool:
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    try:
+        return np.asarray(np.memmap(path, mode="r"))  # whose class makes every view of it slow
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise BadCheckpoint(f"`{path}` is truncated or no GGUF file: {error}; fetch it again") from error
+
+
+def _header(path: Path, data: npt.NDArray[np.uint8]) -> GgufHeader:
+    try:
+        return read_header(data)
+    except MalformedGguf as error:
+        raise BadCheckpoint(f"`{path}` is truncated or no GGUF file: {error}; fetch it again") from error
+
+
+def _rope_factors(stored: _GgufTensor, path: Path) -> list[float]:
+    """Return the divisors of the rotary frequencies, which are positive numbers."""
+    if stored.kind not in _FLOATS or len(stored.shape) != 1 or stored.shape[0] > MAX_ROPE_FACTORS:
+        raise BadCheckpoint(
+            f"`{path}`: tensor `{ROPE_FACTORS}` must be up to {MAX_ROPE_FACTORS} floats, "
+            f"given: {stored.kind.name} {list(stored.shape)}"
+        )
+    factors: list[float] = stored.read().tolist()
+    for factor in factors:
+        if not 0.0 < factor < math.inf:
+            raise BadCheckpoint(
+                f"`{path}`: tensor `{ROPE_FACTORS}` must hold positive numbers, given: {factor}"
+            )
+    return factors
+
+
+def _refuse_part(metadata: Fields) -> None:
+    num_parts = metadata.maybe_integer("split.count") or 1
+    if num_parts > 1:
+        raise BadCheckpoint(
+            f"{metadata.where} is one of {num_parts} parts of a model; supported: one file, so join them "
+            "with `llama-gguf-split --merge`"
+        )
+
+
+def _interleaved_heads(arch: Arch) -> dict[str, int]:
+    return {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads}
+
+
+def _in_order(name: str, stored: _GgufTensor, heads: Mapping[str, int]) -> StoredTensor:
+    *_, module, _ = ("", *name.split("."))
+    return _Interleaved(stored, heads[module]) if module in heads else stored
+
+
+def _transformers_name(name: str) -> str:
+    """Return transformers' name of a tensor. One of llama.cpp's other architectures stays as it is."""
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if found is None:
+        return name
+    layer, module, kind = found.groups()
+    if layer is None:
+        return f"{_MODULES[module]}.{kind}" if module in _MODULES else name
+    return f"model.layers.{layer}.{_LAYER_MODULES[module]}.{kind}" if module in _LAYER_MODULES else name

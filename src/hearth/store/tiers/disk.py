@@ -1,0 +1,362 @@
+"""The disk rung: where on the local disk a chunk lies, and a bounded cache of those from object storage.
+
+    root/models/NAME/manifest.json     a model; one that came from object storage has no weights.bin
+    root/models/NAME/weights.bin
+    root/chunks/ab/DIGEST-BYTES-XXH3   one chunk that came from object storage; whole or absent
+    root/hashes/ab12...                the xxh3 of chunks in files of weights (`local_hashes.py`)
+
+Reads no chunk: whoever does finds out whether the bytes are right, condemns the location if not, and tells
+the xxh3 where it was not known.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+
+from hearth.core.errors import HearthError, StoreError, StoreFull
+from hearth.core.types import ChunkId
+from hearth.policy.memory.eviction import EvictionOrder, Price
+from hearth.store.format.description import read_description
+from hearth.store.format.file_stamp import FileStamp, is_private, stamp_of
+from hearth.store.format.local_hashes import collect_hashes, forget_hashes, read_hashes, write_hashes
+from hearth.store.format.manifest import MANIFEST, WEIGHTS, StoredManifest
+from hearth.store.format.writer import NO_ROOM
+from hearth.store.tiers.verified_read import LocalHash
+
+log = logging.getLogger(__name__)
+
+#: A chunk is written within seconds. A temporary file that is older belongs to a process that is dead.
+TEMPORARY_MAX_AGE_S = 3600.0
+
+_CHUNK_FILE = re.compile("([0-9a-f]{64}-[0-9]{1,15})-([0-9a-f]{32})")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where in a file a chunk lies."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    known: LocalHash | None = field(default=None, compare=False)  #: None: only the chunk's digest is known
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Counts of what a disk tier has done. Mutable; written only by the `DiskTier` that owns them."""
+
+    num_hits: int = 0
+    num_kept: int = 0
+    num_evicted: int = 0
+    num_condemned: int = 0
+    num_collected: int = 0
+    kept_bytes: int = 0
+    evicted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkFile:
+    """A chunk in a file of its own, named by all that is known of it."""
+
+    num_bytes: int
+    xxh3: str
+    is_sure: bool  #: nobody else could have put it under its name; False: only BLAKE3 counts
+
+
+@dataclass(slots=True)
+class _Registered:
+    """A model that the disk tier knows. Mutable; written only by the tier, under its lock."""
+
+    manifest: StoredManifest
+    weights_bytes: int  #: what its weights.bin takes of the quota
+    stamp: FileStamp | None  #: of its weights.bin; None: it has none
+    #: The xxh3 of chunks in its weights.bin, as far as known. A chunk that stands there twice is read once.
+    xxh3: dict[ChunkId, str] = field(default_factory=dict)
+
+
+class DiskTier:
+    """Chunks on the local disk, within a quota. Mutable; owned by one process, any thread of it may call.
+
+    The quota covers chunk files and the weights.bin of models under the root. Only chunk files are
+    evicted: a weights.bin may be the only copy. A reader that has an evicted file open reads it to its
+    end, as POSIX keeps the bytes of a deleted file until the last descriptor is closed.
+    """
+
+    def __init__(self, root: Path, quota_bytes: int | None = None) -> None:
+        self.root = root.resolve()
+        self.capacity_bytes = quota_bytes  #: None: as much as the disk takes
+        self.counters = DiskCounters()
+        #: Loads on several threads look up, keep and condemn chunks in the same books. Files are deleted
+        #: with the lock held, so that books and disk agree, and written without it.
+        self._lock = Lock()
+        self._models: dict[Path, _Registered] = {}
+        #: Where files of weights hold each chunk, in the order of registration. No list is empty.
+        self._locations: dict[ChunkId, list[Location]] = {}
+        #: Every chunk that has a file of its own.
+        self._files: dict[ChunkId, _ChunkFile] = {}
+        #: Size in bytes of every chunk file that is being written. It counts as used already, and as long as
+        #: a chunk is in here nobody else touches its file.
+        self._writing: dict[ChunkId, int] = {}
+        #: Some of the chunk files, the first to be evicted first.
+        self._order = EvictionOrder()
+        self._scan()
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return self._used_bytes()
+
+    def register(self, directory: Path, manifest: StoredManifest) -> None:
+        """Know the model in a directory, under the root or not, so that its chunks are no garbage.
+
+        They can be located in its weights.bin if it has one. No byte of the weights is looked at.
+        """
+        directory = directory.resolve()
+        weights = directory / WEIGHTS
+        stamp = stamp_of(weights) if weights.is_file() else None
+        found = None if stamp is None else read_hashes(self.root, directory, manifest, stamp)
+        is_under_root = directory.is_relative_to(self.root)
+        with self._lock:
+            self._forget(directory)
+            weights_bytes = stamp.num_bytes if stamp is not None and is_under_root else 0
+            model = self._models[directory] = _Registered(manifest, weights_bytes, stamp)
+            if stamp is None:
+                return
+            for index, chunk in enumerate(manifest.chunks):
+                offset, known = index * manifest.chunk_bytes, None
+                if found is not None:
+                    model.xxh3[chunk.id] = found.xxh3[index]
+                    known = LocalHash(found.xxh3[index], stamp)
+                location = Location(weights, offset, chunk.num_bytes, known)
+                self._locations.setdefault(chunk.id, []).append(location)
+
+    def forget(self, directory: Path) -> None:
+        """Know the model in a directory no longer: the opposite of `register`. Deletes none of its files."""
+        directory = directory.resolve()
+        with self._lock:
+            self._forget(directory)
+        forget_hashes(self.root, directory)
+
+    def locate(self, chunk_id: ChunkId, directory: Path | None = None) -> list[Location]:
+        """Return all locations that should hold a chunk, the trustier first.
+
+        The weights in `directory`, where the model that wants it lives, come first: what is wrong with other
+        models, or slow, concerns them alone. Then the chunk's own file, which may be evicted before it is
+        opened, and other weights as they were registered.
+        """
+        with self._lock:
+            locations = list(self._locations.get(chunk_id, ()))
+            if chunk_id in self._files:
+                file = self._files[chunk_id]
+                known = LocalHash(file.xxh3, None) if file.is_sure else None
+                locations.insert(0, Location(self._path(chunk_id, file), 0, file.num_bytes, known))
+                self._order.discard(chunk_id)
+            self.counters.num_hits += bool(locations)
+            if len(locations) > 1:
+                locations.sort(key=lambda location: location.path.parent != directory)
+            return locations
+
+    def holds(self, chunk_id: ChunkId) -> bool:
+        """True if some location should hold the chunk. Counts no hit."""
+        with self._lock:
+            return chunk_id in self._files or chunk_id in self._locations
+
+    def verified(self, location: Location, known: LocalHash) -> None:
+        """Learn the xxh3 of a chunk in a file of weights, whose digest was found right.
+
+        Once all of a file's are known, they are kept for the next process.
+        """
+        with self._lock:
+            directory = location.path.parent
+            model = self._models.get(directory)
+            if model is None or known.stamp is None or known.stamp != model.stamp:
+                return  # it has changed since it was registered, and will be opened anew
+            index = location.offset // model.manifest.chunk_bytes
+            locations = self._locations.get(model.manifest.chunk_ids[index], [])
+            if location not in locations:
+                return
+            locations[locations.index(location)] = replace(location, known=known)
+            model.xxh3[model.manifest.chunk_ids[index]] = known.xxh3
+            if model.xxh3.keys() < set(model.manifest.chunk_ids):
+                return
+            xxh3 = [model.xxh3[chunk_id] for chunk_id in model.manifest.chunk_ids]
+        write_hashes(self.root, directory, model.manifest, known.stamp, xxh3)
+
+    def keep(self, chunk_id: ChunkId, xxh3: str, data: memoryview, price: Callable[[str], Price]) -> bool:
+        """Write a verified chunk to a file of its own, evicting the cheapest where the quota demands it.
+
+        Returns False if the chunk is on the disk in any location, or another thread is writing it. `price` is
+        called with the lock held. Raises StoreFull; then nothing is left behind.
+        """
+        with self._lock:
+            if chunk_id in self._files or chunk_id in self._locations or chunk_id in self._writing:
+                return False
+            self._make_room(data.nbytes, price)
+            self._writing[chunk_id] = data.nbytes
+        is_kept = False
+        file = _ChunkFile(data.nbytes, xxh3, is_sure=False)
+        try:
+            _write(self._path(chunk_id, file), data)
+            file = replace(file, is_sure=self._is_private(self._path(chunk_id, file)))
+            is_kept = True
+        finally:
+            with self._lock:
+                del self._writing[chunk_id]
+                if is_kept:
+                    self._files[chunk_id] = file
+                    self.counters.num_kept += 1
+                    self.counters.kept_bytes += data.nbytes
+        return True
+
+    def condemn(self, location: Location) -> None:
+        """Give up a location whose bytes are wrong or cannot be read.
+
+        A chunk file is deleted; a location in a file of weights is left out until its model is registered
+        again.
+        """
+        with self._lock:
+            chunk_id, model = _chunk_of(location.path), self._models.get(location.path.parent)
+            file = None if chunk_id is None else self._files.get(chunk_id)
+            if chunk_id is not None and file is not None and location.path == self._path(chunk_id, file):
+                self._delete(chunk_id)
+                self.counters.num_condemned += 1
+            elif model is not None and location.path.name == WEIGHTS:
+                wanted = model.manifest.chunk_ids[location.offset // model.manifest.chunk_bytes]
+                self.counters.num_condemned += location in self._locations.get(wanted, ())
+                self._remove_locations(wanted, lambda other: other == location)
+
+    def collect(self) -> int:
+        """Delete the chunk files that no model refers to, registered or under the root; return the bytes.
+
+        While the description of a model cannot be read, nobody knows which chunks are its own, and all stay.
+        """
+        models = list(self._read_models())
+        described = [manifest for _, manifest in models if manifest is not None]
+        if len(described) < len(models):
+            return 0
+        with self._lock:
+            wanted = {chunk_id for manifest in described for chunk_id in manifest.chunk_ids}
+            wanted.update(*(model.manifest.chunk_ids for model in self._models.values()))
+            garbage = [chunk_id for chunk_id in self._files if chunk_id not in wanted]
+            freed_bytes = sum(self._delete(chunk_id) for chunk_id in garbage)
+            self.counters.num_collected += len(garbage)
+        collect_hashes(self.root)
+        return freed_bytes
+
+    def _scan(self) -> None:
+        for directory, manifest in self._read_models():
+            if manifest is not None:
+                self.register(directory, manifest)
+        for path in sorted(self.root.glob("chunks/*/*")):
+            with suppress(FileNotFoundError):  # another process may tidy up as well
+                if path.name.startswith("."):
+                    if time.time() - path.stat().st_mtime > TEMPORARY_MAX_AGE_S:
+                        path.unlink()
+                elif (chunk_id := _chunk_of(path)) is not None:
+                    xxh3 = path.name.rpartition("-")[2]
+                    file = _ChunkFile(path.stat().st_size, xxh3, self._is_private(path))
+                    if path == self._path(chunk_id, file):
+                        self._files[chunk_id] = file
+
+    def _read_models(self) -> Iterator[tuple[Path, StoredManifest | None]]:
+        """Yield the models under the root; None stands for a description that cannot be read."""
+        for path in sorted(self.root.glob(f"models/[!.]*/{MANIFEST}")):
+            try:
+                yield path.parent, read_description(path.parent)
+            except HearthError as error:
+                log.warning("model_skipped directory=%s reason=%s", path.parent, error)
+                yield path.parent, None
+
+    def _is_private(self, path: Path) -> bool:
+        """True if nobody else may put a chunk file there, or rename one of ours."""
+        return all(map(is_private, (self.root, self.root / "chunks", path.parent)))
+
+    def _path(self, chunk_id: ChunkId, file: _ChunkFile) -> Path:
+        return self.root / "chunks" / chunk_id[:2] / f"{chunk_id}-{file.xxh3}"
+
+    # Below here the lock is held.
+
+    def _used_bytes(self) -> int:
+        weights_bytes = sum(model.weights_bytes for model in self._models.values())
+        return weights_bytes + self._file_bytes() + sum(self._writing.values())
+
+    def _file_bytes(self) -> int:
+        return sum(file.num_bytes for file in self._files.values())
+
+    def _make_room(self, num_bytes: int, price: Callable[[str], Price]) -> None:
+        """Evict until `num_bytes` fit, or raise before anything is evicted."""
+        if self.capacity_bytes is None:
+            return
+        excess_bytes = self._used_bytes() + num_bytes - self.capacity_bytes
+        if excess_bytes > self._file_bytes():
+            raise StoreFull(
+                f"no room for a chunk of {num_bytes} bytes in `{self.root}`: {self._used_bytes()} bytes of "
+                f"{self.capacity_bytes} are used, too few of them by chunks that can be evicted; "
+                "raise the quota or delete a model"
+            )
+        while excess_bytes > 0:
+            cheapest = self._order.pop(self._files, price)
+            assert cheapest is not None, f"books say {excess_bytes=} can be evicted: {self._files}"
+            evicted_bytes = self._delete(ChunkId(cheapest))
+            excess_bytes -= evicted_bytes
+            self.counters.num_evicted += 1
+            self.counters.evicted_bytes += evicted_bytes
+
+    def _delete(self, chunk_id: ChunkId) -> int:
+        """Delete a chunk file and return its bytes."""
+        path = self._path(chunk_id, self._files[chunk_id])
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"`{path}` cannot be deleted: {error}") from error
+        self._order.discard(chunk_id)
+        return self._files.pop(chunk_id).num_bytes
+
+    def _forget(self, directory: Path) -> None:
+        model = self._models.pop(directory, None)
+        for chunk_id in model.manifest.chunk_ids if model else ():
+            self._remove_locations(chunk_id, lambda location: location.path == directory / WEIGHTS)
+
+    def _remove_locations(self, chunk_id: ChunkId, is_gone: Callable[[Location], bool]) -> None:
+        locations = [location for location in self._locations.pop(chunk_id, ()) if not is_gone(location)]
+        if locations:
+            self._locations[chunk_id] = locations
+
+
+def _chunk_of(path: Path) -> ChunkId | None:
+    """Return the chunk that a file is named by; None for a file that is no chunk's."""
+    found = _CHUNK_FILE.fullmatch(path.name)
+    return ChunkId(found[1]) if found else None
+
+
+def _write(path: Path, data: memoryview) -> None:
+    """Write a file under a temporary name, to the disk for certain, and rename it: it is whole or absent."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.touch(mode=0o600, exist_ok=False)  # others need not read it, and must not write it
+        with temporary.open("r+b", buffering=0) as file:
+            rest = data.cast("B")
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise StoreFull(
+                f"no room for a chunk of {data.nbytes} bytes in `{path.parent}`: {error.strerror}; "
+                "free some disk, or set a quota below what it has"
+            ) from error
+        raise StoreError(f"a chunk of {data.nbytes} bytes cannot be written to `{path}`: {error}") from error
+    finally:
+        with suppress(OSError):  # after a failure, that is the one to tell
+            temporary.unlink()

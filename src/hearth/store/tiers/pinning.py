@@ -1,0 +1,281 @@
+"""Makes host memory ready for copies to a CUDA device, so that nobody who uses the device waits for it.
+
+    touch       threads have the kernel find the pages of a region, or make them
+    register    the driver is told of a region, and it is pinned; others queue behind that
+
+Regions are small, and one at a time is registered, while no load is under way, or seldom (see
+`policy/memory/region_order.py`). A load goes around the rest (`staging_buffers.py`), or has the region that
+it copies from next registered by its own thread. Until one is pinned, copies from it are slow, not wrong.
+What lies in a region is nothing to this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+from hearth.core.errors import DeviceError
+from hearth.policy.memory.region_order import RegionOrder
+from hearth.system.cpus import num_usable_cores
+from hearth.system.cuda.driver import CudaDriver
+
+#: Bytes that are registered at once: a millisecond of the driver's lock. More are no faster.
+REGION_BYTES = 16 << 20
+#: Bytes that are touched by one call, for as long as which this process can map no memory.
+TOUCH_BYTES = 2 << 20
+#: Threads that touch. More make no pages faster, and whatever else starts needs its cores.
+MAX_TOUCH_THREADS = 4
+#: Between two regions that nobody waits for, so that whoever queues for the driver comes next.
+PAUSE_S = 0.001
+#: Between two looks whether another process has made the pages of a region.
+LOOK_S = 0.025
+
+#: CUDA's code of a region whose thread found no device, as `cuda.h` has it.
+_NO_CONTEXT = 201
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in every Python's mmap module
+
+log = logging.getLogger(__name__)
+
+
+class Touching:
+    """Threads that have the kernel find the pages of a mapping, whose bytes stay as they are."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        address: int,
+        regions: Sequence[range],
+        *,
+        makes_pages: bool,
+        num_loads: int = 0,
+    ) -> None:
+        """Start with the first region. `memory` is mapped at `address`; regions are ranges of its bytes.
+
+        `makes_pages`: also pages that nobody has written to so far. Else those are left to the process that
+        does. `num_loads` are under way, and nothing is done before they have ended.
+        """
+        self._memory, self._address, self._regions = memory, address, regions
+        self._makes_pages = makes_pages
+        self._is_touched = bytearray(len(regions))  #: single operations are atomic, so it needs no lock
+        self._order = RegionOrder(len(regions), num_loads, now_s=time.monotonic())
+        self._is_stopped = False
+        self._changed = threading.Condition()  #: guards these two
+        num_threads = min(MAX_TOUCH_THREADS, num_usable_cores(), len(regions))
+        self._threads = [
+            threading.Thread(target=self._run, name="hearth-touch", daemon=True) for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def has_touched(self, region: int) -> bool:
+        return bool(self._is_touched[region])
+
+    def needed(self, region: int) -> None:
+        """Go on behind a region that a load needs, and sees to itself."""
+        with self._changed:
+            if self._order.take(region):
+                self._is_touched[region] = True
+
+    def load_began(self) -> None:
+        """Touch next to nothing until as many loads have ended: they see to what they need."""
+        with self._changed:
+            self._order.load_began(time.monotonic())
+
+    def load_ended(self) -> None:
+        with self._changed:
+            self._order.load_ended(time.monotonic())
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when all regions are touched."""
+        for thread in self._threads:
+            thread.join()
+
+    def stop(self) -> None:
+        """Leave the rest, and wait until no thread touches a page any more."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self.wait()
+
+    def _run(self) -> None:
+        while (region := self._next()) is not None:
+            while not (self._is_stopped or self._makes_pages or self._is_made(region)):
+                time.sleep(LOOK_S)
+            self._touch(region)
+
+    def _next(self) -> int | None:
+        """Return the next region, once no load keeps it back; None: there is none."""
+        with self._changed:
+            while not self._is_stopped and not self._order.is_complete:
+                now_s = time.monotonic()
+                if (region := self._order.peek(now_s)) is not None:
+                    self._order.take_unasked(region, now_s)
+                    return region
+                self._changed.wait(self._order.wait_s(now_s))
+        return None
+
+    def _touch(self, region: int) -> None:
+        part = self._regions[region]
+        for begin in range(part.start, part.stop, TOUCH_BYTES):
+            if self._is_stopped:
+                return
+            end = min(begin + TOUCH_BYTES, part.stop)
+            address = ctypes.c_void_p(self._address + begin)
+            if _LIBC.madvise(address, ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE) != 0:
+                max(self._memory[begin : end : mmap.PAGESIZE])  # shared memory is made by reading
+        self._is_touched[region] = True
+
+    def _is_made(self, region: int) -> bool:
+        """True if the last page of a region is there, whoever made it: they are made in order."""
+        last = self._address + (self._regions[region].stop - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+        state = ctypes.c_ubyte()
+        code = _LIBC.mincore(ctypes.c_void_p(last), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(state))
+        return code != 0 or bool(state.value & 1)
+
+
+class Pinning:
+    """The pinned regions of a mapping, of which there are more and more. Any thread may have one pinned."""
+
+    def __init__(
+        self,
+        address: int,
+        regions: Sequence[range],
+        touching: Touching,
+        register: Callable[[int, int], int],
+        unregister: Callable[[int], int],
+        *,
+        num_loads: int = 0,
+    ) -> None:
+        """Start with the first region. `touching` has the same ones; `num_loads` are under way.
+
+        `register` takes an address and a number of bytes, `unregister` the address; they return CUDA's code.
+        """
+        self._address, self._regions, self._touching = address, regions, touching
+        self._register, self._unregister = register, unregister
+        self._order = RegionOrder(len(regions), num_loads, now_s=time.monotonic())
+        self._codes: dict[int, int] = {}  #: CUDA's code by region: 0 of those that are pinned
+        self._is_closed = False
+        self._changed = threading.Condition()  #: guards these three
+        self._one_at_a_time = threading.Lock()  #: held by whoever registers
+        self._thread = threading.Thread(target=self._pin_all, name="hearth-pin", daemon=True)
+        self._thread.start()
+
+    @property
+    def pinned_bytes(self) -> int:
+        with self._changed:
+            return sum(len(self._regions[at]) for at, code in self._codes.items() if code == 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if everything is pinned."""
+        return len(self._codes) == len(self._regions) and not any(self._codes.values())
+
+    def is_pinned(self, region: int) -> bool:
+        return self._codes.get(region) == 0  # single operations of a dict are atomic
+
+    def is_settled(self, region: int) -> bool:
+        """True if a region is pinned, or cannot be."""
+        return region in self._codes  # as above
+
+    def pin(self, region: int) -> None:
+        """Return when a region whose pages are there is pinned, or cannot be: copies are slow then."""
+        if self.is_settled(region):  # as almost always
+            return
+        self._touching.needed(region)
+        with self._changed:
+            is_ours = self._order.take(region)
+            while not is_ours and region not in self._codes and not self._is_closed:
+                self._changed.wait()
+        if is_ours:
+            self._pin(region)
+
+    def load_began(self) -> None:
+        """Have next to nothing pinned that nobody waits for, until as many loads have ended."""
+        with self._changed:
+            self._order.load_began(time.monotonic())
+
+    def load_ended(self) -> None:
+        with self._changed:
+            self._order.load_ended(time.monotonic())
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when everything is pinned that can be."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Pin no more, and unpin what is pinned. Touching has stopped."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        with self._one_at_a_time:  # a load may be about to have a region pinned
+            pinned = [at for at, code in self._codes.items() if code == 0]
+            for at in pinned:
+                self._unregister(self._address + self._regions[at].start)
+
+    def _pin_all(self) -> None:
+        while (region := self._next()) is not None:
+            self._pin(region)
+            time.sleep(PAUSE_S)
+
+    def _next(self) -> int | None:
+        """Return the next region that nobody waits for, once it is touched and no load keeps it back.
+
+        Returns None when there is none any more.
+        """
+        with self._changed:
+            while not self._is_closed and not self._order.is_complete:
+                now_s = time.monotonic()
+                region = self._order.peek(now_s)
+                if region is not None and self._touching.has_touched(region):
+                    self._order.take_unasked(region, now_s)
+                    return region
+                self._changed.wait(LOOK_S if region is not None else self._order.wait_s(now_s))
+        return None
+
+    def _pin(self, region: int) -> None:
+        part = self._regions[region]
+        with self._one_at_a_time:
+            if self._is_closed:
+                return
+            try:
+                code = self._register(self._address + part.start, len(part))
+            except DeviceError:  # told of below: whoever waits for it must not wait for ever
+                code = _NO_CONTEXT
+            with self._changed:
+                is_first_failure = code != 0 and not any(self._codes.values())
+                self._codes[region] = code
+                self._changed.notify_all()
+        if is_first_failure:
+            log.warning(
+                "fallback copies=pageable reason=pin_failed pinned=%d of=%d cuda_error=%d "
+                "remedy=`raise the limit of locked memory (ulimit -l) or lower store.host_bytes`",
+                *(len(self._codes) - 1, len(self._regions), code),
+            )
+
+
+def cuda_registration() -> tuple[Callable[[int, int], int], Callable[[int], int]]:
+    """Return the calls that register and unregister memory, for the device of the calling thread."""
+    driver = CudaDriver(_cuda().current_device())
+    return driver.register_host, driver.unregister_host
+
+
+def has_cuda() -> bool:
+    return bool(_cuda().is_available())
+
+
+def _cuda() -> ModuleType:
+    """Return torch's CUDA module, imported here because a process that only lends does without torch."""
+    import torch
+
+    return torch.cuda
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)

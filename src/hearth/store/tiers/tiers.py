@@ -1,0 +1,355 @@
+"""The rungs of one machine put together: models on disk, chunks in host memory, object storage behind them.
+
+One process owns them. They are bounded: the host segment by its cells, the disk by its quota; what goes first
+is decided by price (`chunk_prices.py`). Nothing is copied to a device here: that is `loader.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hearth.core.config import CPU_HOST_BYTES, StoreConfig
+from hearth.core.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable, UpstreamChanged
+from hearth.core.types import Rung
+from hearth.store.format.description import parse_description, read_description
+from hearth.store.format.file_stamp import FileStamp, stamp_of
+from hearth.store.format.manifest import (
+    CHUNK_BYTES,
+    MANIFEST,
+    WEIGHTS,
+    StoredManifest,
+    check_texts,
+    damage_of,
+    digest_of,
+)
+from hearth.store.format.writer import staged
+from hearth.store.tiers.chunk_prices import ChunkPrices
+from hearth.store.tiers.disk import DiskTier
+from hearth.store.tiers.model import StoredModel
+from hearth.store.tiers.remote import RemoteModel
+from hearth.store.tiers.segment import Segment
+from hearth.store.tiers.upstream import (
+    RemoteAddress,
+    Upstream,
+    description_directory,
+    note_version,
+    parse_address,
+    write_upstream,
+)
+from hearth.store.transfer.chunk_reader import ChunkReader
+from hearth.store.transfer.fetch import Fetch, Fetcher
+from hearth.store.transfer.record import LoadRecord
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """How full a tier is and what it has done, for people and metrics."""
+
+    used_bytes: int
+    capacity_bytes: int | None  #: None: as much as there is
+    pinned_bytes: int
+    bytes_per_s: float  #: running average of what it delivered
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A model in a directory and the state of its files when it was opened."""
+
+    stamps: Mapping[str, FileStamp | None]  #: by file name, of all files that make up the model
+    model: StoredModel
+
+    @property
+    def is_current(self) -> bool:
+        """True if no file of the model has changed since it was opened."""
+        directory = self.model.directory
+        return all(stamp_of(directory / name) == stamp for name, stamp in self.stamps.items())
+
+
+class Tiers:
+    """The tiers of one machine. Any thread may call them. Unless closed, their readers and memory stay."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        cell_bytes: int = CHUNK_BYTES,
+        *,
+        is_pinned: bool = True,
+        keeps_chunks: bool = True,
+    ) -> None:
+        """Open the disk and make the host segment.
+
+        `is_pinned`: this process copies from host memory to a device, rather than only lends it.
+        `keeps_chunks`: host memory keeps chunks for the next load. Not where the device is the CPU: models
+        are in that same memory already, and what was copied there must not be held a second time. Chunks then
+        pass through at most `CPU_HOST_BYTES`, and are read through the page cache, which the kernel gives
+        to whoever needs memory: that is where a model that has left is found again.
+        """
+        assert keeps_chunks or not is_pinned, "pages that are pinned cannot be given back"
+        self.keeps_chunks = keeps_chunks
+        self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
+        self.disk.collect()  # chunks of models that were replaced or deleted
+        self.prices = ChunkPrices(is_on_disk=self.disk.holds)
+        host_bytes = config.host_bytes if keeps_chunks else min(config.host_bytes, CPU_HOST_BYTES)
+        self.segment = Segment.create(host_bytes // cell_bytes, cell_bytes)
+        if is_pinned:
+            self.segment.pin_in_background()
+        #: Models that are open: reading a description takes milliseconds, which a cold start does not have.
+        #: Single operations of a dict are atomic and opening twice does no harm, so it needs no lock.
+        self._opened: dict[Path, _Opened] = {}
+        self._remotes: dict[RemoteAddress, RemoteModel] = {}
+        reader = ChunkReader(self.disk, self.prices.of_disk_chunk, may_be_direct=keeps_chunks)
+        self.fetcher = Fetcher(self.segment, reader, self.prices, keeps_chunks=keeps_chunks)
+        self._keeps_chunks = keeps_chunks
+
+    def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
+        """Open a converted model or adapter: its directory, its URL, or a version at that, `URL@DIGEST`.
+
+        All but the weights of a remote model is kept on disk. A URL is asked for its manifest each time, for
+        it may hold another version; a version is opened from disk, and its URL asked only where that lacks
+        it. `weight`: see `StoredModel`.
+        """
+        if "://" not in str(where):
+            return self._open_described(Path(where).resolve(), weight)
+        address = parse_address(str(where))
+        if address.version is None:
+            return self._admit(self._open_newest(address, weight))
+        return self._open_version(address, weight)
+
+    def resolve(self, where: str) -> str:
+        """Keep the description of what a URL holds now, and return the address of that version, for `open`.
+
+        An address that names its version stays what it is.
+        """
+        address = parse_address(where)
+        if address.version is not None:
+            self._open_version(address)
+            return str(address)
+        remote = RemoteModel(address.url)
+        found = _read_description(remote)
+        version = RemoteAddress(address.url, found.manifest.digest)
+        self._keep_version(remote, found, description_directory(self.disk.root, version))
+        return str(version)
+
+    def _open_described(
+        self, directory: Path, weight: float, remote: RemoteModel | None = None
+    ) -> StoredModel:
+        """Open the model whose description lies in a directory, and its weights too unless it is remote."""
+        known = self._opened.get(directory)
+        if known is not None and known.is_current and known.model.weight == weight:
+            return known.model
+        stamps = {name: stamp_of(directory / name) for name in (MANIFEST, WEIGHTS)}
+        manifest = read_description(directory)
+        stamps |= {file.name: stamp_of(directory / file.name) for file in manifest.files}
+        check_texts(manifest, directory)
+        model = self._admit(StoredModel(directory.name, manifest, directory, remote, weight))
+        self._opened[directory] = _Opened(stamps, model)
+        return model
+
+    def _admit(self, model: StoredModel) -> StoredModel:
+        if model.manifest.chunk_bytes > self.segment.cell_bytes:
+            raise StoreError(
+                f"`{model.name}` has chunks of {model.manifest.chunk_bytes} bytes, a cell of host memory "
+                f"holds {self.segment.cell_bytes}; convert it again with smaller chunks"
+            )
+        self.disk.register(model.directory, model.manifest)
+        return model
+
+    def fetch(self, model: StoredModel, chunks: Sequence[int], *, passes_on: bool = False) -> Fetch:
+        """Start bringing chunks of a model; `passes_on`: see `Fetcher.fetch`."""
+        return self.fetcher.fetch(model, chunks, passes_on=passes_on)
+
+    def prefetch(self, model: StoredModel) -> Fetch | None:
+        """Start bringing what host memory lacks of a model, behind all loads; None if nothing is to come.
+
+        That is so also where it would not stay there, or not all of it would fit.
+        """
+        missing = self._missing(model, range(len(model.manifest.chunks)))
+        return self.fetcher.fetch(model, missing, is_ahead=True) if missing else None
+
+    def refill(self, model: StoredModel, passed_on: Sequence[int]) -> Fetch | None:
+        """Start bringing chunks to stay that a load has passed on; None if nothing is to come, as above."""
+        missing = self._missing(model, passed_on)
+        return self.fetcher.refill(model, missing) if missing else None
+
+    def _missing(self, model: StoredModel, chunks: Sequence[int]) -> list[int]:
+        """Return those of the chunks that host memory lacks, each once, if all of the model could stay."""
+        ids = model.manifest.chunk_ids
+        if not self._keeps_chunks or len(set(ids)) > self.segment.num_cells:
+            return []
+        indices = {ids[index]: index for index in chunks}
+        resident = set(self.fetcher.resident(indices))
+        return sorted(index for chunk_id, index in indices.items() if chunk_id not in resident)
+
+    def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
+        """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""
+        sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
+        return {
+            Rung.HOST: self.host_bytes(model),
+            Rung.DISK: sum(size for chunk_id, size in sizes.items() if self.disk.holds(chunk_id)),
+        }
+
+    def host_bytes(self, model: StoredModel) -> int:
+        """Return how much of a model lies in host memory."""
+        sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
+        return sum(sizes[chunk_id] for chunk_id in self.fetcher.resident(sizes))
+
+    def forget(self, where: str | Path) -> Path:
+        """Forget a model that is no longer deployed, and return the directory that described it.
+
+        Whatever the disk keeps of a remote model is deleted; the files of a local one are its owner's.
+        """
+        if is_url := "://" in str(where):
+            address = parse_address(str(where))
+            self._remotes.pop(address, None)
+            directory = description_directory(self.disk.root, address)
+        else:
+            directory = Path(where).resolve()
+        self._opened.pop(directory, None)
+        self.prices.forget(directory)
+        self.disk.forget(directory)
+        if is_url:
+            shutil.rmtree(directory, ignore_errors=True)
+        self.disk.collect()
+        return directory
+
+    def loaded(self, record: LoadRecord) -> None:
+        """Learn from a load how fast the rungs are."""
+        for rung, use in record.rungs.items():
+            self.prices.moved(rung, use.num_bytes, use.seconds)
+        log.info(
+            "model_loaded model=%s bytes=%d load_s=%.3f first_layer_s=%.3f rungs=%s",
+            *(record.model, record.num_bytes, record.total_s, record.first_layer_s),
+            ",".join(f"{rung}:{use.num_bytes}" for rung, use in record.rungs.items()),
+        )
+
+    def report(self) -> dict[Rung, TierReport]:
+        book, remotes = self.fetcher.book, list(self._remotes.values())
+        host_bytes = (book.num_resident + book.num_filling) * self.segment.cell_bytes
+        return {
+            Rung.HOST: TierReport(
+                used_bytes=host_bytes,
+                capacity_bytes=self.segment.num_bytes,
+                pinned_bytes=self.segment.pinned_bytes,
+                bytes_per_s=self.prices.bytes_per_s(Rung.HOST),
+                counters=asdict(self.fetcher.counters),
+            ),
+            Rung.DISK: TierReport(
+                used_bytes=self.disk.used_bytes,
+                capacity_bytes=self.disk.capacity_bytes,
+                pinned_bytes=0,
+                bytes_per_s=self.prices.bytes_per_s(Rung.DISK),
+                counters=asdict(self.disk.counters),
+            ),
+            Rung.OBJECT: TierReport(
+                used_bytes=0,
+                capacity_bytes=None,
+                pinned_bytes=0,
+                bytes_per_s=self.prices.bytes_per_s(Rung.OBJECT),
+                counters=dict(sum((Counter(asdict(r.counters)) for r in remotes), Counter())),
+            ),
+        }
+
+    def pass_books(self) -> None:
+        """Return once all books of the tiers could be looked at: never, if threads wait for each other."""
+        self.fetcher.resident(())
+        self.prices.bytes_per_s(Rung.HOST)
+        _ = self.disk.used_bytes
+
+    def close(self) -> None:
+        self.fetcher.close()
+        self.segment.close()
+
+    def _open_newest(self, address: RemoteAddress, weight: float) -> StoredModel:
+        """Open whatever a URL holds now; that replaces on disk what it held when it was opened before."""
+        remote, directory = self._remote(address), description_directory(self.disk.root, address)
+        try:
+            found = _read_description(remote)
+            manifest = found.manifest
+            if not found.is_in(directory):
+                self._describe(remote, found, directory)
+                self.disk.register(directory, manifest)
+                self.disk.collect()
+        except Unreachable as error:
+            if not (directory / MANIFEST).is_file():
+                raise
+            log.warning("fallback description=disk model=%s reason=%s", directory.name, error)
+            manifest = read_description(directory)
+        return StoredModel(directory.name, manifest, directory, remote, weight)
+
+    def _open_version(self, address: RemoteAddress, weight: float = 1.0) -> StoredModel:
+        """Open one version of what lies at a URL, which is asked only if the description here is not whole.
+
+        Raises:
+            UpstreamChanged: the description is neither here nor there.
+        """
+        remote, directory = self._remote(address), description_directory(self.disk.root, address)
+        try:
+            model = self._open_described(directory, weight, remote)
+            if model.manifest.digest == address.version:
+                return model
+            reason = f"its digest is {model.manifest.digest}"
+        except (BadCheckpoint, ChunkCorrupt) as error:
+            reason = str(error)
+        if directory.exists():
+            log.warning("fallback description=upstream model=%s reason=%s", directory.name, reason)
+        found = _read_description(remote)
+        if found.manifest.digest != address.version:
+            raise UpstreamChanged(
+                f"`{address.url}` holds version {found.manifest.digest} now, and version {address.version} "
+                f"is not whole on disk: {reason}; deploy the model again, or put that version back"
+            )
+        self._keep_version(remote, found, directory)
+        return self._open_described(directory, weight, remote)
+
+    def _remote(self, address: RemoteAddress) -> RemoteModel:
+        known = self._remotes.get(address)
+        return self._remotes.setdefault(address, RemoteModel(address.url)) if known is None else known
+
+    def _keep_version(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
+        """Have a directory describe the version that a URL holds now, and say that it was seen there."""
+        if not found.is_in(directory):
+            self._describe(remote, found, directory)
+        if note_version(directory, found.manifest.digest) is None:
+            write_upstream(directory, Upstream(found.manifest.digest))
+
+    def _describe(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
+        """Bring all but the weights of a remote model into a directory."""
+        num_bytes = len(found.text) + sum(file.num_bytes for file in found.manifest.files)
+        # Whoever opens it at the same moment, also in another process, waits and finds it done.
+        with staged(directory, num_bytes, overwrite=True, wait=True) as staging:
+            for file in found.manifest.files:
+                content = remote.read_file(file.name, file.num_bytes)
+                if digest_of(content) != file.digest:
+                    raise ChunkCorrupt(
+                        f"`{remote.url}/{file.name}` hashes to {digest_of(content)}, its manifest says "
+                        f"{file.digest}; upload the model again"
+                    )
+                staging.write_file(file.name, content)
+            staging.write_file(MANIFEST, found.text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """The manifest that a URL holds now."""
+
+    text: bytes
+    manifest: StoredManifest
+
+    def is_in(self, directory: Path) -> bool:
+        """True if the directory holds this manifest, and whole all files that it names."""
+        path = directory / MANIFEST
+        is_same = path.is_file() and path.read_bytes() == self.text
+        return is_same and not any(damage_of(file, directory) for file in self.manifest.files)
+
+
+def _read_description(remote: RemoteModel) -> _Description:
+    text = remote.read_file(MANIFEST)
+    return _Description(text, parse_description(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}"))

@@ -1,0 +1,171 @@
+"""Reads one chunk from the nearest rung that has it whole into a buffer. Schedules nothing, keeps no books.
+
+The order is disk, then object storage. Bytes that are not what their digest says never leave this module: the
+place they came from is struck off, the next one is tried, and object storage is asked again, for its errors
+pass. What comes from outside this machine is checked by BLAKE3, each time; a file, see `verified_read.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import xxhash
+
+from hearth.core.errors import ChunkCorrupt, ChunkMissing, HearthError, StoreError, UpstreamChanged
+from hearth.core.types import Rung
+from hearth.policy.memory.eviction import Price
+from hearth.store.format.manifest import WEIGHTS, digest_of
+from hearth.store.tiers.disk import DiskTier, Location
+from hearth.store.tiers.model import StoredModel
+from hearth.store.tiers.remote import RemoteModel
+from hearth.store.tiers.upstream import note_version, version_at
+from hearth.store.tiers.verified_read import read_verified
+from hearth.store.transfer.record import Delivery
+
+#: How often object storage may send wrong bytes for one chunk; lost answers are retried below this level.
+MAX_WRONG_ANSWERS = 3
+
+log = logging.getLogger(__name__)
+
+
+class ChunkReader:
+    """Reads chunks from disk, then from object storage. Any thread may call it."""
+
+    def __init__(self, disk: DiskTier, price: Callable[[str], Price], *, may_be_direct: bool = True) -> None:
+        """Read from `disk` first; `price` says what a chunk there is worth, should another need its room.
+
+        `may_be_direct`: see `read_verified`.
+        """
+        self._disk = disk
+        self._price = price
+        self._may_be_direct = may_be_direct
+        self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
+        self._telling = threading.Lock()  #: guards `_is_full_known`: readers find out at the same moment
+
+    def is_far(self, model: StoredModel, index: int) -> bool:
+        """True if a chunk has to come from object storage, as far as is known before it is read."""
+        return model.remote is not None and not self._disk.holds(model.manifest.chunk_ids[index])
+
+    def deliver(
+        self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+    ) -> Delivery:
+        """Fill `buffer` with a verified chunk of the model; give up when nobody wants the chunk any more.
+
+        Raises:
+            StoreError: no rung has it; the message says what was tried.
+        """
+        failures: list[StoreError] = []
+        delivery = self._from_disk(model, index, buffer, failures) or self._from_object(
+            model, index, buffer, failures, is_wanted
+        )
+        if delivery is None:
+            raise _nobody_has_it(model, index, failures)
+        return delivery
+
+    def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
+        """Write a chunk from object storage to disk, if the disk takes it: no load depends on that."""
+        failure = None
+        try:
+            xxh3 = xxhash.xxh3_128_hexdigest(data)
+            self._disk.keep(model.manifest.chunk_ids[index], xxh3, data, self._price)
+        except StoreError as error:
+            failure = error
+        with self._telling:
+            if failure is not None and not self._is_full_known:
+                log.warning("chunks_not_kept model=%s reason=%s", model.name, failure)
+            self._is_full_known = failure is not None
+
+    def _from_disk(
+        self, model: StoredModel, index: int, buffer: memoryview, failures: list[StoreError]
+    ) -> Delivery | None:
+        chunk = model.manifest.chunks[index]
+        for place in self._disk.locate(model.manifest.chunk_ids[index], model.directory):
+            began_s = time.perf_counter()
+            try:
+                read = read_verified(
+                    *(place.path, place.offset, buffer, chunk.digest, place.known),
+                    may_be_direct=self._may_be_direct,
+                )
+            except StoreError as error:
+                failures.append(error)
+                if isinstance(error, ChunkCorrupt | ChunkMissing):
+                    log.warning("place_condemned path=%s reason=%s", place.path, error)
+                    self._condemn(place)
+                continue
+            if read.known is not None and read.known != place.known:
+                self._disk.verified(place, read.known)
+            return Delivery(Rung.DISK, len(buffer), began_s, read.read_s, read.verify_s, len(failures))
+        return None
+
+    def _condemn(self, place: Location) -> None:
+        try:
+            self._disk.condemn(place)
+        except StoreError as error:  # it stays, and will be found out again
+            log.warning("place_stays path=%s reason=%s", place.path, error)
+
+    def _from_object(
+        self,
+        model: StoredModel,
+        index: int,
+        buffer: memoryview,
+        failures: list[StoreError],
+        is_wanted: Callable[[], bool],
+    ) -> Delivery | None:
+        if model.remote is None:
+            return None
+        chunk, part = model.manifest.chunks[index], model.manifest.chunk_range(index)
+        for num_wrong in range(MAX_WRONG_ANSWERS):
+            began_s = time.perf_counter()
+            try:
+                model.remote.read_into(part.begin, buffer, is_wanted)
+            except StoreError as error:
+                failures.append(error)
+                if isinstance(error, ChunkMissing) and (change := _change_upstream(model, model.remote)):
+                    failures.append(change)
+                return None
+            read_s = time.perf_counter() - began_s
+            found = digest_of(buffer)
+            verify_s = time.perf_counter() - began_s - read_s
+            if found == chunk.digest:
+                return Delivery(Rung.OBJECT, len(buffer), began_s, read_s, verify_s, len(failures))
+            log.warning("object_corrupt model=%s chunk=%d found=%s", model.name, index, found)
+            failures.append(
+                ChunkCorrupt(f"`{model.remote.url}` sent bytes that hash to {found}, stored: {chunk.digest}")
+            )
+            if num_wrong == 0 and (change := _change_upstream(model, model.remote)):
+                failures.append(change)
+                return None  # asking again would bring the same
+        return None
+
+
+def _change_upstream(model: StoredModel, remote: RemoteModel) -> UpstreamChanged | None:
+    """Return that the model's URL holds another version, if it does: that is why a chunk could not be had.
+
+    The look costs a request, and so is taken after a failure only. `hearth show` tells what was seen.
+    """
+    try:
+        version = version_at(remote)
+    except HearthError:  # nobody knows then, and the failure before says what is wrong
+        return None
+    note_version(model.directory, version)
+    if version == model.manifest.digest:
+        return None
+    return UpstreamChanged(f"`{remote.url}` holds version {version} now, this is {model.manifest.digest}")
+
+
+def _nobody_has_it(model: StoredModel, index: int, failures: list[StoreError]) -> StoreError:
+    """Return the error of a chunk that no rung has: the last failure's kind, the text of all failures."""
+    tensors = model.manifest.tensors_in(index)
+    tensors = tensors if len(tensors) < 3 else [tensors[0], tensors[-1]]
+    nowhere = f"no {WEIGHTS} in `{model.directory}` is known to be good, and it came from no URL"
+    tried = "; ".join(str(failure) for failure in failures) or nowhere
+    kind = type(failures[-1]) if failures else ChunkMissing
+    remedy = "run `hearth verify` on the model, and convert, fetch or deploy it again"
+    if kind is UpstreamChanged:
+        remedy = "deploy the model again, or put the version back; what is cached of it stays"
+    return kind(
+        f"chunk {index} of `{model.name}` (`{'` to `'.join(tensors)}`) cannot be had: {tried}; {remedy}"
+    )

@@ -1,0 +1,485 @@
+"""Lends the chunks of this process's tiers to others, over a Unix socket. Copies nothing to a device."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hearth.core.errors import ChunkMissing, HearthError, LoadCancelled, ModelNotOpen, StoreError
+from hearth.core.types import Digest, Rung
+from hearth.store.tiers.model import StoredModel
+from hearth.store.tiers.tiers import Tiers
+from hearth.store.tiers.upstream import version_now
+from hearth.store.transfer.fetch import Fetch, HostChunk
+from hearth.store.transfer.lending import (
+    BytesCounted,
+    CancelLoad,
+    ChunkLent,
+    CountBytes,
+    CountRequests,
+    FetchChunks,
+    ForgetModel,
+    HostMeasured,
+    LenderHello,
+    LoadBegan,
+    LookUpstream,
+    MeasureHost,
+    Message,
+    ModelBytes,
+    ModelForgotten,
+    ModelOpened,
+    ModelPrefetched,
+    ModelRequests,
+    OpenModel,
+    PrefetchModel,
+    ReleaseChunks,
+    RequestsCounted,
+    UpstreamSeen,
+    encode,
+    received,
+    refusal,
+    send,
+)
+from hearth.store.transfer.record import Delivery, totals_by_rung
+from hearth.system.standing_threads import Errand, StandingThreads
+
+#: Held by a lender while it makes its socket, beside that.
+LOCK = "lending"
+#: Before the next try to accept a borrower, when the system has no room for one more connection.
+ACCEPT_DELAY_S = 0.1
+
+#: Models that any borrower has opened, by digest and directory: of copies, all are there. The single
+#: operations of a dict are atomic, so it needs no lock.
+OpenedModels = dict[tuple[Digest, str], StoredModel]
+
+log = logging.getLogger(__name__)
+
+
+class Lender:
+    """Lends at a socket until it is closed; the tiers stay open. Only the socket's owner may connect."""
+
+    def __init__(self, tiers: Tiers, path: Path) -> None:
+        """Listen at `path`. Raises StoreError if somebody lends there, or what lies there is no socket."""
+        self._tiers = tiers
+        self._path = path
+        self._models: OpenedModels = {}
+        self._senders = StandingThreads("hearth-lend")
+        self._threads: dict[_Session, threading.Thread] = {}
+        self._lock = threading.Lock()  #: guards the threads: sessions end on their own
+        self._is_closing = threading.Event()
+        self._listener = _listen(path)
+        if tiers.keeps_chunks:
+            tiers.segment.touch_in_background()  # for borrowers to pin: they leave it to their lender
+        self._socket_file = path.lstat()
+        self._thread = threading.Thread(target=self._accept, name="hearth-lend", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_sessions(self) -> int:
+        with self._lock:
+            return len(self._threads)
+
+    def close(self) -> None:
+        """Take all chunks back and tell borrowers by closing their connections. Closing again is harmless."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        with suppress(FileNotFoundError):
+            # Asked while we listen: until then no other file can get our inode's number.
+            if os.path.samestat(self._path.lstat(), self._socket_file):
+                self._path.unlink()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            threads = dict(self._threads)
+        for session in threads:
+            session.hang_up()
+        for thread in threads.values():
+            thread.join()
+
+    def _accept(self) -> None:
+        is_failing = False  # a line for each run of failures, not for each failure
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+                self._welcome(connection)
+            except (OSError, RuntimeError) as error:  # no room for one more connection, or its thread
+                if self._is_closing.is_set():
+                    return
+                if not is_failing:
+                    log.error("borrower_not_accepted path=%s reason=%s", self._path, error)
+                is_failing = True
+                self._is_closing.wait(ACCEPT_DELAY_S)
+                continue
+            is_failing = False
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Serve a borrower on a thread of its own. Raises RuntimeError if there can be no more threads."""
+        session = _Session(self._tiers, self._models, self._senders, connection)
+        thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lend", daemon=True)
+        with self._lock:
+            self._threads[session] = thread
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._threads[session]
+            connection.close()
+            raise
+
+    def _serve(self, session: _Session) -> None:
+        try:
+            session.run()
+        finally:
+            with self._lock:
+                del self._threads[session]
+
+
+class _Session:
+    """One borrower's connection. Its own thread receives; while a load is under way another one sends."""
+
+    def __init__(
+        self, tiers: Tiers, models: OpenedModels, senders: StandingThreads, connection: socket.socket
+    ) -> None:
+        self._tiers, self._models, self._senders, self._connection = tiers, models, senders, connection
+        self._sending = threading.Lock()  #: both threads send: answers the one, chunks the other
+        self._fetch: Fetch | None = None
+        #: Chunks that were sent and not released. Guarded by the lock: one thread adds, another takes away.
+        self._lent: dict[int, HostChunk] = {}
+        self._lock = threading.Lock()
+        self._sender: Errand | None = None
+
+    def run(self) -> None:
+        segment = self._tiers.segment
+        try:
+            hello = encode(LenderHello(segment.num_cells, segment.cell_bytes, self._tiers.keeps_chunks))
+            socket.send_fds(self._connection, [hello], [segment.fd])
+            for message in received(self._connection):
+                self._handle(message)
+        except OSError:
+            pass  # the borrower is gone; that is how every session ends
+        except StoreError as error:
+            log.warning("borrower_dropped reason=%s", error)
+        finally:
+            self._end()
+
+    def hang_up(self) -> None:
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case OpenModel(where, weight):
+                self._send(self._answer(where, lambda: self._open(where, weight)))
+            case FetchChunks(digest, directory, chunks, passes_on):
+                if (model := self._model_to_load(digest, directory)) is not None:
+                    self._start(model, chunks, passes_on=passes_on)
+            case PrefetchModel(digest, directory):
+                if (model := self._model_to_load(digest, directory)) is not None:
+                    self._start_prefetch(model)
+            case ReleaseChunks(indices):
+                self._release(indices)
+            case CancelLoad():
+                if self._fetch is not None:
+                    self._fetch.cancel()
+            case CountBytes(digests):
+                self._send(self._count(digests))
+            case MeasureHost():
+                host = self._tiers.report()[Rung.HOST]
+                self._send(HostMeasured(host.used_bytes, self._tiers.segment.num_bytes))
+            case CountRequests(models):
+                self._send(self._count_requests(models))
+            case ForgetModel(where):
+                self._send(self._answer(where, lambda: self._forget(where)))
+            case LookUpstream(source):
+                self._send(self._answer(source, lambda: UpstreamSeen(version_now(source))))
+            case _:
+                raise StoreError(f"a borrower does not say {type(message).__name__}")
+
+    def _send(self, *messages: Message) -> None:
+        with self._sending:
+            send(self._connection, *messages)
+
+    def _answer(self, where: str, act: Callable[[], Message]) -> Message:
+        try:
+            return act()
+        except HearthError as error:
+            return refusal(error)
+        except (OSError, ValueError) as error:  # such as a path that no file can have
+            return refusal(StoreError(f"{where!r:.200} cannot be opened: {error}"))
+
+    def _open(self, where: str, weight: float) -> ModelOpened:
+        model = self._tiers.open(where, weight)
+        self._models[_key(model)] = model
+        host_bytes = self._tiers.host_bytes(model)
+        return ModelOpened(model.name, str(model.directory), model.manifest.digest, host_bytes)
+
+    def _count(self, digests: Sequence[Digest]) -> BytesCounted:
+        counted = []
+        models = {digest: model for (digest, _), model in list(self._models.items())}  # any copy will do
+        for digest in digests:
+            if (model := models.get(digest)) is not None:
+                num_bytes = self._tiers.resident_bytes(model)
+                counted.append(ModelBytes(digest, num_bytes[Rung.HOST], num_bytes[Rung.DISK]))
+        return BytesCounted(tuple(counted))
+
+    def _count_requests(self, models: Sequence[ModelRequests]) -> RequestsCounted:
+        for one in models:
+            if one.num_requests < 1:
+                given = f"{one.num_requests} for model {one.model}"
+                raise StoreError(f"a count of requests must be at least 1; given: {given}")
+            self._tiers.prices.requests_came(one.model, one.num_requests)
+        return RequestsCounted()
+
+    def _forget(self, where: str) -> ModelForgotten:
+        """Forget a model that is no longer deployed; a load of it that is under way keeps what it needs."""
+        directory = self._tiers.forget(where)
+        for key in list(self._models):
+            if key[1] == str(directory):
+                self._models.pop(key, None)
+        return ModelForgotten()
+
+    def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
+        """Return a model that a load may begin of; None: the borrower was told that it is not open."""
+        self._end_load()
+        model = self._models.get((digest, directory))
+        if model is None:
+            self._send(refusal(ModelNotOpen(f"no model {digest} is open here; open it again")))
+        return model
+
+    def _end_load(self) -> None:
+        """Have the load before be over, of which all was lent and released."""
+        if self._fetch is None:
+            return
+        if not self._fetch.is_finished:
+            raise StoreError("a second load on one connection; open another for it")
+        if self._sender is not None:
+            self._sender.join()
+        self._fetch = self._sender = None
+
+    def _start(self, model: StoredModel, chunks: tuple[int, ...], *, passes_on: bool) -> None:
+        num_chunks = len(model.manifest.chunks)
+        if len(set(chunks)) < len(chunks) or not set(chunks) <= set(range(num_chunks)):
+            what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
+            self._send(refusal(StoreError(f"{what}; given: {chunks!s:.200}")))
+            return
+        if (cells := self._tiers.fetcher.lease(model, chunks)) is not None:
+            self._lend_at_once(model, chunks, cells)
+            return
+        chunk_ids = model.manifest.chunk_ids
+        wanted = {chunk_ids[index] for index in chunks}
+        is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
+        if not is_in_host:
+            self._send(LoadBegan(is_in_host))  # before the first chunk has come
+            self._run(self._lend, self._tiers.fetch(model, chunks, passes_on=passes_on))
+            return
+        fetch = self._tiers.fetch(model, chunks)
+        try:
+            self._send(LoadBegan(is_in_host))
+        except OSError:  # the borrower is gone, and what was taken for it is not this session's yet
+            fetch.cancel()
+            raise
+        self._run(self._lend, fetch)
+
+    def _lend_at_once(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> None:
+        """Lend chunks that are leased, by this thread: to wake another takes as long as to copy an adapter.
+
+        What only their giving back needs, which comes to this thread as well, is made behind the answer.
+        """
+        stored, fetcher = model.manifest.chunks, self._tiers.fetcher
+        lent = [
+            ChunkLent(index, cell, stored[index].num_bytes, delivery=None, is_shared=False)
+            for index, cell in zip(chunks, cells, strict=True)
+        ]
+        try:
+            self._send(LoadBegan(True, tuple(lent)))
+        finally:  # also where the borrower is gone: they are taken back when this session ends
+            at_once = fetcher.leased(model, chunks, cells)
+            self._fetch = at_once.fetch
+            self._note_lent(at_once.chunks)
+
+    def _start_prefetch(self, model: StoredModel) -> None:
+        fetch = self._tiers.prefetch(model)
+        if fetch is None:
+            self._send(self._prefetched(model))
+        else:
+            self._run(self._prefetch, fetch)
+
+    def _run(self, act: Callable[[Fetch], None], fetch: Fetch) -> None:
+        """Have a thread of its own follow a load, which is refused if there can be none."""
+        try:
+            self._fetch, self._sender = fetch, self._senders.start(lambda: act(fetch))
+        except RuntimeError as error:
+            fetch.cancel()
+            self._send(refusal(StoreError(f"the keeper cannot start a thread for this load: {error}")))
+
+    def _lend(self, fetch: Fetch) -> None:
+        deliveries: list[Delivery] = []
+        try:
+            for chunks in fetch.batches():
+                self._note_lent(chunks)
+                deliveries += [chunk.delivery for chunk in chunks if chunk.delivery is not None]
+                self._send(*map(_lent, chunks))
+        except StoreError as error:
+            with suppress(OSError):
+                self._send(refusal(error))
+        except OSError:
+            fetch.cancel()  # the borrower listens no more; it may still have chunks to give back
+        else:
+            self._learn_speeds(deliveries)
+
+    def _note_lent(self, chunks: Sequence[HostChunk]) -> None:
+        with self._lock:
+            self._lent.update((chunk.index, chunk) for chunk in chunks)
+
+    def _prefetch(self, fetch: Fetch) -> None:
+        """Give back each chunk as soon as it is there: it stays in host memory as long as it is worth it."""
+        deliveries: list[Delivery] = []
+        answer: Message
+        try:
+            for chunk in fetch:
+                if chunk.delivery is not None:
+                    deliveries.append(chunk.delivery)
+                fetch.release(chunk)
+        except StoreError as error:
+            answer = refusal(error)
+        else:
+            self._learn_speeds(deliveries)
+            answer = self._prefetched(fetch.model)
+        with suppress(OSError):  # the borrower may listen no more
+            self._send(answer)
+
+    def _prefetched(self, model: StoredModel) -> ModelPrefetched:
+        return ModelPrefetched(self._tiers.host_bytes(model))
+
+    def _learn_speeds(self, deliveries: Sequence[Delivery]) -> None:
+        for rung, use in totals_by_rung(deliveries).items():
+            self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
+
+    def _release(self, indices: Sequence[int]) -> None:
+        """Take chunks back, all at once: then as many may follow, and they are lent at once as well."""
+        with self._lock:
+            chunks = [self._lent.pop(index, None) for index in indices]
+        if (fetch := self._fetch) is not None:
+            fetch.release(*(chunk for chunk in chunks if chunk is not None))
+            if fetch.passed_on and fetch.is_finished:
+                self._refill(fetch)
+        if None in chunks:
+            raise ChunkMissing(
+                f"a borrower gave back chunk {indices[chunks.index(None)]}, which it does not have"
+            )
+
+    def _refill(self, load: Fetch) -> None:
+        """Have chunks that a load passed on come to stay, beside everything else, and no others."""
+        passed_on, load.passed_on = load.passed_on, []
+        if not self._is_open(load.model):
+            return
+        if (fetch := self._tiers.refill(load.model, passed_on)) is None:
+            return
+        try:
+            self._senders.start(lambda: self._let_stay(fetch))
+        except RuntimeError as error:
+            fetch.cancel()
+            log.warning("not_refilled model=%s reason=%s", load.model.name, error)
+
+    def _let_stay(self, fetch: Fetch) -> None:
+        """Have chunks come that nobody waits for, as long as their model is deployed."""
+        try:
+            for chunk in fetch:
+                fetch.release(chunk)
+                if not self._is_open(fetch.model):
+                    fetch.cancel()
+        except LoadCancelled:  # the tiers are closed, or the model is forgotten
+            pass
+        except StoreError as error:  # whoever loads the model later is told
+            log.warning("not_refilled model=%s reason=%s", fetch.model.name, error)
+
+    def _is_open(self, model: StoredModel) -> bool:
+        return _key(model) in self._models
+
+    def _end(self) -> None:
+        """Take back what the borrower still had, whether it closed or died."""
+        if self._fetch is not None:
+            self._fetch.cancel()
+            self.hang_up()
+            if self._sender is not None:
+                self._sender.join()
+            self._fetch.release(*self._lent.values())  # by now no other thread knows them
+        self._connection.close()
+
+
+def _key(model: StoredModel) -> tuple[Digest, str]:
+    return model.manifest.digest, str(model.directory)
+
+
+def _lent(chunk: HostChunk) -> ChunkLent:
+    return ChunkLent(chunk.index, chunk.cell, len(chunk.data), chunk.delivery, chunk.is_shared)
+
+
+def _listen(path: Path) -> socket.socket:
+    """Listen at a new socket, in the place of one whose owner is gone.
+
+    Who finds a dead socket, removes it and binds must be alone with it from the first to the last: of two at
+    once, one would remove the socket that the other has just bound.
+    """
+    with _alone_at(path):
+        _make_way(path)
+        return _bind(path)
+
+
+@contextmanager
+def _alone_at(path: Path) -> Iterator[None]:
+    """Keep other lenders from making a socket at a path or beside it. The lock's file stays for the next."""
+    try:
+        lock = os.open(path.with_name(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"host memory cannot be lent at `{path}`: {error}; lend elsewhere") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held for milliseconds
+        yield
+    finally:
+        os.close(lock)
+
+
+def _bind(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StoreError(f"host memory cannot be lent at `{path}`: {error}; lend elsewhere") from error
+    finally:
+        os.umask(mask)
+    return listener
+
+
+def _make_way(path: Path) -> None:
+    """Remove the socket of a lender that is gone, and nothing else."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise StoreError(f"`{path}` is no socket; lend elsewhere, or move it away")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.setblocking(False)  # one who has no time to answer is there as well
+        try:
+            caller.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise StoreError(f"the socket `{path}` is not ours to take: {error}; lend elsewhere") from error
+    raise StoreError(f"another process lends at `{path}`; lend elsewhere, or stop it")
