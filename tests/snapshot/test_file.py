@@ -11,10 +11,10 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,14 +29,11 @@ from hearth.core.errors import (
     StoreFull,
 )
 from hearth.snapshot.file import (
-    _ENTRY,
-    _HEAD,
     ALIGNMENT,
     MAGIC,
-    MAX_SECTIONS,
+    MAX_HEADER_BYTES,
     VERSION,
     _mac,
-    open_any,
     open_snapshot,
     write_snapshot,
 )
@@ -44,10 +41,7 @@ from tests.snapshot.fingerprints import FINGERPRINT, KEY, OTHER_KEY
 
 SECTIONS = {"memory": b"m" * 100, "graphs/1": bytes(range(256)) * 40, "empty": b""}
 
-names = st.text(st.characters(codec="ascii", min_codepoint=33, max_codepoint=126), min_size=1, max_size=64)
-sections = st.dictionaries(
-    names.filter(lambda name: name != "fingerprint"), st.binary(max_size=300), max_size=8
-)
+sections = st.dictionaries(st.text(max_size=64), st.binary(max_size=300), max_size=8)
 
 
 def written(directory: Path | str, data: dict[str, bytes] = SECTIONS) -> Path:
@@ -58,9 +52,9 @@ def written(directory: Path | str, data: dict[str, bytes] = SECTIONS) -> Path:
 
 
 def read(path: Path) -> dict[str, bytes]:
-    """Read all of a file, as whoever uses one would."""
-    with open_snapshot(path, FINGERPRINT, KEY) as opened:
-        return {name: bytes(opened[name]) for name in opened if name != "fingerprint"}
+    with open_snapshot(path, KEY) as opened:
+        assert opened.fingerprint == FINGERPRINT
+        return {name: bytes(data) for name, data in opened.items()}
 
 
 @given(sections)
@@ -87,18 +81,14 @@ def test_a_file_that_ends_early_or_late_is_refused(data: dict[str, bytes], draw:
 
 
 @given(sections, st.data())
-def test_a_flipped_bit_is_refused_or_touches_nothing(data: dict[str, bytes], draw: st.DataObject) -> None:
-    """Between sections there is padding, which nobody reads."""
+def test_a_flipped_bit_is_refused(data: dict[str, bytes], draw: st.DataObject) -> None:
     with TemporaryDirectory() as place:
         path = written(place, data)
         changed = bytearray(path.read_bytes())
         changed[draw.draw(st.integers(0, len(changed) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
         path.write_bytes(changed)
-        try:
-            found = read(path)
-        except SnapshotError:
-            return
-        assert found == data
+        with pytest.raises(SnapshotError):
+            read(path)
 
 
 def test_a_flipped_bit_of_a_section_is_found_when_that_is_taken(tmp_path: Path) -> None:
@@ -106,7 +96,7 @@ def test_a_flipped_bit_of_a_section_is_found_when_that_is_taken(tmp_path: Path) 
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 1
     path.write_bytes(changed)
-    with open_snapshot(path, FINGERPRINT, KEY) as opened:
+    with open_snapshot(path, KEY) as opened:
         assert bytes(opened["memory"]) == SECTIONS["memory"]
         with pytest.raises(SnapshotCorrupt, match="graphs/1"):
             opened["graphs/1"]
@@ -124,79 +114,58 @@ def test_any_bytes_are_refused_cleanly(content: bytes, has_begun_well: bool) -> 
             read(path)
 
 
-numbers = st.sampled_from([0, 1, 63, 64, 1 << 20, (1 << 31) - 1, 1 << 32, 1 << 62, (1 << 64) - 1])
-
-
-@given(sections, st.data())
-def test_a_header_that_lies_and_is_sealed_with_the_key_is_refused_or_tells_of_the_files_own_bytes(
-    data: dict[str, bytes], draw: st.DataObject
-) -> None:
-    """Nobody without the key can write one; still none has memory taken, or read that is not the file's."""
-    with TemporaryDirectory() as place:
-        path = written(place, data)
-        whole = bytearray(path.read_bytes())
-        _, _, num_sections, _, _ = _HEAD.unpack_from(whole)
-        table_end = _HEAD.size + num_sections * _ENTRY.size
-        entry = _HEAD.size + draw.draw(st.integers(0, num_sections - 1)) * _ENTRY.size
-        field = draw.draw(st.sampled_from(["bytes", "name", "begin", "length", "digest", "order"]))
-        if field == "bytes":
-            struct.pack_into("<Q", whole, _HEAD.size - 8, draw.draw(numbers))
-        elif field == "order":
-            rows = [whole[at : at + _ENTRY.size] for at in range(_HEAD.size, table_end, _ENTRY.size)]
-            whole[_HEAD.size : table_end] = b"".join(draw.draw(st.permutations(rows)))
-        else:
-            at, num_bytes = {"name": (0, 64), "begin": (64, 8), "length": (72, 8), "digest": (80, 32)}[field]
-            value = draw.draw(st.binary(min_size=num_bytes, max_size=num_bytes))
-            if num_bytes == 8:
-                value = draw.draw(numbers).to_bytes(8, "little")
-            whole[entry + at : entry + at + num_bytes] = value
-        whole[table_end : table_end + 32] = _mac(bytes(whole[:table_end]), KEY)
-        path.write_bytes(whole)
-        try:
-            found = read(path)
-        except SnapshotError:
-            return
-        assert all(value in bytes(whole) for value in found.values())
-
-
 @pytest.mark.parametrize("num_bytes", [None, 1 << 40])
-@pytest.mark.parametrize("num_sections", [MAX_SECTIONS + 1, (1 << 32) - 1])
-def test_a_number_of_sections_that_no_file_has_is_refused_and_has_no_memory_taken(
-    tmp_path: Path, num_sections: int, num_bytes: int | None
+@pytest.mark.parametrize("header_bytes", [MAX_HEADER_BYTES + 1, (1 << 32) - 1])
+def test_a_header_that_is_too_long_is_refused_before_memory_is_allocated(
+    tmp_path: Path, header_bytes: int, num_bytes: int | None
 ) -> None:
-    """Nobody has signed it: also where a file, with a hole in it, is as long as it says."""
+    """Its length is not authenticated yet; a sparse file may be as long as it says."""
     path = written(tmp_path)
     whole = bytearray(path.read_bytes())
-    struct.pack_into("<I", whole, 12, num_sections)
+    struct.pack_into("<I", whole, 12, header_bytes)
     path.write_bytes(whole)
     if num_bytes is not None:
         os.truncate(path, num_bytes)
     tracemalloc.start()
     try:
-        with pytest.raises(SnapshotCorrupt, match=f"{num_sections} sections, limit: 4096"):
-            open_any(path, KEY)
+        with pytest.raises(SnapshotCorrupt, match=f"header of {header_bytes} bytes, limit"):
+            open_snapshot(path, KEY)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak_bytes < 1 << 20
 
 
-def test_a_file_may_have_as_many_sections_as_its_writer_allows(tmp_path: Path) -> None:
-    data = {f"graph/decode-{number}": b"x" for number in range(MAX_SECTIONS - 1)}
+@pytest.mark.parametrize("header", [b"", b"\xff", b"\x90", b"\x80", msgspec.msgpack.encode({"sections": {}})])
+def test_an_authentic_header_with_other_fields_is_refused(tmp_path: Path, header: bytes) -> None:
+    head = struct.pack("<8sII", MAGIC, VERSION, len(header))
+    path = tmp_path / "a.snapshot"
+    path.write_bytes(head + _mac(head + header, KEY) + header)
+    path.chmod(0o600)
+    with pytest.raises(SnapshotForeign, match="was written by another Hearth"):
+        open_snapshot(path, KEY)
+
+
+def test_a_file_may_have_thousands_of_sections(tmp_path: Path) -> None:
+    data = {f"graph/decode-{number}": b"x" for number in range(4096)}
     assert read(written(tmp_path, data)) == data
 
 
+def test_a_file_beyond_its_limit_is_not_written(tmp_path: Path) -> None:
+    num_bytes = written(tmp_path).stat().st_size
+    with pytest.raises(StoreFull, match=f"takes {num_bytes} bytes"):
+        write_snapshot(tmp_path / "b", FINGERPRINT, SECTIONS, KEY, max_bytes=num_bytes - 1)
+    assert os.listdir(tmp_path) == ["a.snapshot"]
+
+
 def test_sections_are_aligned(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    whole = path.read_bytes()
-    assert whole.index(SECTIONS["graphs/1"]) % ALIGNMENT == 0
-    with open_any(path, KEY) as opened:
+    with open_snapshot(written(tmp_path), KEY) as opened:
         taken = [np.frombuffer(opened["graphs/1"], np.uint8) for _ in range(4)]
     assert {one.ctypes.data % ALIGNMENT for one in taken} == {0}
 
 
 def test_nothing_is_taken_from_a_file_that_was_closed(tmp_path: Path) -> None:
-    with open_any(written(tmp_path), KEY) as opened:
+    with open_snapshot(written(tmp_path), KEY) as opened:
         taken = opened["memory"]
     assert bytes(taken) == SECTIONS["memory"]
     with pytest.raises(AssertionError, match="was closed"):
@@ -206,13 +175,7 @@ def test_nothing_is_taken_from_a_file_that_was_closed(tmp_path: Path) -> None:
 def test_a_file_of_another_installation_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path)
     with pytest.raises(SnapshotUnauthenticated, match="not written by this installation"):
-        open_any(path, OTHER_KEY)
-
-
-def test_a_file_for_another_start_is_refused_and_says_why(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    with pytest.raises(SnapshotForeign, match=r"`torch` is 2.12.0 here and 2.11.0 there"):
-        open_snapshot(path, replace(FINGERPRINT, torch="2.12.0"), KEY)
+        open_snapshot(path, OTHER_KEY)
 
 
 @pytest.mark.parametrize("content", [b"x" * 200, b"HEARTHSN" + struct.pack("<I", 99) + bytes(200)])
@@ -221,20 +184,7 @@ def test_another_file_or_version_is_refused(tmp_path: Path, content: bytes) -> N
     path.write_bytes(content)
     path.chmod(0o600)
     with pytest.raises(SnapshotForeign):
-        open_any(path, KEY)
-
-
-def test_an_authentic_header_that_points_outside_is_refused(tmp_path: Path) -> None:
-    """Nobody without the key can write one; still no view of it is made."""
-    path = written(tmp_path)
-    whole = bytearray(path.read_bytes())
-    _, _, num_sections, _, _ = _HEAD.unpack_from(whole)
-    table_end = _HEAD.size + num_sections * _ENTRY.size
-    struct.pack_into("<Q", whole, table_end - 32 - 8, 1 << 62)  # the length of the last one
-    whole[table_end : table_end + 32] = _mac(bytes(whole[:table_end]), KEY)
-    path.write_bytes(whole)
-    with pytest.raises(SnapshotCorrupt, match="outside"):
-        open_any(path, KEY)
+        open_snapshot(path, KEY)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +194,7 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, spoil: Callable
     path = written(tmp_path)
     spoil(path)
     with pytest.raises((SnapshotUnauthenticated, OSError)):
-        open_any(path, KEY)
+        open_snapshot(path, KEY)
 
 
 def _link(path: Path) -> None:
@@ -256,9 +206,9 @@ CUT_OFF = """
 import os, sys
 from pathlib import Path
 from hearth.core.errors import SnapshotTruncated
-from hearth.snapshot.file import open_any
+from hearth.snapshot.file import open_snapshot
 from tests.snapshot.fingerprints import KEY
-with open_any(Path(sys.argv[1]), KEY) as opened:
+with open_snapshot(Path(sys.argv[1]), KEY) as opened:
     os.truncate(sys.argv[1], 4096)
     try:
         opened["graphs/1"]
@@ -294,7 +244,7 @@ def test_a_disk_that_cannot_read_a_block_is_told(
         read(path)
     assert len(os.listdir("/proc/self/fd")) == num_files
     if has_header:
-        with open_any(path, KEY) as opened:
+        with open_snapshot(path, KEY) as opened:
             assert bytes(opened["memory"]) == SECTIONS["memory"]
 
 

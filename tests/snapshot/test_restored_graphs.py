@@ -11,7 +11,7 @@ import pytest
 
 from hearth.core.errors import GraphUnreadable
 from hearth.snapshot import restored_graphs
-from hearth.snapshot.file import open_any, write_snapshot
+from hearth.snapshot.file import open_snapshot, write_snapshot
 from hearth.snapshot.graph_names import is_for_adapters
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
@@ -343,7 +343,7 @@ def test_a_file_is_closed_when_all_of_its_graphs_have_come(tmp_path: Path) -> No
     """A worker has many models, and may not open many files."""
     path, machine = tmp_path / "a.snapshot", Machine([8, 64])
     write_snapshot(path, FINGERPRINT, sections_of(["decode-8", "decode-adapters-64"]), KEY)
-    num_files, opened = len(os.listdir("/proc/self/fd")), open_any(path, KEY)
+    num_files, opened = len(os.listdir("/proc/self/fd")), open_snapshot(path, KEY)
     graphs = later(machine, opened)
     del opened
     graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)

@@ -219,9 +219,9 @@ def write_other(start: Start, path: Path, sections: dict[str, bytes], key: bytes
     [
         (lambda _, path: os.truncate(path, path.stat().st_size - 1), "should have"),
         (lambda _, path: os.truncate(path, 0), "should have"),
-        (flip_last_bit, "not as it was written"),
-        (lambda _, path: path.write_bytes(bytes(4096)), "is no snapshot"),
-        (lambda _, path: path.chmod(0o666), "nobody else may write"),
+        (flip_last_bit, "is damaged"),
+        (lambda _, path: path.write_bytes(bytes(4096)), "is not a snapshot"),
+        (lambda _, path: path.chmod(0o666), "can write, and is of"),
         (link_elsewhere, "cannot be read"),
         (be_a_pipe, "must be a file"),
         (lambda start, path: write_other(start, path, MEMORY, OTHER_KEY), "not written by this installation"),

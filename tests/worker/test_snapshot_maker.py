@@ -363,7 +363,7 @@ def test_a_snapshot_that_a_worker_died_of_is_not_used_again(
     die_in_a_trial_of(entry.path)
     with worker(directory, tmp_path / "two") as two:
         assert two.looked.outcome is SnapshotOutcome.DISCARDED
-        assert "a worker ended while it tried" in str(two.looked.reason)
+        assert "a worker died while it tried" in str(two.looked.reason)
         assert directory.entries() == []
 
 

@@ -1,4 +1,4 @@
-"""The parts of an engine that a snapshot holds besides profiles, as whoever makes and uses one sees them."""
+"""The parts of an engine that a snapshot holds besides profiles."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ class SnapshotParts(Protocol):
     """State of one engine that is worth keeping, such as its graphs."""
 
     def save(self) -> Mapping[str, bytes]:
-        """Return the state by the names of sections, on a thread beside the steps; every size was run."""
+        """Return the state by section name. Called beside the step thread once every size was run."""
 
     def lacks_adapters(self, sections: Collection[str]) -> bool:
-        """True if these sections have not all that steps with adapters could have of a snapshot."""
+        """True if graphs of steps with adapters are missing from these sections."""
 
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
     ) -> None:
-        """Take the state over from a snapshot whose fingerprint is the engine's; not on the step thread.
+        """Restore the state from a snapshot with the engine's fingerprint; not on the step thread.
 
-        `sections` may be kept, and its file stays open as long as it is. `mark` is set while state is tried
-        that may end the process. `discard` is called, by any thread and with the reason, if the state turns
-        out to be wrong later: nobody uses the snapshot again.
-        Raises SnapshotError: it cannot be used, and the engine is as it was.
+        `sections` may be kept, and its file stays open as long. `mark` is set while state is tried that may
+        kill the process. If the state turns out to be wrong later, any thread calls `discard` with the
+        reason. Raises SnapshotError: the state cannot be used, and the engine is unchanged.
         """

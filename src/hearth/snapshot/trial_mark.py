@@ -1,10 +1,8 @@
-"""Marks on disk that graphs of a snapshot are being tried, for whoever starts after a process died of it.
+"""Marks on disk that a process is trying graphs of a snapshot.
 
-A graph that touches memory which is not there takes its process along, and would do so with every one that
-uses the snapshot after that. So a file lies beside the snapshot while a trial runs, locked by whoever tries.
-One that nobody has locked was left by a process that died in the middle of it.
-
-A mark has to outlive a process, not the machine: nothing is flushed to disk, so it takes microseconds.
+A graph that touches unmapped memory kills its process, and would kill each process that restores the snapshot
+after it. So a locked file lies beside the snapshot while a trial runs. A mark without a lock was left by a
+process that died during its trial. Marks need not survive the machine, so they are not flushed to disk.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class TrialMark:
-    """The mark of one process beside a snapshot. Mutable; the thread that tries calls it."""
+    """The mark of one process beside a snapshot. Mutable; used by the thread that tries the graphs."""
 
     def __init__(self, snapshot: Path) -> None:
         self._path = snapshot.with_name(f"{snapshot.stem}.{secrets.token_hex(8)}{SUFFIX}")
         self._file: int | None = None  #: None: no trial runs
-        self._is_refusal_told = False
+        self._is_refusal_logged = False
 
     def set(self) -> None:
-        """Note that a trial begins. Where that cannot be written, it is tried all the same."""
+        """Mark that a trial begins. If the mark cannot be written, the trial runs without it."""
         if self._file is not None:
             return
         hidden = self._path.with_name(f".{self._path.name}")  # until it is locked
@@ -44,14 +42,14 @@ class TrialMark:
                 hidden.unlink(missing_ok=True)
                 raise
         except OSError as error:
-            if not self._is_refusal_told:
+            if not self._is_refusal_logged:
                 log.warning("fallback trials=unmarked path=%s reason=`%s`", self._path, error)
-            self._is_refusal_told = True
+            self._is_refusal_logged = True
         else:
             self._file = file
 
     def clear(self) -> None:
-        """Note that the trial is over, and this process lives."""
+        """Remove the mark: the trial has ended and this process is alive."""
         if self._file is not None:
             with suppress(OSError):
                 self._path.unlink()
@@ -60,7 +58,7 @@ class TrialMark:
 
 
 def abandoned_marks(snapshot: Path) -> list[Path]:
-    """Return the marks beside a snapshot that processes have left which died while they tried it."""
+    """Return the marks beside a snapshot whose processes died during a trial."""
     marks = snapshot.parent.glob(f"{snapshot.stem}.*{SUFFIX}")
     return [mark for mark in marks if _is_abandoned(mark)]
 
@@ -71,10 +69,10 @@ def _is_abandoned(mark: Path) -> bool:
     except OSError:  # it was cleared just now
         return False
     try:
-        # Shared: two who look must not think the other tries.
+        # Shared: two processes that check at once must not take each other for one that tries.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return mark.exists()  # else it was cleared since it was opened
-    except OSError:  # its process lives
+    except OSError:  # its process is alive
         return False
     finally:
         os.close(file)
