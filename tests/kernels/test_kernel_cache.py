@@ -111,15 +111,6 @@ def test_a_list_that_cannot_be_loaded_is_no_longer_found_so_that_it_is_compiled_
     assert sorted(path.name for path in cache.path.iterdir()) == ["OTHER", "lists"]
 
 
-@pytest.mark.parametrize("entry", ["..", ".", "", "lists", "../elsewhere", "/"])
-def test_a_list_names_nothing_outside_of_its_directory(cache: KernelCache, entry: str) -> None:
-    (cache.path.parent / "elsewhere").mkdir()
-    cache.save("key", [CachedVariant(VARIANT.variant, entry)])
-    assert cache.load("key") is None
-    assert cache.path.is_dir()
-    assert (cache.path.parent / "elsewhere").is_dir()
-
-
 def test_what_nobody_has_used_for_long_is_removed_and_the_rest_stays(cache: KernelCache) -> None:
     for name in ("old", "new", "read"):
         (cache.path / name).mkdir()

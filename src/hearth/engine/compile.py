@@ -1,8 +1,8 @@
-"""The process that compiles a model's kernels: `python -m hearth.engine.compile`, told by a `CompileTask`.
+"""The process that compiles a model's kernels: `python -m hearth.engine.compile`.
 
-Compilers keep Python's lock for many milliseconds at a time, and steps of other models would wait for it; so
-nobody compiles in a process that serves, and here each core has a process of its own. None of them touches a
-device: the task says for which one. All end when standard input does.
+It reads a `CompileTask` from standard input and ends when that is closed. Compilers hold Python's lock for
+many milliseconds at a time, so a serving process compiles nothing; here each core has its own process. No
+device is touched.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from hearth.kernels.jit import triton
 from hearth.kernels.kernel_cache import CachedVariant, KernelCache
 from hearth.kernels.variants import TargetDriver, Variant, recording
 
-#: Steps of models on the same machine go first.
-_NICENESS = 5
+_NICENESS = 5  #: steps of models on the same machine go first
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +41,13 @@ class CompileTask(msgspec.Struct, frozen=True):
 
 
 def list_key(needs: KernelNeeds) -> str:
-    """Return the name of the list of a model's variants, a new one for new versions of code or compiler."""
+    """Return the name of a model's list of variants, which changes with Hearth's code and the compiler."""
     return hashlib.sha256(msgspec.json.encode(needs) + _software().encode()).hexdigest()[:32]
 
 
 @cache
 def _software() -> str:
-    """Return a digest of all that decides which variants there are, and of the compiler."""
+    """Return a digest of the compiler's version and of all code that decides which variants there are."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(triton.__version__.encode())
     for path in sorted(
@@ -62,7 +61,7 @@ def _software() -> str:
 def compile_all(task: CompileTask) -> int:
     """Compile all variants that are not in the cache, list them there, and return how many were compiled.
 
-    If another process is at it, its work is waited for.
+    Blocks while another process compiles the same list.
     """
     kernels, key = KernelCache.open(Path(task.cache)), list_key(task.needs)
     with kernels.compiling(key):
@@ -78,24 +77,20 @@ def compile_all(task: CompileTask) -> int:
 
 
 def compile_each(variants: Collection[Variant]) -> list[tuple[CachedVariant | None, int]]:
-    """Compile variants on all cores, each as in `_compile`.
+    """Compile variants on all cores. For each, None: it failed; and 1 if it was not in the cache, else 0.
 
     Raises:
-        BrokenProcessPool: a process died of a compiler that crashed, or of too little memory.
+        BrokenProcessPool: the compiler crashed or ran out of memory.
     """
-    _cuda_driver()  # to be shared: once CUDA was asked whether it is there, a forked process finds none
+    _cuda_driver()  # before the fork: once CUDA was queried, a forked process finds no device
     num_processes = max(1, min(len(variants), len(os.sched_getaffinity(0))))
-    # Forked, for an import of torch takes longer than most kernels do; no device is in use to mind it.
+    # Forked: importing torch takes longer than most kernels do, and no device is in use.
     forked = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(num_processes, forked, _watch_input) as pool:
         return list(pool.map(_compile, variants))
 
 
 def _compile(variant: Variant) -> tuple[CachedVariant | None, int]:
-    """Compile a variant if it is not in the cache, and tell whether it was not (1).
-
-    None: it cannot be compiled, and whoever launches it is told why.
-    """
     num_before = COMPILATIONS.num_ahead
     try:
         with COMPILATIONS.ahead():
@@ -108,7 +103,7 @@ def _compile(variant: Variant) -> tuple[CachedVariant | None, int]:
 
 
 def _build_launcher(compiled: Any) -> None:
-    """Make the C code that launches a kernel, which Triton 3.6 compiles for each signature."""
+    """Have Triton 3.6 compile the C code that launches a kernel, one per signature."""
     if (driver := _cuda_driver()) is not None:
         driver.launcher_cls(compiled.src, compiled.metadata)
 
@@ -127,7 +122,7 @@ def _watch_input() -> None:
 
 
 def _end_with_input() -> None:
-    while os.read(0, 4096):  # past Python's own buffer, whose lock must be free when the process ends
+    while os.read(0, 4096):  # not by sys.stdin, whose lock must be free when the process ends
         pass
     os._exit(1)
 
@@ -142,4 +137,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # at its end Triton's binding would report leaks, which nobody can mend
+    os._exit(0)  # else Triton's binding reports leaks at exit

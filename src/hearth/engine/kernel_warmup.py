@@ -1,8 +1,7 @@
-"""Has a model's kernels compiled and on the device before its first step. Compiles nothing in this process.
+"""Has a model's kernels compiled and loaded before its first step. Compiles nothing in this process.
 
-compiled before, by anybody   loaded from disk: some milliseconds for each variant
-loaded here before            nothing to do
-neither                       a process of its own compiles them (`engine/compile.py`), then as above
+Kernels in the cache are loaded in some milliseconds each; others are compiled first, by a process of its own
+(`engine/compile.py`).
 """
 
 from __future__ import annotations
@@ -25,22 +24,20 @@ log = logging.getLogger(__name__)
 
 
 class KernelWarmup:
-    """The kernels that are ready on one device. Mutable; any thread calls it."""
+    """The kernels that are loaded on one device. Mutable; any thread calls it."""
 
     def __init__(self, cache: KernelCache) -> None:
         self._cache = cache
-        #: Lists that are on the device.
-        self._loaded: set[str] = set()
-        #: Lists that could not be compiled, which is tried once.
-        self._failed: set[str] = set()
-        #: By list: two models that need the same variants have them loaded once. Guarded by `_lock` itself.
+        self._loaded: set[str] = set()  #: lists that are on the device
+        self._failed: set[str] = set()  #: lists that could not be compiled, which is tried once
+        #: By list: two models that need the same variants load them once. Guarded by `_lock`.
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def load(self, needs: KernelNeeds) -> bool:
-        """Bring the kernels onto the current device if they are compiled; waits for nobody.
+        """Load the kernels onto the current device if they are compiled, without blocking.
 
-        Returns False if some are not, or if another thread is at it: see `compile`.
+        Returns False if some are not compiled, or if another thread loads them: see `compile`.
         """
         key = list_key(needs)
         if key in self._loaded:
@@ -54,9 +51,9 @@ class KernelWarmup:
             lock.release()
 
     def compile(self, needs: KernelNeeds) -> None:
-        """Have the kernels compiled, where they are not, and bring them onto the current device.
+        """Compile the kernels where needed, and load them onto the current device.
 
-        If that fails the model can run all the same: what is missing is compiled when a step asks for it.
+        If that fails the model still runs: steps compile what they need.
         """
         key = list_key(needs)
         with self._lock_of(key):
@@ -70,7 +67,8 @@ class KernelWarmup:
             self._failed.add(key)
             log.warning(
                 "fallback kernels=compiled_while_serving list=%s reason=`%s`",
-                *(key, failure or "what was compiled is not there"),
+                key,
+                failure or "the compiled kernels are not in the cache",
             )
 
     def _lock_of(self, key: str) -> threading.Lock:
@@ -91,20 +89,20 @@ class KernelWarmup:
 
 
 def _compile_apart(task: CompileTask) -> str | None:
-    """Compile in a process of its own; return why that failed, None if it did not."""
+    """Compile in a process of its own; return why that failed, or None."""
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hearth.engine.compile"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            bufsize=0,  # else what a process that died has not read would be sent once more at the end
+            bufsize=0,  # else input that a dead process has not read would be sent again at close
         )
     except OSError as error:
         return str(error)
     with process:
         assert process.stdin is not None, "asked for a pipe"
-        with suppress(BrokenPipeError):  # its exit code tells
-            # Left open, for the process ends with its input, so it never outlives this one.
+        with suppress(BrokenPipeError):  # its exit code says why
+            # Left open: the process ends with its input, so it never outlives this one.
             process.stdin.write(msgspec.json.encode(task) + b"\n")
         code = process.wait()
     return None if code == 0 else f"the compiler ended with code {code}; see its messages above"

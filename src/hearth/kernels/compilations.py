@@ -1,7 +1,7 @@
-"""Counts kernels that Triton compiles or loads where somebody waits for them. Compiles nothing itself.
+"""Counts kernels that Triton compiles or loads while a step waits for them.
 
 Kernels are made ready before a model's first step. One that is compiled later stops the steps of all models
-of the process for as long as it takes, so it is logged, counted and shown.
+of the process meanwhile, so it is logged, counted and shown.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any
 
 from hearth.kernels.jit import HAS_TRITON, triton
 
-#: True while the current thread makes kernels ready that no step waits for.
+#: True while the current thread prepares kernels that no step waits for.
 _is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)
 
 log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Counts of one process. Mutable; written by whichever thread needs a kernel."""
+    """Counts of one process. Mutable; written by each thread that needs a kernel."""
 
     def __init__(self) -> None:
-        self.num_ahead = 0  #: kernels that were compiled before anybody needed them
-        self.num_while_serving = 0  #: kernels that were compiled when a launch asked for them
-        self.num_loads_while_serving = 0  #: kernels that were compiled before, and loaded from disk just then
+        self.num_ahead = 0  #: kernels that were compiled before a step needed them
+        self.num_while_serving = 0  #: kernels that were compiled at a launch
+        self.num_loads_while_serving = 0  #: kernels that were loaded from disk at a launch
         #: Several threads may compile at a time.
         self._lock = threading.Lock()
 
     def watch(self) -> None:
-        """Have Triton tell of its compilations from now on. Watching twice is harmless."""
+        """Have Triton report its compilations from now on. Idempotent."""
         if HAS_TRITON:
             triton.knobs.compilation.listener = self._note
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Count what the current thread compiles here as work that nobody waits for."""
+        """Count what the current thread compiles in this context as work that no step waits for."""
         token = _is_ahead.set(True)
         try:
             yield
@@ -52,20 +52,22 @@ class Compilations:
             self.num_while_serving += not is_ahead and not cache_hit
             self.num_loads_while_serving += not is_ahead and cache_hit
         if not is_ahead:
-            what = "loaded" if cache_hit else "compiled"
             log.log(
                 logging.INFO if cache_hit else logging.WARNING,
                 "kernel_%s_while_serving kernel=%s seconds=%.3f variant=`%s`",
-                *(what, src.name, times.total / 1e6, _variant(src)),
+                "loaded" if cache_hit else "compiled",
+                src.name,
+                times.total / 1e6,
+                _variant(src),
             )
 
 
 def _variant(source: Any) -> str:
-    """Return for people what a kernel was compiled for: its constants and the types of its arguments."""
+    """Format what a kernel was compiled for: its constants and the types of its arguments."""
     constants = {source.fn.arg_names[at]: value for (at, *_), value in source.constants.items()}
     types = {name: kind for name, kind in source.signature.items() if name not in constants}
     return ", ".join(f"{name}={value}" for name, value in {**types, **constants}.items())
 
 
-#: Triton has one listener for a process.
+#: Triton has one listener per process.
 COMPILATIONS = Compilations()

@@ -1,8 +1,7 @@
-"""Triton where it is installed, a stand-in where it is not, so that every kernel file imports everywhere.
+"""Triton where it is installed, a placeholder where it is not, so that every kernel file imports everywhere.
 
-Each kernel file has its own launcher beside its plain torch reference; all of them launch by `launch`. Over
-meta tensors, which have shapes and no memory, a launch compiles its kernel and runs nothing: so a dry run of
-the code that serves names every variant that it will launch.
+All kernels are launched by `launch`. Over meta tensors a launch compiles its kernel and runs nothing, so a
+dry run of the serving code finds every variant that it will launch.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = [
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """Return True for CUDA and meta tensors, which take the Triton kernels; others take the references."""
+    """Return True for CUDA and meta tensors, which use Triton kernels; others use the torch references."""
     return (x.is_cuda or x.is_meta) and HAS_TRITON
 
 
@@ -64,7 +63,7 @@ def capability() -> int:
 
 @cache
 def _capability_of(driver: Any) -> int:
-    """Return the capability that one of Triton's drivers compiles for; launches ask for it all the time."""
+    """Return the capability that one of Triton's drivers compiles for. Cached: every launch needs it."""
     target = driver.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
 
@@ -88,7 +87,7 @@ def num_processors() -> int:
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return `count / size`, rounded up. Triton's own, which also serves kernels, takes 4 us."""
+    """Return `count / size`, rounded up. Triton's own takes 4 us."""
     return -(-count // size)
 
 
@@ -98,11 +97,11 @@ def next_power_of_2(count: int) -> int:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -> None:
-    """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler.
+    """Queue a Triton kernel on the current stream. `options` are its constexprs and compiler options.
 
-    A kernel that takes `OVERLAPS` may start while the one before it drains, where the device can do that
+    A kernel that takes `OVERLAPS` may start while the one before it drains, where the device supports that
     (`overlap.py`), unless False is given for it; any other starts when the one before it has ended. The first
-    argument is a tensor. If it is a meta tensor the kernel is compiled and not run.
+    argument is a tensor. If it is a meta tensor, the kernel is compiled and not run.
     """
     out, launches, overlaps = args[0], _launches(), can_overlap()
     assert isinstance(out, torch.Tensor), f"{type(out)=}"
@@ -120,7 +119,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
 
 @cache
 def hash_kernels(module: str) -> None:
-    """Have Triton hash all kernels of an imported module in an order that is the same in every process.
+    """Have Triton hash all kernels of an imported module in the same order in every process.
 
     In Triton 3.6, not in 3.9, the hash of a kernel that calls another one depends on which of them is hashed
     first, if the other reads constants of its module. The cache on disk and snapshots find kernels by hash.

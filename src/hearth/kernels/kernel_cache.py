@@ -2,11 +2,12 @@
 
     ENTRY/...           Triton's: a compiled variant, or the C code that launches it
     lists/KEY.json      the variants of one model under one configuration, once all of them are compiled
-    lists/KEY.lock      held by whoever compiles them
-    compiler.json       the hash of Triton by which entries are named, and the state of its files then
+    lists/KEY.lock      held by the process that compiles them
+    compiler.json       Triton's hash of itself, which is part of the names of entries
     NAME-KEY.so         a C file of Hearth, compiled (`system/native_code.py`)
 
-Entries are code that this process will run, so nobody else may write here.
+Triton looks an entry up only at a launch. A list names all entries of a model, so that they are loaded before
+its first step. Entries are code: only the owner may write here.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON, triton
 from hearth.kernels.variants import Variant
 
-#: Where Triton would look by itself; whoever sets it knows why.
+#: Triton's own setting of the directory; it wins over Hearth's.
 _TRITONS_VARIABLE = "TRITON_CACHE_DIR"
 _LISTS = "lists"
 _COMPILER = "compiler.json"
-#: Entries that nobody has loaded for so long are removed.
+#: Entries that were not loaded for so long are removed.
 MAX_IDLE_S = 30 * 86400.0
 
 log = logging.getLogger(__name__)
@@ -52,13 +53,12 @@ class CachedVariant:
 
     @staticmethod
     def of(variant: Variant, compiled: Any) -> CachedVariant:
-        """Note where a variant is that was compiled just now."""
         return CachedVariant(variant, Path(next(iter(compiled.metadata_group.values()))).parent.name)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """The place that a kernel cache takes."""
+    """The size of a kernel cache."""
 
     path: str
     num_entries: int
@@ -73,15 +73,15 @@ class KernelCache:
 
     @staticmethod
     def directory(wanted: Path) -> Path:
-        """Return where kernels are kept: the wanted place, unless the user has told Triton of another."""
+        """Return where kernels are kept: `wanted`, unless the user has set Triton's directory."""
         return Path(os.environ.get(_TRITONS_VARIABLE) or wanted).expanduser().absolute()
 
     @staticmethod
     def open(wanted: Path) -> KernelCache:
-        """Have Triton keep all kernels of this process in the directory, which is made where there is none.
+        """Create the directory if needed, and have Triton keep all kernels of this process there.
 
         Raises:
-            DeviceError: the directory cannot be used, or belongs to somebody else.
+            DeviceError: the directory cannot be used, or belongs to another user.
         """
         path = KernelCache.directory(wanted)
         try:
@@ -105,22 +105,22 @@ class KernelCache:
         return KernelCache(path)
 
     def find(self, key: str) -> list[CachedVariant] | None:
-        """Return the variants of a list whose entries are all there; None: they have to be compiled."""
+        """Return the variants of a list whose entries all exist; None: they have to be compiled."""
         try:
             raw = json.loads(self._list_path(key).read_bytes())
-            found = [CachedVariant(Variant(**one["variant"]), _entry_name(one["entry"])) for one in raw]
+            found = [CachedVariant(Variant(**one["variant"]), one["entry"]) for one in raw]
+            return found if all((self.path / one.entry).is_dir() for one in found) else None
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("kernel_list_broken key=%s reason=%r", key, error)
             return None
-        return found if all((self.path / one.entry).is_dir() for one in found) else None
 
     def load(self, key: str) -> int | None:
-        """Bring the variants of a list onto the current device, so that launches find them there.
+        """Load the variants of a list onto the current device, so that launches find them there.
 
-        Returns how many there are; None: they have to be compiled. One that cannot be loaded, such as a file
-        that was not whole on disk when the machine stopped, is removed with the list.
+        Returns their number; None: they have to be compiled. A variant that cannot be loaded, such as a file
+        that was not flushed before a power loss, is removed with the list.
         """
         found = self.find(key)
         if found is None:
@@ -128,30 +128,24 @@ class KernelCache:
         for one in found:
             try:
                 with COMPILATIONS.ahead():
-                    _bring_to_device(one.variant)
+                    _load_to_device(one.variant)
             except (ValueError, RuntimeError) as error:
                 log.warning("kernel_list_broken key=%s kernel=%s reason=`%s`", key, one.variant.kernel, error)
                 self._remove(self._list_path(key))
                 self._remove(self.path / one.entry)
                 return None
         for path in (self._list_path(key), *(self.path / one.entry for one in found)):
-            with suppress(OSError):  # nobody will miss it who has it in memory
+            with suppress(OSError):
                 os.utime(path)
         return len(found)
 
     def save(self, key: str, variants: Sequence[CachedVariant]) -> None:
         """Write a list, all of whose variants are compiled."""
-        path = self._list_path(key)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            temporary.write_text(json.dumps([asdict(one) for one in variants]), encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        _write_json(self._list_path(key), [asdict(one) for one in variants])
 
     @contextmanager
     def compiling(self, key: str) -> Iterator[None]:
-        """Hold a list alone, waiting while another process compiles its variants."""
+        """Hold the lock of a list; blocks while another process compiles its variants."""
         lock = os.open(
             self._list_path(key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
@@ -162,9 +156,9 @@ class KernelCache:
             os.close(lock)
 
     def prune(self, now_s: float | None = None) -> int:
-        """Remove what nobody has used for `MAX_IDLE_S`, and return how much; others may use the rest.
+        """Remove what was not used for `MAX_IDLE_S`, and return how much; other processes may run.
 
-        A directory that the user has chosen may be shared with other programs, and is left as it is.
+        A directory that the user has set for Triton is left alone: other programs may share it.
         """
         if os.environ.get(_TRITONS_VARIABLE):
             return 0
@@ -180,21 +174,21 @@ class KernelCache:
         return num_removed
 
     def _remove(self, path: Path) -> None:
-        """Remove an entry or a list, if it is there; whoever looks finds all of it or nothing."""
-        with suppress(FileNotFoundError):
-            doomed = path.rename(self.path / f".stale.{secrets.token_hex(8)}")
-            shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
+        """Remove an entry or a list, if it exists."""
+        with suppress(FileNotFoundError):  # renamed first: other processes see all of it or nothing
+            renamed = path.rename(self.path / f".stale.{secrets.token_hex(8)}")
+            shutil.rmtree(renamed) if renamed.is_dir() else renamed.unlink()
 
     def _list_path(self, key: str) -> Path:
         return self.path / _LISTS / f"{key}.json"
 
 
-def _bring_to_device(variant: Variant) -> None:
-    """Load a variant; if the device cannot run it, whoever launches it is told, and the others run.
+def _load_to_device(variant: Variant) -> None:
+    """Load a variant. One that exceeds the device's resources is logged, and fails when it is launched.
 
     Raises:
-        ValueError: there is no such kernel, or what describes it is broken.
-        RuntimeError: the driver takes no such binary.
+        ValueError: there is no such kernel, or its description is damaged.
+        RuntimeError: the driver rejects the binary.
     """
     compiled = variant.compiled()
     try:
@@ -206,38 +200,30 @@ def _bring_to_device(variant: Variant) -> None:
         raise
 
 
-def _entry_name(name: str) -> str:
-    """Return the name of an entry, which names nothing outside of the directory."""
-    if name in ("", ".", "..", _LISTS) or Path(name).name != name:
-        raise ValueError(f"no name of an entry: {name!r}")
-    return name
-
-
 def _set_up_triton(path: Path) -> None:
     knobs = triton.knobs
-    # Not into the environment as well: there nobody could tell it from the user's own.
+    # Not in the environment, where it would look like the user's own setting.
     before, knobs.propagate_env = knobs.propagate_env, False
     try:
         knobs.cache.dir = str(path)
-        # The other stages are for people who debug a compiler, and take longer to load than the kernel.
+        # The other stages serve to debug a compiler, and take longer to load than the kernel.
         knobs.compilation.store_binary_only = True
     finally:
         knobs.propagate_env = before
 
 
 def know_compiler(cache: KernelCache) -> threading.Thread | None:
-    """Have Triton know the hash of itself by which compiled kernels are named, as found by a process before.
+    """Give Triton the hash of itself that an earlier process has computed; entries are named by it.
 
-    Triton reads all of its own files for that, 500 MB, once in a process: 0.4 s that the first kernel waits
-    for, and twice as much beside other threads. If nobody has found it, or a file has changed since, a thread
-    does, which is returned, and keeps it. No device is touched.
+    Triton reads 500 MB of its own files to compute it, once per process: the first kernel would wait 0.4 s,
+    and twice as long beside other threads. If it is not known, or a file has changed since, a thread computes
+    and keeps it; that thread is returned. Touches no device.
     """
     if not HAS_TRITON:
         return None
     try:
-        state = _compiler_state(Path(triton.__file__).parent)
         known = json.loads((cache.path / _COMPILER).read_bytes())
-        if known["state"] == state and isinstance(key := known["key"], str):
+        if known["state"] == _compiler_state() and isinstance(key := known["key"], str):
             triton.runtime.cache.triton_key = lambda: key  # as Triton does for processes that it starts
             return None
     except FileNotFoundError:
@@ -249,10 +235,10 @@ def know_compiler(cache: KernelCache) -> threading.Thread | None:
     return thread
 
 
-def _compiler_state(root: Path) -> str:
-    """Return a hash of the names, sizes and times of all files of Triton that are code."""
+def _compiler_state() -> str:
+    """Return a hash of the names, sizes and times of Triton's code files."""
     found = hashlib.sha256()
-    for directory, names, files in os.walk(root, followlinks=True):
+    for directory, names, files in os.walk(Path(triton.__file__).parent, followlinks=True):
         names.sort()
         for name in sorted(files):
             if name.endswith((".py", ".so")):
@@ -264,24 +250,15 @@ def _compiler_state(root: Path) -> str:
 
 
 def _hash_compiler(cache: KernelCache) -> None:
-    path = cache.path / _COMPILER
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        state = _compiler_state(Path(triton.__file__).parent)  # first: what changes meanwhile is seen later
-        key = triton.runtime.cache.triton_key()  # keeps its result
-        temporary.write_text(json.dumps({"state": state, "key": key}), encoding="utf-8")
-        temporary.replace(path)
-    except (AttributeError, OSError) as error:  # the first kernel meets the same, or needs none of it
+        state = _compiler_state()  # before the hash: a later change of a file is then noticed
+        _write_json(cache.path / _COMPILER, {"state": state, "key": triton.runtime.cache.triton_key()})
+    except (AttributeError, OSError) as error:  # the first kernel fails alike, or does not need it
         log.info("compiler_not_hashed reason=%r", error)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def prepare_to_load() -> None:
-    """Find out what Triton asks once before it loads kernels to the current device: its compiler's version.
-
-    That takes a process of its own.
-    """
+    """Have Triton find out the version of its assembler, which it does once, by a process of its own."""
     try:
         target = triton.runtime.driver.active.get_current_target()
         triton.compiler.make_backend(target).hash()  # keeps the version
@@ -290,7 +267,7 @@ def prepare_to_load() -> None:
 
 
 def usage_of(path: Path) -> CacheUsage:
-    """Count the entries and bytes of a directory of kernels, which need not be there."""
+    """Count the entries and bytes of a kernel cache, which need not exist."""
     num_entries = num_bytes = 0
     for directory, _, names in os.walk(path):
         num_entries += Path(directory).parent == path and Path(directory).name != _LISTS
@@ -301,8 +278,17 @@ def usage_of(path: Path) -> CacheUsage:
 
 
 def _last_used_s(path: Path) -> float:
-    """Return when an entry or a list was last written, read or loaded, as far as the file system notes it."""
+    """Return when an entry or a list was last written, read or loaded, as far as the file system knows."""
     if path.is_file():
         found = path.stat()
         return max(found.st_mtime, found.st_atime)
     return max((path.stat().st_mtime, *map(_last_used_s, path.iterdir())))
+
+
+def _write_json(path: Path, value: object) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

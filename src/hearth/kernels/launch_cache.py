@@ -1,8 +1,8 @@
-"""Kernels that were launched before, by what Triton would find them by again. Compiles nothing.
+"""Compiled kernels by launch, so that a repeated launch skips Triton's own lookup. Compiles nothing.
 
-Triton looks at every argument of every launch in Python, some 30 us; a step of a large model has hundreds of
-launches. Here a launch has a key that is cheap and at least as fine as Triton's own: two launches of one key
-run the same compiled kernel. The first of them goes through Triton, and what it ran is remembered.
+Triton inspects every argument of every launch in Python, some 30 us; a step of a large model has hundreds of
+launches. The key of a launch here is cheap and at least as fine as Triton's: two launches of one key run the
+same compiled kernel. The first goes through Triton.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-#: The versions of Triton whose compiled kernels are known to be launched as here.
+#: The versions of Triton whose compiled kernels are called as here: `run` has no documented signature.
 _OLDEST, _NEWEST = (3, 6), (3, 9)
-#: Larger integers have another type.
+#: Triton passes larger integers as another type.
 _MAX_INT32 = 2**31 - 1
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class _Launchable:
     """A compiled kernel, and what it is launched with besides its arguments."""
 
-    compiled: Any  #: kept, for Triton unloads one that nobody has
-    constants: tuple[object, ...]  #: all that a launch names, in the order of the kernel's parameters
+    compiled: Any  #: kept, for Triton unloads a kernel with its last reference
+    constants: tuple[object, ...]  #: the keyword arguments of a launch, in the order of the parameters
     get_stream: Any  #: of a device
 
 
@@ -44,18 +44,26 @@ class LaunchCache:
             log.warning("fallback launches=slow reason=`%s`", obstacle)
 
     def launch(self, key: Hashable, grid: Sequence[int], args: Sequence[Any]) -> bool:
-        """Queue the kernel of that key on the current stream; False: it is not known, and nothing is done.
+        """Queue the kernel of `key` on the current stream; False: it is not known, and nothing is done.
 
         The first argument is a tensor on the current device.
         """
         found = self._launchables.get(key)
-        # Whoever profiles hooks into Triton's own way.
+        # A profiler hooks into Triton's own launches.
         if found is None or self._hooks.launch_enter_hook.calls:
             return False
         compiled, stream = found.compiled, found.get_stream(args[0].get_device())
         width, height, depth = (*grid, 1, 1)[:3]
         compiled.run(
-            *(width, height, depth, stream, compiled.function, compiled.packed_metadata, None, None, None),
+            width,
+            height,
+            depth,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
             *args,
             *found.constants,
         )
@@ -74,7 +82,7 @@ class LaunchCache:
 
 
 def launch_obstacle(version: str) -> str | None:
-    """Say why kernels are launched by Triton's own slow way; None: they are not."""
+    """Say why kernels are launched by Triton's own slow path; None: they are not."""
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if _OLDEST <= numbers <= _NEWEST:
         return None
@@ -86,7 +94,7 @@ def launch_key(
     kernel: Any, args: Sequence[Any], options: Mapping[str, object], overlaps: bool
 ) -> tuple[object, ...]:
     """Return a key such that launches of one key are one variant to Triton, on one device."""
-    # A kernel lives as long as its module, so its address tells it apart.
+    # A kernel lives as long as its module, so its id is unique.
     parts: list[object] = [id(kernel), args[0].get_device(), overlaps, *options, *options.values()]
     for arg in args:
         if type(arg) is torch.Tensor:
@@ -97,11 +105,6 @@ def launch_key(
             parts.append("one" if arg == 1 else "aligned" if arg & 15 == 0 else "any")
         elif arg is None or type(arg) is float:
             parts.append(type(arg))
-        else:  # a descriptor of a tensor, of which counts what is copied at once
-            parts.append(_descriptor_key(arg))
+        else:  # a tensor descriptor
+            parts.append((type(arg), arg.base.dtype, *arg.block_shape, arg.layout, arg.padding))
     return tuple(parts)
-
-
-def _descriptor_key(descriptor: Any) -> Hashable:
-    layout, base = descriptor.layout, descriptor.base
-    return (type(descriptor), base.dtype, *descriptor.block_shape, layout, descriptor.padding)

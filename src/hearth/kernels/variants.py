@@ -1,8 +1,7 @@
-"""Variants of kernels: what Triton compiles one of our kernels for, by name and on paper. Launches nothing.
+"""Variants of kernels: what Triton compiles a kernel for, as text. Launches nothing.
 
-A kernel is compiled once for each combination of its arguments' types and alignments, of its constants and of
-the compiler's options. Triton can write such a combination down, and compile or load it later from that text,
-without any argument at hand.
+Triton compiles a kernel once for each combination of its arguments' types and alignments, its constants and
+the compiler's options. It can serialize such a combination, and compile or load it from that text later.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class Variant:
 
     module: str
     kernel: str
-    specialization: str  #: as Triton writes it down
+    specialization: str  #: as Triton serializes it
 
     def compiled(self) -> Any:
-        """Return Triton's compiled kernel, from its cache if it is there; launches will find it from now on.
+        """Return Triton's compiled kernel, from its cache if it is there; later launches find it.
 
         Raises:
             ValueError: there is no such kernel, or it is not for this device.
@@ -38,18 +37,20 @@ class Variant:
         if not self.module.startswith(_PACKAGE):
             raise ValueError(f"`{self.module}` is not in {_PACKAGE}")
         try:
-            # One that this process has stays the one: graphs may have captured it.
+            # A kernel that this process has is kept: graphs may have captured it.
             return self._kernels().get(self._key()) or self._function().preload(self.specialization)
         except (ImportError, AttributeError, KeyError, RuntimeError) as error:
-            raise ValueError(f"`{self.module}.{self.kernel}` cannot be had as recorded: {error!r}") from error
+            raise ValueError(
+                f"`{self.module}.{self.kernel}` cannot be compiled as recorded: {error!r}"
+            ) from error
 
     def forget(self) -> None:
-        """Have the next launch look for the kernel on disk again. Nobody has launched what is there now."""
+        """Have the next launch look for the kernel on disk again. It must not have been launched."""
         self._kernels().pop(self._key(), None)
 
     def _kernels(self) -> dict[str, Any]:
         """Return Triton's compiled kernels of the function on the current device, by key."""
-        kernels: dict[str, Any]
+        kernels: dict[str, Any]  # private in Triton 3.6 to 3.9, which have no public way to ask
         kernels, *_ = self._function().device_caches[triton.runtime.driver.active.get_current_device()]
         return kernels
 
@@ -63,12 +64,12 @@ class Variant:
 
 
 def loaded_functions() -> dict[str, int]:
-    """Return the driver's function of each of our kernels on the current device, by the hash of its variant.
+    """Return the driver's functions of Hearth's kernels on the current device, by the hash of the variant.
 
-    Two processes have the same hash for the same source, variant and compiler.
+    The hash is the same in all processes with the same source, variant and compiler.
     """
     device = triton.runtime.driver.active.get_current_device()
-    # Lists are made at once: other threads may import and compile meanwhile.
+    # Copied: other threads may import and compile meanwhile.
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(_PACKAGE)]
     found = {}
     for kernel in (member for module in modules for member in list(vars(module).values())):
@@ -82,9 +83,9 @@ def loaded_functions() -> dict[str, int]:
 
 @contextmanager
 def recording() -> Iterator[set[Variant]]:
-    """Collect the variants that launches over meta tensors ask for, and compile none of them.
+    """Collect the variants that launches over meta tensors need, without compiling them.
 
-    Those that this process has compiled or loaded before are not among them.
+    Variants that this process has already compiled or loaded are left out.
     """
     found: set[Variant] = set()
 
@@ -101,11 +102,10 @@ def recording() -> Iterator[set[Variant]]:
 
 
 class TargetDriver:
-    """Stands in for Triton's driver where kernels are compiled for a device that is not used."""
+    """Replaces Triton's driver where kernels are compiled for a device that is not used."""
 
     def __init__(self, capability: int) -> None:
-        """Take a compute capability as in 90 for 9.0."""
-        self._capability = capability
+        self._capability = capability  #: as in 90 for 9.0
 
     def activate(self) -> None:
         triton.runtime.driver.set_active(self)
