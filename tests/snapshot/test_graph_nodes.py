@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.core.errors import GraphUnreadable, KernelsMissing
-from hearth.snapshot.graph_nodes import ATTRIBUTE, EDGE, NODE, Address, GraphNodes, KernelId, read_graph
+from hearth.snapshot.graph_nodes import ATTRIBUTE, EDGE, NODE, Address, GraphNodes, KernelId
+from hearth.snapshot.graph_reader import read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import rebuild
 from hearth.system.cuda.graphs import (

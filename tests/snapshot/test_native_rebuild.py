@@ -21,8 +21,8 @@ from hearth.snapshot.graph_nodes import (
     GraphNodes,
     KernelId,
     packed_kernels,
-    read_graph,
 )
+from hearth.snapshot.graph_reader import read_graph
 from hearth.snapshot.native_rebuild import CALLS, NativeRebuild
 from hearth.snapshot.rebuild import InterpretedRebuild, Rebuild
 from hearth.system.cuda.graphs import (

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from hearth.core.errors import DeviceError, GraphUnreadable, KernelsMissing, SnapshotError
 from hearth.snapshot.graph_names import GRAPH_PREFIX, graph_names, kind_of, num_rows_of
-from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels, read_graph
+from hearth.snapshot.graph_nodes import Address, KernelId, packed_kernels
+from hearth.snapshot.graph_reader import read_graph
 from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.rebuild import Rebuild, RestoredGraph
 from hearth.snapshot.trial_mark import TrialMark
