@@ -1,7 +1,7 @@
-"""How long everything takes on a machine, as it was measured: the file that simulations run on.
+"""Measured costs of a machine, which simulations run on. Measures nothing itself.
 
-`python -m bench.profile` measures a machine as such and writes one. Each snapshot has one of its model, of
-what its worker measured while it served, and once more while the snapshot was made. Measures nothing itself.
+`python -m bench.profile` measures a machine and writes a profile. Each snapshot has a profile of its model,
+measured by the worker while it served and while the snapshot was made.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from hearth.core.errors import SnapshotCorrupt
 from hearth.core.types import Rung
 
 SECTION = "cost"
-#: Of the fields. A file of another version is measured again.
+#: A profile of another version is measured again.
 VERSION: Literal[1] = 1
 
 _Time = Annotated[float, Meta(ge=0)]
 _Count = Annotated[int, Meta(gt=0)]
 
-#: What models are computed in.
 ComputedDtype = Literal["bfloat16", "float16", "float32"]
 
 
 class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of step, and how long it took."""
+    """One kind of step."""
 
-    num_tokens: int  #: computed by the step, over all rows
+    num_tokens: int  #: over all rows
     num_rows: int  #: sequences in it
-    context_tokens: int  #: that the rows can look back on, their own included, summed over rows
-    seconds: float  #: that it took as a rule
-    #: That an engine's own timer tells of it, by which prompts are cut; None: it was not asked.
+    context_tokens: int  #: attended tokens, new ones included, summed over rows
+    seconds: float  #: typical
+    #: As measured by the engine's own timer, which chunks prompts; None: not measured.
     device_s: float | None = None
 
 
 class PartOrigin(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a field comes from that was measured later than the rest of its profile, on the same device."""
+    """The origin of a field that was measured later than the rest, on the same device."""
 
     command: str
     commit: str | None
@@ -46,7 +45,7 @@ class PartOrigin(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Origin(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and with what a profile was measured."""
+    """How a profile was measured."""
 
     command: str
     commit: str | None
@@ -54,22 +53,21 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True):
     device: str
     num_cores: int
     versions: dict[str, str | None]  #: of Python and packages
-    is_tiny: bool  #: measured to see that measuring works; its times mean nothing
-    #: Fields that were not measured but assumed, each with the reason.
-    assumed: dict[str, str]
-    later: dict[str, PartOrigin] = {}  #: fields that were measured apart, by name
+    is_tiny: bool  #: a test run; its times mean nothing
+    assumed: dict[str, str]  #: fields that were not measured, each with the reason
+    later: dict[str, PartOrigin] = {}  #: fields that were measured separately, by name
 
 
 class MeasuredSwitch(Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of a switch to another model besides its missing bytes and its prompt."""
+    """The cost of a model switch besides the transfer of missing bytes and the prompt."""
 
-    how: str  #: what was done to measure it
-    give_way_s: _Time  #: of a load that does not grow with its bytes
-    begin_s: _Time  #: from the last byte to the first token, whose prompt was computed behind the bytes
+    how: str  #: of the measurement
+    give_way_s: _Time  #: fixed cost of a load
+    begin_s: _Time  #: from the last byte to the first token; the prompt is computed during the load
 
 
 class MeasuredMapping(Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of mapping a page of device memory and unmapping it. Loads map ahead of their copies."""
+    """The cost of mapping and unmapping a page of device memory. Loads map ahead of their copies."""
 
     page_bytes: _Count
     page_s: _Time
@@ -79,39 +77,39 @@ class MeasuredShape(Struct, frozen=True, forbid_unknown_fields=True):
     """A model, and the steps that were measured with it."""
 
     name: Annotated[str, Meta(min_length=1)]
-    model: str  #: whose shape it has
+    model: str  #: that has this shape
     dtype: ComputedDtype
     weights_bytes: _Count
     kv_bytes_per_token: _Count
     steps: list[MeasuredStep]
-    capture_s: _Time = 0.0  #: that the first step of a size takes longer, for a graph is captured of it
-    eager_s: _Time = 0.0  #: that a step takes at least which has no graph: the host launches every kernel
-    #: The same behind a load, in a worker where others answer; None: that was not measured, and `eager_s` is
-    #: taken for it, which is too little.
+    capture_s: _Time = 0.0  #: extra time of the first step of a size, whose graph is captured
+    eager_s: _Time = 0.0  #: least time of a step without a graph: the host launches every kernel
+    #: The same right after a load, in a worker that serves other models; None: not measured, and `eager_s` is
+    #: used, which is too little.
     behind_load_s: _Time | None = None
 
 
 class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of a profile: what was measured, and nothing that follows from it."""
+    """The file of a profile: measured values, nothing derived."""
 
     version: Literal[1]
     origin: Origin
-    bytes_per_s: dict[Rung, Annotated[float, Meta(gt=0)]]  #: that each rung delivers to the device
-    #: None: this device's memory is not mapped by pages, or that was not measured apart
+    bytes_per_s: dict[Rung, Annotated[float, Meta(gt=0)]]  #: from each rung to the device
+    #: None: the device's memory is not mapped by pages, or that was not measured separately.
     mapping: MeasuredMapping | None
     switch: MeasuredSwitch
-    assemble_s: _Time  #: of a model's first load here, beside its bytes
-    host_step_s: _Time  #: that a worker adds to each step of an engine
+    assemble_s: _Time  #: of a model's first load, besides its bytes
+    host_step_s: _Time  #: added by the worker to each step of an engine
     shapes: Annotated[list[MeasuredShape], Meta(min_length=1)]
-    #: For which a request is on its way: from its arrival to a worker, tokenized, and its first token back.
+    #: Overhead of a request: from arrival to the worker, tokenized, and the first token back.
     request_s: _Time = 0.0
-    wake_s: _Time = 0.0  #: that it takes longer through a service that rests
-    beside_load_s: _Time = 0.0  #: that a step takes at least while bytes cross: the host sees to both
-    #: That an engine's timer tells of a step which waits for that; None: it was not asked.
+    wake_s: _Time = 0.0  #: extra overhead through an idle service
+    beside_load_s: _Time = 0.0  #: least time of a step during a load: the host does both
+    #: The same as measured by the engine's timer; None: not measured.
     beside_load_told_s: _Time | None = None
-    prompt_step_s: _Time = 0.0  #: that a step with prompts takes at least in a worker, for the host
-    prompt_step_told_s: _Time | None = None  #: likewise, as a timer tells it
-    return_s: _Time = 0.0  #: of a model that was evicted and is hosted again, beside its load
+    prompt_step_s: _Time = 0.0  #: least time of a step with prompts in a worker, because of the host
+    prompt_step_told_s: _Time | None = None  #: the same as measured by the engine's timer
+    return_s: _Time = 0.0  #: of hosting an evicted model again, besides its load
 
 
 def cost_profile_of(sections: Mapping[str, memoryview]) -> MeasuredProfile:

@@ -1,7 +1,6 @@
-"""The names of graphs in snapshots, as far as whoever reads them has to understand them. Reads no graph.
+"""The names of graphs in snapshots: part of a step, adapters, number of rows (`GraphKey.name`).
 
-A name says which part of a step a graph is, whether for steps with adapters, and for how many rows, as in
-`decode-8` and `mixed-adapters-512` (`GraphKey.name`).
+Examples are `decode-8` and `mixed-adapters-512`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ GRAPH_PREFIX = "graph/"
 
 
 def graph_names(sections: Iterable[str]) -> list[str]:
-    """Return the names of graphs that are among the sections of a snapshot."""
     return [name.removeprefix(GRAPH_PREFIX) for name in sections if name.startswith(GRAPH_PREFIX)]
 
 
 def is_for_adapters(name: str) -> bool:
-    """True if a graph is one of steps with adapters."""
     return kind_of(name).endswith("-adapters")
 
 
 def kind_of(name: str) -> str:
-    """Return all of a name but the number of rows."""
+    """Return a name without the number of rows."""
     kind, _, _ = name.rpartition("-")
     return kind
 

@@ -1,12 +1,12 @@
-"""A captured CUDA graph as plain values: read from the driver, packed into bytes, and back. Builds no graph.
+"""A captured CUDA graph as plain values, packed into bytes and back. Builds no graph.
 
-Parameters of kernels are bytes that nobody here understands. They hold addresses, so a graph means something
-only where everything that it points at lies where it lay.
+Parameters of kernels are opaque bytes. They hold addresses, so a graph can be used only where everything that
+it points at has the same address.
 
     packed:   header | kernels | parameters | names | nodes | attributes | edges | blobs
 
-Each section is an array, begins at a multiple of 64 bytes, and refers to others by index. Whoever unpacks
-gets views of the bytes: nothing is copied, and every index is checked before it is used.
+Each section is an array, begins at a multiple of 64 bytes, and refers to others by index. An unpacked graph
+has views of the bytes: nothing is copied, and every index is checked before it is used.
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ Table = npt.NDArray[np.void]
 
 NODE: Final = np.dtype(
     [
-        *(("kind", "<u4"), ("kernel", "<u4"), ("grid", "<u4", 3), ("block", "<u4", 3)),
-        *(("shared_bytes", "<u4"), ("is_one_buffer", "<u4"), ("blob", "<u4"), ("blob_bytes", "<u4")),
-        *(("first_attribute", "<u4"), ("num_attributes", "<u4")),
+        ("kind", "<u4"),
+        ("kernel", "<u4"),
+        ("grid", "<u4", 3),
+        ("block", "<u4", 3),
+        ("shared_bytes", "<u4"),
+        ("is_one_buffer", "<u4"),
+        ("blob", "<u4"),
+        ("blob_bytes", "<u4"),
+        ("first_attribute", "<u4"),
+        ("num_attributes", "<u4"),
     ]
 )
 ATTRIBUTE: Final = np.dtype([("id", "<u4"), ("value", "u1", ATTRIBUTE_BYTES)])
@@ -51,21 +58,26 @@ EDGE: Final = np.dtype([("source", "<u4"), ("target", "<u4"), ("data", EDGE_DATA
 PARAMETER: Final = np.dtype([("offset", "<u4"), ("bytes", "<u4")])
 _KERNEL: Final = np.dtype(
     [
-        *(("name_bytes", "<u4"), ("binary_bytes", "<u4"), ("first_parameter", "<u4")),
-        *(("num_parameters", "<u4"), ("registers", "<u4"), ("static_shared_bytes", "<u4")),
-        *(("dynamic_shared_bytes", "<u4"), ("has_large_clusters", "<u4")),
+        ("name_bytes", "<u4"),
+        ("binary_bytes", "<u4"),
+        ("first_parameter", "<u4"),
+        ("num_parameters", "<u4"),
+        ("registers", "<u4"),
+        ("static_shared_bytes", "<u4"),
+        ("dynamic_shared_bytes", "<u4"),
+        ("has_large_clusters", "<u4"),
     ]
 )
 _KERNEL_ROW, _PARAMETER_ROW = struct.Struct("<8I"), struct.Struct("<2I")
 _SECTIONS: Final = (_KERNEL, PARAMETER, np.dtype("u1"), NODE, ATTRIBUTE, EDGE, np.dtype("u1"))
 _MAGIC: Final = b"hgraph01"
 _HEADER: Final = struct.Struct(f"<8s{len(_SECTIONS)}Q")
-#: The driver copies descriptors of tensors by words of this size.
+#: The driver copies tensor descriptors by words of this size.
 ALIGNMENT: Final = 64
-#: A device's addresses are larger than any count, and a kernel's parameters are at multiples of their size.
+#: Device addresses are larger than any count, and aligned parameters hold them in whole words.
 _LEAST_ADDRESS: Final = 1 << 32
 _WORD_BYTES: Final = 8
-#: The bytes that stand for a node that is no kernel, by its kind.
+#: The size of the driver's structure of a node that is not a kernel, by kind.
 STRUCTURE_BYTES: Final = {
     GRAPH_NODE_TYPE_MEMCPY: MEMCPY_NODE.itemsize,
     GRAPH_NODE_TYPE_MEMSET: MEMSET_NODE.itemsize,
@@ -75,24 +87,24 @@ STRUCTURE_BYTES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class KernelId:
-    """A kernel of a graph: where its function is found again, and what it must look like there."""
+    """A kernel of a graph: how its function is found in another process, and its properties there."""
 
-    name: str  #: as its compiler has mangled it
-    #: The hash of source, variant and compiler of a Triton kernel, whose name stands for many variants. None:
-    #: a library's kernel, which has its name to itself.
+    name: str  #: mangled
+    #: The hash of source, variant and compiler of a Triton kernel, whose variants share one name. None: a
+    #: library's kernel, whose name is unique in its library.
     binary: str | None
     parameters: tuple[tuple[int, int], ...]  #: offset and size of each
     registers: int
     static_shared_bytes: int
-    dynamic_shared_bytes: int  #: the most that a launch may ask for
-    has_large_clusters: bool  #: may have more blocks in a cluster than every device can
+    dynamic_shared_bytes: int  #: limit of a launch
+    has_large_clusters: bool  #: clusters may exceed the size that every device supports
 
     @property
     def parameter_bytes(self) -> int:
         return max((offset + size for offset, size in self.parameters), default=0)
 
     def is_same_code(self, other: KernelId) -> bool:
-        """True if nothing that a function tells of itself speaks against it; limits can be set."""
+        """True if the properties that the driver reports agree; limits can be set and are not compared."""
         return (
             self.parameters == other.parameters
             and self.registers == other.registers
@@ -101,7 +113,7 @@ class KernelId:
 
     @staticmethod
     def unpack(packed: bytes) -> KernelId:
-        """Return a kernel of a graph (`packed_kernels`). Raises GraphUnreadable: its name is no text."""
+        """Unpack a kernel of `packed_kernels`. Raises GraphUnreadable: its name is not text."""
         name_bytes, _, _, count, registers, static, dynamic, large = _KERNEL_ROW.unpack_from(packed)
         begin = _KERNEL_ROW.size + count * PARAMETER.itemsize
         parameters = tuple(_PARAMETER_ROW.iter_unpack(packed[_KERNEL_ROW.size : begin]))
@@ -109,7 +121,7 @@ class KernelId:
             name = packed[begin : begin + name_bytes].decode()
             binary = packed[begin + name_bytes :].decode()
         except UnicodeDecodeError as error:
-            raise GraphUnreadable(f"a packed graph has a name that is no text: {error}") from error
+            raise GraphUnreadable(f"a packed graph has a name that is not text: {error}") from error
         return KernelId(name, binary or None, parameters, registers, static, dynamic, bool(large))
 
     @staticmethod
@@ -127,25 +139,25 @@ class KernelId:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A number among the parameters of a node that is as large as addresses are."""
+    """A number among the parameters of a node that is large enough to be an address."""
 
     value: int
-    kernel: str | None  #: whose parameter it is; None: of a copy or a fill
+    kernel: str | None  #: None: of a copy or a fill
     offset: int  #: in the parameters
-    #: A parameter of its own. Else it lies in a larger one, where a count may stand beside another number, or
-    #: beside bytes that nobody wrote, and the two together look like an address.
+    #: True: a parameter by itself. False: part of a larger one, where two adjacent numbers, or uninitialised
+    #: bytes, can look like an address.
     is_whole: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphNodes:
-    """A graph as arrays. Nodes are in an order in which each comes behind those that it waits for."""
+    """A graph as arrays. Nodes are in topological order."""
 
     kernels: tuple[KernelId, ...]
     nodes: Table  #: of `NODE`
-    attributes: Table  #: of `ATTRIBUTE`, but for those that a node of that kernel has from the beginning
+    attributes: Table  #: of `ATTRIBUTE`, without those that a new node of the kernel has by default
     edges: Table  #: of `EDGE`
-    #: For each node its parameters: of a kernel, packed as it reads them; of others, the driver's structure.
+    #: Each node's parameters: of a kernel, packed as it reads them; of others, the driver's structure.
     blobs: npt.NDArray[np.uint8]
 
     def pack(self) -> bytes:
@@ -167,8 +179,13 @@ class GraphNodes:
             )
             first += len(kernel.parameters)
         arrays = (
-            *(np.array(rows, _KERNEL), parameters, np.frombuffer(names, np.uint8)),
-            *(self.nodes, self.attributes, self.edges, self.blobs),
+            np.array(rows, _KERNEL),
+            parameters,
+            np.frombuffer(names, np.uint8),
+            self.nodes,
+            self.attributes,
+            self.edges,
+            self.blobs,
         )
         pieces = [padded(_HEADER.pack(_MAGIC, *map(len, arrays)))]
         pieces += [padded(array.tobytes()) for array in arrays]
@@ -176,11 +193,7 @@ class GraphNodes:
 
     @staticmethod
     def unpack(packed: memoryview) -> GraphNodes:
-        """View packed bytes as a graph.
-
-        Raises:
-            GraphUnreadable: they are not what `pack` returns.
-        """
+        """View packed bytes as a graph. Raises GraphUnreadable: they are damaged."""
         *_, nodes, attributes, edges, blobs = _sections(packed)
         kernels = tuple(map(KernelId.unpack, packed_kernels(packed)))
         graph = GraphNodes(kernels, nodes, attributes, edges, blobs.view(np.uint8))
@@ -188,7 +201,7 @@ class GraphNodes:
         return graph
 
     def addresses(self, but: range) -> Iterator[Address]:
-        """Yield every number in the parameters that may be an address, `but` some, once for each place."""
+        """Yield each number in the parameters that may be an address, except those in `but`, once."""
         seen = set[Address]()
         for node in self.nodes:
             blob = self.blobs[node["blob"] : node["blob"] + node["blob_bytes"]]
@@ -205,7 +218,7 @@ class GraphNodes:
                     yield found
 
     def _check(self) -> None:
-        """Raise GraphUnreadable where an index is out of bounds or a node is not whole."""
+        """Raise GraphUnreadable if an index is out of bounds or a node is incomplete."""
         nodes, edges, num_nodes = self.nodes, self.edges, len(self.nodes)
         is_kernel = nodes["kind"] == GRAPH_NODE_TYPE_KERNEL
         _demand(np.isin(nodes["kind"], [GRAPH_NODE_TYPE_KERNEL, *STRUCTURE_BYTES]), "a node of another kind")
@@ -226,14 +239,14 @@ class GraphNodes:
 
 
 def packed_kernels(packed: memoryview) -> list[bytes]:
-    """Return the kernels of a packed graph, each as bytes that are the same in any other graph.
+    """Return the kernels of a packed graph, each as bytes that are the same in any graph.
 
     Raises:
         GraphUnreadable: they are damaged.
     """
     rows, parameters, names, *_ = _sections(packed)
     ends = np.cumsum(rows["num_parameters"], dtype=np.int64)
-    # One behind the other: kernels that shared theirs would have memory taken that no file has the bytes for.
+    # Consecutive: kernels that share parameters would allocate more memory than the file has bytes.
     _demand(_ends(rows, "first_parameter", "num_parameters") == ends, "parameters that do not add up")
     _demand(ends[-1:] == len(parameters), "parameters that do not add up")
     offsets, text, at, kernels = parameters.tobytes(), names.tobytes(), 0, []
@@ -256,16 +269,15 @@ def _sections(packed: memoryview) -> list[Table]:
     for length, dtype in zip(lengths, _SECTIONS, strict=True):
         end = at + length * dtype.itemsize
         if end > len(packed):
-            raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header tells of {end}")
+            raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header says {end}")
         arrays.append(np.frombuffer(packed[at:end], dtype))
         at = _aligned(end)
     if at != len(packed):
-        raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header tells of {at}")
+        raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header says {at}")
     return arrays
 
 
 def _ends(table: Table, first: str, count: str) -> npt.NDArray[np.int64]:
-    """Return where runs end, in numbers that do not overflow."""
     ends: npt.NDArray[np.int64] = table[first].astype(np.int64) + table[count]
     return ends
 

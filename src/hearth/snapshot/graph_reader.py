@@ -34,16 +34,16 @@ from hearth.system.cuda.graphs import (
 
 
 def read_graph(driver: CudaGraphs, graph: int, binary_by_function: Mapping[int, str]) -> GraphNodes:
-    """Read a graph that stays as it is meanwhile. `binary_by_function`: as in `KernelId.binary`.
+    """Read a graph, which must not change meanwhile. `binary_by_function`: as in `KernelId.binary`.
 
     Raises:
-        GraphUnreadable: it has a node that cannot be had elsewhere, such as a call of the host.
+        GraphUnreadable: it has a node that cannot be rebuilt elsewhere, such as a host call.
     """
     handles = _in_order(driver, graph)
     kinds = driver.kinds(handles)
     others = set(kinds.tolist()) - {GRAPH_NODE_TYPE_KERNEL, *STRUCTURE_BYTES}
     if others:
-        raise GraphUnreadable(f"the graph has nodes of type {min(others)}, no kernel, copy or fill")
+        raise GraphUnreadable(f"the graph has nodes of type {min(others)}, not a kernel, copy or fill")
     kernels, nodes, blobs = _Kernels(driver, binary_by_function), np.zeros(len(handles), NODE), _Blobs()
     nodes["kind"] = kinds
     is_kernel = kinds == GRAPH_NODE_TYPE_KERNEL
@@ -67,7 +67,7 @@ def read_graph(driver: CudaGraphs, graph: int, binary_by_function: Mapping[int, 
 
 
 def _in_order(driver: CudaGraphs, graph: int) -> npt.NDArray[np.uint64]:
-    """Return the nodes of a graph, each behind those that it waits for."""
+    """Return the nodes of a graph in topological order."""
     handles = driver.nodes(graph)
     sources, targets, _ = driver.edges(graph)
     waiting = dict.fromkeys(handles.tolist(), 0)
@@ -81,7 +81,7 @@ def _in_order(driver: CudaGraphs, graph: int) -> npt.NDArray[np.uint64]:
             waiting[follower] -= 1
             if waiting[follower] == 0:
                 ready.append(follower)
-    assert len(ready) == len(handles), f"the graph has a circle: {len(ready)=} {len(handles)=}"
+    assert len(ready) == len(handles), f"the graph has a cycle: {len(ready)=} {len(handles)=}"
     return np.array(ready, np.uint64)
 
 
@@ -94,7 +94,6 @@ class _Kernels:
         self._index_by_function: dict[int, int] = {}
 
     def index(self, params: np.void) -> int:
-        """Return the index of a node's kernel."""
         function = int(params["function"]) or self._driver.function_of(int(params["kernel"]))
         if function not in self._index_by_function:
             self._index_by_function[function] = len(self.ids)
@@ -103,13 +102,13 @@ class _Kernels:
 
 
 class _Blobs:
-    """Bytes one behind the other, each aligned. Mutable; used by one call of `read_graph`."""
+    """Aligned byte strings, concatenated. Mutable; used by one call of `read_graph`."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def keep(self, blob: bytes) -> int:
-        """Put bytes behind the others, and return where."""
+        """Append bytes, and return their offset."""
         at = len(self._bytes)
         self._bytes += padded(blob)
         return at
@@ -121,7 +120,7 @@ class _Blobs:
 def _keep_parameters(
     nodes: Table, is_kernel: npt.NDArray[np.bool_], params: Table, kernels: Sequence[KernelId], blobs: _Blobs
 ) -> None:
-    """Keep the parameters of all kernels, and note in `nodes` where."""
+    """Append the parameters of all kernels to `blobs`, and note their offsets in `nodes`."""
     at, sizes = [], []
     for kernel, extra, pointers in zip(
         nodes["kernel"][is_kernel].tolist(),
@@ -138,7 +137,7 @@ def _keep_parameters(
 def _structures(
     driver: CudaGraphs, handles: npt.NDArray[np.uint64], kinds: npt.NDArray[np.int32]
 ) -> dict[int, Table]:
-    """Return the driver's structures of all nodes that are no kernels, by kind."""
+    """Return the driver's structures of copies and fills, by kind."""
     copies = driver.memcpy_nodes(handles[kinds == GRAPH_NODE_TYPE_MEMCPY])
     if copies["source_array"].any() or copies["target_array"].any():
         raise GraphUnreadable("the graph copies from or to an array, whose handle cannot be kept")
@@ -153,9 +152,9 @@ def _keep_attributes(
     handles: npt.NDArray[np.uint64],
     params: Table,
 ) -> Table:
-    """Return the attributes in which nodes differ from ones that were just made, and note them in `nodes`.
+    """Return the attributes in which nodes differ from new ones, and note their indices in `nodes`.
 
-    Nodes with the same ones share them.
+    Nodes with equal attributes share them.
     """
     _, firsts, kernels = np.unique(nodes["kernel"][is_kernel], return_index=True, return_inverse=True)
     scratch = driver.create()
@@ -167,7 +166,7 @@ def _keep_attributes(
     differs = (values != fresh[kernels]).any(axis=-1)
     cluster = NODE_ATTRIBUTES.index(LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
     policy = NODE_ATTRIBUTES.index(LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE)
-    differs[:, policy] &= values[:, cluster].any(axis=-1)  # it says how clusters are spread
+    differs[:, policy] &= values[:, cluster].any(axis=-1)  # without clusters it means nothing
     kept, begin_by_set = list[tuple[int, npt.NDArray[np.uint8]]](), dict[bytes, int]()
     begins = []
     for own, is_kept in zip(values, differs, strict=True):
@@ -181,7 +180,7 @@ def _keep_attributes(
 
 
 def _buffer(extra: int) -> bytes:
-    """Return the parameters of a node that has them as one buffer. `extra`: pairs of key and value."""
+    """Return the parameters of a node that passes them as one buffer. `extra`: pairs of key and value."""
     words = ctypes.cast(extra, ctypes.POINTER(ctypes.c_size_t))
     values = dict[int, int]()
     while words[2 * len(values)] != LAUNCH_PARAM_END:
@@ -194,7 +193,7 @@ def _buffer(extra: int) -> bytes:
 
 
 def _gathered(parameters: int, kernel: KernelId) -> bytes:
-    """Return the parameters of a node that has a pointer to each, packed as the kernel reads them."""
+    """Return the parameters of a node that passes pointers, packed as the kernel reads them."""
     pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_size_t))
     blob = bytearray(kernel.parameter_bytes)
     for index, (offset, size) in enumerate(kernel.parameters):

@@ -1,8 +1,8 @@
-"""The functions of kernels in this process, by what a graph of another process calls them.
+"""Finds the functions of this process for the kernels that a graph of another process names.
 
-A Triton kernel is found by its hash among those that were loaded from the kernel cache. One of a library has
-only a name, and libraries load what they have when it is first used: so graphs that use a library are shown
-to this module, which finds all that lies in the same modules of the driver.
+A Triton kernel is found by its hash among those loaded from the kernel cache. A library's kernel has only a
+name, and libraries load their modules on first use. So `learn` is shown graphs that use a library, and finds
+all functions of the same modules.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class KernelHandles:
         #: Several models may be restored at a time.
         self._lock = threading.Lock()
         self._known_modules: set[int] = set()
-        #: Several libraries may have a kernel of one name, each its own.
+        #: Several libraries may have a kernel of the same name.
         self._functions_by_name: dict[str, list[int]] = {}
         self._resolved: dict[KernelId, int] = {}
 
     def learn(self, graph: int) -> None:
-        """Find all functions in the modules of the kernels of a captured graph, which may never be run."""
+        """Find all functions in the modules of a captured graph's kernels. The graph need never run."""
         with self._lock:
             nodes = self._driver.nodes(graph)
             kernels = nodes[self._driver.kinds(nodes) == GRAPH_NODE_TYPE_KERNEL]
@@ -46,10 +46,10 @@ class KernelHandles:
                 self._learn(int(row["function"]) or self._driver.function_of(int(row["kernel"])))
 
     def resolve(self, kernels: Sequence[KernelId]) -> npt.NDArray[np.uint64]:
-        """Return the function of each kernel, loaded, and with the limits that it needs.
+        """Return the loaded function of each kernel, with the limits that it needs.
 
         Raises:
-            KernelsMissing: this process does not have all of them, or has others under their names.
+            KernelsMissing: this process lacks some of them, or has other code under their names.
         """
         found = self._find_all(kernels)
         missing = [kernel.name for kernel, function in found.items() if function is None]
@@ -86,7 +86,7 @@ class KernelHandles:
         else:
             candidates = self._functions_by_name.get(kernel.name, [])
         for function in candidates:
-            self._driver.load(function)  # for siblings of what a library has used may not be
+            self._driver.load(function)  # a library loads only what it has used
             present = KernelId.of(self._driver, function, kernel.binary)
             if kernel.is_same_code(present):
                 self._allow(function, kernel, present)
@@ -95,7 +95,7 @@ class KernelHandles:
         return None
 
     def _allow(self, function: int, kernel: KernelId, present: KernelId) -> None:
-        """Raise the limits of a function to what its library had set where the graph was captured."""
+        """Raise the limits of a function to those that its library had set when the graph was captured."""
         if present.dynamic_shared_bytes < kernel.dynamic_shared_bytes:
             attribute = FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._driver.set_function_attribute(function, attribute, kernel.dynamic_shared_bytes)

@@ -1,4 +1,4 @@
-"""The memory that a worker was seen to take besides the books of its pool. Measures nothing."""
+"""The memory that a worker used besides its pool, as measured. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SECTION = "memory"
 
 
 class MemoryProfile(Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory besides the pool, at its peak: when every size of the model's steps had been run."""
+    """Peak memory besides the pool, after every size of the model's steps was run."""
 
-    torch_bytes: int  #: of the device, that torch had taken from it; 0 on a CPU
-    library_bytes: int  #: of the device, that graphs and libraries took beside torch; 0 on a CPU
-    resident_bytes: int  #: of the host, in the worker's process, without the pool where that lies there
+    torch_bytes: int  #: device memory reserved by torch; 0 on a CPU
+    library_bytes: int  #: device memory of graphs and libraries; 0 on a CPU
+    resident_bytes: int  #: host memory of the worker's process, without a pool in it
 
     @property
     def unbooked_bytes(self) -> int:
-        """Memory of the models' device besides the pool."""
+        """Memory of the model's device besides the pool."""
         return self.torch_bytes + self.library_bytes or self.resident_bytes
 
     def pack(self) -> bytes:

@@ -1,7 +1,6 @@
-"""CUDA graphs made again from packed bytes by one call of native code each (`native_rebuild.c`).
+"""CUDA graphs rebuilt from packed bytes by one call of native code each (`native_rebuild.c`).
 
-The interpreter is free meanwhile, for steps of other models. Does what `rebuild.py` does, which serves where
-there is no C compiler.
+The call releases the interpreter for steps of other models. Without a C compiler `rebuild.py` does the same.
 """
 
 from __future__ import annotations
@@ -21,11 +20,19 @@ from hearth.system.cuda.graphs import CudaGraphs
 from hearth.system.native_code import native_library
 
 _SOURCE = Path(__file__).with_suffix(".c")
-#: The driver's calls, in the order in which the C file has them.
+#: The driver's calls, in the order of the C file.
 CALLS = (
-    *("cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphAddMemsetNode", "cuGraphAddMemcpyNode"),
-    *("cuGraphAddEmptyNode", "cuGraphKernelNodeSetAttribute", "cuGraphKernelNodeCopyAttributes"),
-    *("cuGraphAddDependencies_v2", "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphExecDestroy"),
+    "cuGraphCreate",
+    "cuGraphAddKernelNode_v2",
+    "cuGraphAddMemsetNode",
+    "cuGraphAddMemcpyNode",
+    "cuGraphAddEmptyNode",
+    "cuGraphKernelNodeSetAttribute",
+    "cuGraphKernelNodeCopyAttributes",
+    "cuGraphAddDependencies_v2",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
 )
 _BUILT, _DAMAGED, _REFUSED = 0, 1, 2
 
@@ -33,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def native_obstacle() -> str | None:
-    """Say why graphs cannot be made by native code on this machine; None: they can."""
+    """Say why native code cannot be compiled on this machine; None: it can."""
     try:
         native_library(_SOURCE)
     except OSError as error:
@@ -45,22 +52,9 @@ def _reason(error: OSError) -> str:
     return str(error).partition("\n")[0].replace("`", "")
 
 
-class _Rebuilt(ctypes.Structure):
-    """The result that the C file fills in."""
-
-    _fields_ = (
-        ("executable", ctypes.c_void_p),
-        ("num_nodes", ctypes.c_uint64),
-        ("call", ctypes.c_int32),
-        ("code", ctypes.c_int32),
-        *((name, ctypes.c_double) for name in ("check_s", "nodes_s", "attributes_s")),
-        *((name, ctypes.c_double) for name in ("edges_s", "instantiate_s", "destroy_s")),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class RebuildTimes:
-    """Seconds of one graph, by what they went to."""
+    """Seconds of one graph, by phase."""
 
     check_s: float
     nodes_s: float
@@ -70,8 +64,20 @@ class RebuildTimes:
     destroy_s: float
 
 
+class _Rebuilt(ctypes.Structure):
+    """The result that the C file fills in."""
+
+    _fields_ = (
+        ("executable", ctypes.c_void_p),
+        ("num_nodes", ctypes.c_uint64),
+        ("call", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        *((name, ctypes.c_double) for name in RebuildTimes.__slots__),
+    )
+
+
 class NativeRebuild:
-    """Native code that makes graphs. Any thread calls it, also several at a time."""
+    """Native code that rebuilds graphs. Threads may call it at the same time."""
 
     is_native = True
 
@@ -80,13 +86,18 @@ class NativeRebuild:
         self._calls = (ctypes.c_void_p * len(CALLS))(*map(driver.address, CALLS))
         self._function: Callable[..., int] = library.hearth_rebuild_graph
         library.hearth_rebuild_graph.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64),
-            *(ctypes.c_void_p, ctypes.c_uint64, ctypes.POINTER(_Rebuilt)),
+            ctypes.c_void_p,  # calls
+            ctypes.c_void_p,  # context
+            ctypes.c_void_p,  # packed graph
+            ctypes.c_uint64,
+            ctypes.c_void_p,  # functions
+            ctypes.c_uint64,
+            ctypes.POINTER(_Rebuilt),
         )
 
     @staticmethod
     def load(driver: CudaGraphs, cache: Path | None) -> NativeRebuild | None:
-        """Compile what makes graphs, or find it in `cache`; None, logged: it cannot be had here."""
+        """Compile the native code, or find it in `cache`; None, logged: it cannot be compiled."""
         try:
             return NativeRebuild(driver, native_library(_SOURCE, cache))
         except OSError as error:
@@ -100,16 +111,21 @@ class NativeRebuild:
     def timed(
         self, packed: memoryview, functions: npt.NDArray[np.uint64]
     ) -> tuple[RestoredGraph, RebuildTimes]:
-        """Make a graph, as a call does, and say how long its parts took."""
+        """Rebuild a graph, and return how long the phases took."""
         result, context, data = _Rebuilt(), self._driver.enter_context(), _aligned(packed)
         outcome = self._function(
-            *(self._calls, context, data.ctypes.data, len(data)),
-            *(functions.ctypes.data, len(functions), ctypes.byref(result)),
+            self._calls,
+            context,
+            data.ctypes.data,
+            len(data),
+            functions.ctypes.data,
+            len(functions),
+            ctypes.byref(result),
         )
         if outcome == _REFUSED:
             self._driver.refused(CALLS[result.call], result.code)
         if outcome == _DAMAGED:
-            GraphNodes.unpack(packed)  # says in what
+            GraphNodes.unpack(packed)  # raises with the reason
             raise AssertionError(f"a graph that Python can read is damaged to C: {len(packed)=}")
         if outcome != _BUILT:
             raise MemoryError(f"no memory for the handles of a graph of {len(packed)} bytes")
@@ -118,7 +134,7 @@ class NativeRebuild:
 
 
 def _aligned(packed: memoryview) -> npt.NDArray[np.uint8]:
-    """Return bytes as they are, if they begin where the driver wants them to, as in files; or a copy."""
+    """Return the bytes, copied unless they are aligned as those of a snapshot are."""
     data = np.frombuffer(packed, np.uint8)
     if data.ctypes.data % ALIGNMENT == 0:
         return data

@@ -1,9 +1,8 @@
-"""CUDA graphs made again from plain values, by another process than the one that captured them.
+"""CUDA graphs rebuilt from plain values, in another process than the one that captured them.
 
-Native code does it where it can be had (`native_rebuild.py`), else the interpreter, in here: all nodes of a
-graph are prepared at once, in a few arrays of the driver's structures whose pointers lead into one copy of
-the parameters; then each node takes one call. Restored graphs run what was captured, where that lay: nothing
-here knows what that is, or whether it is there.
+Native code does it where it can be compiled (`native_rebuild.py`), else Python, here: all nodes of a graph
+are prepared in arrays of the driver's structures, whose pointers lead into one copy of the parameters; then
+each node takes one call. A restored graph uses the captured addresses; nothing here checks them.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ _NOTHING = np.zeros(0, np.uint64)
 
 
 class Rebuild(Protocol):
-    """Makes graphs again: native code (`native_rebuild.py`), or else the interpreter."""
+    """Rebuilds graphs: native code (`native_rebuild.py`), or else Python."""
 
     @property
     def is_native(self) -> bool:
-        """True if the interpreter is free meanwhile."""
+        """True if it releases the interpreter."""
 
     def __call__(self, packed: memoryview, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
-        """Make a graph whose kernels have these `functions`, in the order in which it names them.
+        """Rebuild a graph whose kernels have these `functions`, in the order in which it names them.
 
         Raises:
-            DeviceError: the driver refuses a node or the whole.
+            DeviceError: the driver rejects a node or the graph.
             GraphUnreadable: the bytes are not those of a graph.
         """
 
@@ -65,7 +64,7 @@ class RestoredGraph:
 
 
 class InterpretedRebuild:
-    """The interpreter, which makes graphs node by node. Any thread calls it."""
+    """Rebuilds graphs node by node, in Python. Any thread calls it."""
 
     is_native = False
 
@@ -77,10 +76,10 @@ class InterpretedRebuild:
 
 
 def rebuild(driver: CudaGraphs, graph: GraphNodes, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
-    """Make a graph whose kernels have these `functions`, in the order of `graph.kernels`.
+    """Rebuild a graph whose kernels have these `functions`, in the order of `graph.kernels`.
 
     Raises:
-        DeviceError: the driver refuses a node or the whole.
+        DeviceError: the driver rejects a node or the graph.
     """
     handle = driver.create()
     try:
@@ -96,7 +95,6 @@ def rebuild(driver: CudaGraphs, graph: GraphNodes, functions: npt.NDArray[np.uin
 def _add_nodes(
     driver: CudaGraphs, handle: int, graph: GraphNodes, functions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Add all nodes, without edges, and return their handles."""
     prepared, kinds = _Prepared(graph, functions), graph.nodes["kind"]
     handles = np.zeros(len(graph.nodes), np.uint64)
     handles[kinds == GRAPH_NODE_TYPE_KERNEL] = driver.add_kernels(handle, prepared.kernels)
@@ -107,21 +105,20 @@ def _add_nodes(
         elif kinds[index] == GRAPH_NODE_TYPE_MEMCPY:
             handles[index] = driver.add_memcpy(handle, params)
         else:
-            assert kinds[index] == GRAPH_NODE_TYPE_EMPTY, f"a node of another kind: {kinds[index]}"
+            assert kinds[index] == GRAPH_NODE_TYPE_EMPTY, f"unknown kind of node: {kinds[index]}"
             handles[index] = driver.add_empty(handle)
     return handles
 
 
 class _Prepared:
-    """The structures of all kernels of a graph, and what they point at, for as long as this object lives."""
+    """The structures of all kernels of a graph, and the memory that they point at."""
 
     def __init__(self, graph: GraphNodes, functions: npt.NDArray[np.uint64]) -> None:
         self._blobs = np.empty(len(graph.blobs) + ALIGNMENT, np.uint8)
         base = -(-self._blobs.ctypes.data // ALIGNMENT) * ALIGNMENT
         begin = base - self._blobs.ctypes.data
         self._blobs[begin : begin + len(graph.blobs)] = graph.blobs
-        #: Where each node's parameters lie.
-        self.blob_at = graph.nodes["blob"].astype(np.uint64) + np.uint64(base)
+        self.blob_at = graph.nodes["blob"].astype(np.uint64) + np.uint64(base)  #: of each node's parameters
         is_kernel = graph.nodes["kind"] == GRAPH_NODE_TYPE_KERNEL
         nodes, blob_at = graph.nodes[is_kernel], self.blob_at[is_kernel]
         self.kernels = np.zeros(len(nodes), KERNEL_NODE)  #: in the order of those nodes
@@ -139,7 +136,7 @@ class _Prepared:
 
 
 def _buffer_words(blob_at: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return for each node the words that say: a buffer here, of that size."""
+    """Return for each node the words that describe its parameters as one buffer."""
     words = np.zeros((len(sizes), 5), np.uint64)
     words[:, 0], words[:, 1] = LAUNCH_PARAM_BUFFER_POINTER, blob_at
     words[:, 2], words[:, 3] = LAUNCH_PARAM_BUFFER_SIZE, _row_addresses(sizes)
@@ -150,7 +147,7 @@ def _buffer_words(blob_at: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
 def _parameter_words(
     graph: GraphNodes, kernels: npt.NDArray[np.uint32], blob_at: npt.NDArray[np.uint64]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return a pointer to each parameter of some nodes, and for each node where its own begin."""
+    """Return pointers to all parameters of some nodes, and the address of each node's first pointer."""
     offsets = [np.array([at for at, _ in one.parameters], np.uint64) for one in graph.kernels]
     counts = np.array([len(one) for one in offsets], np.uint64)[kernels]
     pointers = np.concatenate([_NOTHING, *(offsets[kernel] for kernel in kernels.tolist())])
@@ -160,7 +157,7 @@ def _parameter_words(
 
 
 def _set_attributes(driver: CudaGraphs, graph: GraphNodes, handles: npt.NDArray[np.uint64]) -> None:
-    """Set the attributes of one node of each kind, and copy them to all that are like it in one call each."""
+    """Set the attributes of one node of each kind, and copy them to the others in one call each."""
     ids, values = graph.attributes["id"].tolist(), [one.tobytes() for one in graph.attributes["value"]]
     columns = (graph.nodes[name].tolist() for name in ("kernel", "first_attribute", "num_attributes"))
     model_by_kind, pairs = dict[tuple[int, ...], int](), []
@@ -178,6 +175,5 @@ def _set_attributes(driver: CudaGraphs, graph: GraphNodes, handles: npt.NDArray[
 
 
 def _row_addresses(array: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the address of each row of an array."""
     rows = np.arange(len(array), dtype=np.uint64) * np.uint64(array.strides[0])
     return rows + np.uint64(array.ctypes.data)

@@ -1,4 +1,4 @@
-"""The graphs of one snapshot: packed for it, and restored from it one by one. Does not know what they do."""
+"""The graphs of one snapshot, packed into it and restored from it one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import MEMORYTYPE_HOST
 from hearth.system.cuda.graphs import CudaGraphs
 
-#: For memory to be mapped that rehearsals of a snapshot refer to, and how often one is tried meanwhile.
+#: How long a rehearsal waits for memory to be mapped, and how often it is retried.
 MEMORY_PATIENCE_S, MEMORY_LOOK_S = 5.0, 0.02
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ def pack_graphs(
     binary_by_function: Mapping[int, str],
     fixed: range,
 ) -> dict[str, bytes]:
-    """Return sections of captured graphs. All that they point at must lie at `fixed` addresses.
+    """Return sections of captured graphs. All memory that they point at must be at `fixed` addresses.
 
     Raises:
-        GraphUnreadable: a graph cannot be kept, or points at memory that lies elsewhere in another process.
+        GraphUnreadable: a graph cannot be stored, or points at memory that another process has elsewhere.
     """
     sections = {}
     for name, handle in graph_by_name.items():
@@ -44,7 +44,7 @@ def pack_graphs(
             if _is_used(driver, address):
                 raise GraphUnreadable(
                     f"graph `{name}` points at {address.value:#x}, which is not among the fixed addresses "
-                    f"{fixed.start:#x} to {fixed.stop:#x}: no snapshot can hold it "
+                    f"{fixed.start:#x} to {fixed.stop:#x}, so a snapshot cannot hold it "
                     f"(byte {address.offset} of the parameters of {address.kernel or 'a copy or fill'})"
                 )
         sections[GRAPH_PREFIX + name] = graph.pack()
@@ -52,10 +52,10 @@ def pack_graphs(
 
 
 def _is_used(driver: CudaGraphs, address: Address) -> bool:
-    """True if a number must be taken for the address of memory that a graph uses.
+    """True if a number must be treated as the address of memory that a graph uses.
 
-    A part of a larger parameter, of which only libraries' kernels have any, is one only if it leads to memory
-    of a device: none of these kernels reads the host's, of which gigabytes are pinned and found by chance.
+    Part of a larger parameter counts only if it points at device memory: only kernels of libraries have such
+    parameters, none of them reads host memory, and with gigabytes pinned random numbers hit it.
     """
     memory = driver.memory_at(address.value)
     return memory is not None and (address.is_whole or memory != MEMORYTYPE_HOST)
@@ -74,28 +74,28 @@ class RestoredGraphs:
         go_on: Callable[[RestoredGraphs], None] = lambda graphs: None,
         destroy: Callable[[list[object]], None] = list.clear,
     ) -> None:
-        """Look which graphs a snapshot has. `on_discard` is told once why nobody may use it again.
+        """List the graphs of a snapshot. `on_discard` is called once, with the reason, if it is wrong.
 
-        Those that `is_later` says of come only once they are wanted: then `go_on` is to have `restore` called
-        again, beside the thread that asks. `destroy` empties a list of graphs that nobody else has, and may
-        do so later: the driver takes 0.3 ms for each, and all that it has goes with its last owner.
+        Graphs for which `is_later` is true are restored only once wanted: then `go_on` has another thread
+        call `restore` again. `destroy` empties a list that holds the last references to graphs, possibly
+        later: destroying one takes 0.3 ms.
 
         Raises:
-            GraphUnreadable: one has no name that graphs have.
+            GraphUnreadable: a graph has an invalid name.
         """
         self._handles, self._on_discard = handles, on_discard
         self._sections, self._mark = sections, mark
         self._restored: dict[str, RestoredGraph] = {}
-        self._function_by_kernel: dict[bytes, int] = {}  #: as packed; graphs have most of theirs in common
+        self._function_by_kernel: dict[bytes, int] = {}  #: by packed kernel; graphs share most of theirs
         self._num_rehearsed, self._rehearsal_s = 0, 0.0
         self.num_failed = 0  #: graphs that could not be restored
-        self.num_interpreted = 0  #: graphs that were restored node by node, in Python
+        self.num_interpreted = 0  #: graphs that were restored in Python
         self._go_on, self._destroy = go_on, destroy
-        #: The smallest first: one request at a time is what a model begins with.
+        # The smallest first: a model begins with one request at a time.
         names = sorted(graph_names(sections), key=num_rows_of)
         self._coming = dict.fromkeys(name for name in names if not is_later(name))
-        self._wanted: dict[str, None] = {}  #: those of them that a step has needed, in that order
-        self._later = dict.fromkeys(name for name in names if is_later(name))  #: that nobody wants so far
+        self._wanted: dict[str, None] = {}  #: those that a step has needed, in that order
+        self._later = dict.fromkeys(name for name in names if is_later(name))  #: not wanted so far
 
     def find(self, key: str) -> RestoredGraph | None:
         return self._restored.get(key)
@@ -109,12 +109,12 @@ class RestoredGraphs:
 
     def want_adapters(self) -> None:
         if self._later:
-            self._coming.update(self._later)  # behind those that are coming, if some still are
-            self._later = {}  # not before: `restore` would take all for done
+            self._coming.update(self._later)  # after those that are still coming
+            self._later = {}  # not before: `restore` would think that all are done
             self._go_on(self)
 
     def stop(self) -> None:
-        """Restore no more graphs; those that are missing are captured when they are needed."""
+        """Restore no more graphs; missing ones are captured when they are needed."""
         self.num_failed += len(self._coming)
         self._coming, self._later = {}, {}
 
@@ -131,7 +131,7 @@ class RestoredGraphs:
 
     def let_go(self, others: list[object]) -> None:
         graphs = [*self._restored.values(), *others]
-        self._restored = {}  # before: who has a graph last destroys it
+        self._restored = {}  # first: the last reference destroys a graph
         others.clear()
         if graphs:
             self._destroy(graphs)
@@ -139,24 +139,24 @@ class RestoredGraphs:
     def restore(
         self, rebuild: Rebuild, rehearse: Callable[[str], None], give_way: Callable[[], None]
     ) -> None:
-        """Restore all graphs that are wanted so far.
+        """Restore all graphs that are coming.
 
-        One that cannot be restored is left out, and so captured when it is needed. `give_way` is called
-        before each, and waits while others need the interpreter more. `rehearse` shows to `handles` the
-        kernels of libraries that a graph of that name needs. It is asked where some are not known, and for
-        the first graph of each kind.
+        A graph that cannot be restored is skipped, and captured when it is needed. `give_way` is called
+        before each graph, and blocks while other threads need the interpreter more. `rehearse` shows to
+        `handles` the library kernels that the named graph needs: where some are unknown, and for the first
+        graph of each kind.
         """
         began_s, tried, reasons = time.perf_counter(), list[str](), list[str]()
-        coming = self._coming  # which is another one once nobody wants the graphs
+        coming = self._coming  # replaced by another dict once the graphs are not wanted
         shown = partial(self._rehearse, rehearse, give_up_s=began_s + MEMORY_PATIENCE_S)
         kinds, self._num_rehearsed, self._rehearsal_s = set[str](), 0, 0.0
-        paused_s = 0.0  # before the first of them, for which whoever waits for a first token comes first
+        paused_s = 0.0  # before the first graph: requests that wait for a first token go first
         while coming and coming is self._coming:
             at_s = time.perf_counter()
             give_way()
             if not tried:
                 paused_s = time.perf_counter() - at_s
-            if not coming or coming is not self._coming:  # nobody wants them any more
+            if not coming or coming is not self._coming:  # not wanted any more
                 break
             name = self._next(coming)
             try:
@@ -171,47 +171,50 @@ class RestoredGraphs:
                 self.num_failed += 1
             except SnapshotError as error:  # its bytes are not those of a graph
                 self.discard(str(error))
-            del coming[name]  # behind the other: it is either coming or there
+            del coming[name]  # last: at any time a graph is coming or restored
             tried.append(name)
-        if not self._later and not self._coming:  # in this order: those that are wanted late are in either
-            self._sections = {}  # a file that nobody reads again stays open no longer
-        if tried or coming:  # else they came with those that were wanted before
+        if not self._later and not self._coming:  # in this order: `want_adapters` moves from one to the other
+            self._sections = {}  # closes the file
+        if tried or coming:  # else an earlier call restored them
             log.info(
                 "graphs_restored graphs=%d of=%d seconds=%.3f paused_s=%.3f rehearsed=%d rehearsal_s=%.3f",
                 sum(name in self._restored for name in tried),
-                *(len(tried) + len(coming), time.perf_counter() - began_s, paused_s),
-                *(self._num_rehearsed, self._rehearsal_s),
+                len(tried) + len(coming),
+                time.perf_counter() - began_s,
+                paused_s,
+                self._num_rehearsed,
+                self._rehearsal_s,
             )
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])
 
     @property
     def is_any_wanted(self) -> bool:
-        """True if a step has needed a graph that is not there yet."""
+        """True if a step has needed a graph that is still coming."""
         return bool(self._wanted_of(self._coming))
 
     def _wanted_of(self, coming: Mapping[str, None]) -> list[str]:
-        # The list is made in one go: the thread that asks may add some.
+        # Copied: the step thread may add some.
         return [name for name in list(self._wanted) if name in coming]
 
     def _next(self, coming: Mapping[str, None]) -> str:
-        """Return the graph that is restored next: one that a step has needed, else the smallest."""
+        """Return the graph to restore next: one that a step has needed, else the smallest."""
         name, *_ = self._wanted_of(coming) or list(coming)
         return name
 
     def _functions(
         self, name: str, kernels: Sequence[bytes], kinds: set[str], rehearse: Callable[[str], bool]
     ) -> npt.NDArray[np.uint64] | None:
-        """Return the functions of a graph's kernels; None: nobody wants the graph any more.
+        """Return the functions of a graph's kernels; None: the graph is not wanted any more.
 
         Raises:
-            KernelsMissing: this process does not have all of them, even after a rehearsal.
+            KernelsMissing: this process lacks some of them, even after a rehearsal.
         """
         kind, known = kind_of(name), self._function_by_kernel
         unknown = [kernel for kernel in kernels if kind not in kinds or kernel not in known]
         if unknown:
             ids = [KernelId.unpack(kernel) for kernel in unknown]
-            # First our own: one that is not loaded would be compiled by a rehearsal, in this process.
+            # First Hearth's own: a rehearsal would compile one that is not loaded, in this process.
             self._handles.resolve([kernel for kernel in ids if kernel.binary is not None])
             if kind not in kinds or not self._handles.has(ids):
                 if not rehearse(name):
@@ -221,7 +224,7 @@ class RestoredGraphs:
         return np.array([known[kernel] for kernel in kernels], np.uint64)
 
     def _rehearse(self, rehearse: Callable[[str], None], name: str, *, give_up_s: float) -> bool:
-        """Rehearse a graph, once there is memory where weights arrive; False: nobody wants it any more."""
+        """Rehearse a graph once its weights' memory is mapped; False: it is not wanted any more."""
         while self.is_coming(name):
             began_s = time.perf_counter()
             try:
@@ -229,7 +232,7 @@ class RestoredGraphs:
                 self._num_rehearsed += 1
                 self._rehearsal_s += time.perf_counter() - began_s
                 return True
-            except ValueError:  # Triton's, of an address where nothing is mapped yet
+            except ValueError:  # Triton's, for an address that is not mapped yet
                 if self.is_coming(name) and time.perf_counter() >= give_up_s:
                     raise
             time.sleep(MEMORY_LOOK_S)

@@ -1,4 +1,4 @@
-"""The device and the software of this process, as far as a snapshot depends on them. Brings nothing up."""
+"""The versions of driver, libraries and sources that snapshots depend on. Initialises no device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ import torch
 
 from hearth.kernels.jit import HAS_TRITON, triton
 
-#: Rooms and files whose code decides which kernels a step launches, with which parameters and at which
-#: addresses, what is measured of it all, and how a snapshot holds that.
+#: Folders and files whose code decides which kernels a step launches, with which parameters and addresses,
+#: what is measured, and how a snapshot stores it.
 _SOURCES = (
-    *("engine", "kernels", "models", "core/sizes.py"),
-    *("memory", "policy/memory/space_slots.py", "snapshot", "system/cuda"),
-    *("worker/snapshot_graphs.py", "worker/snapshot_maker.py", "worker/measured_costs.py"),
+    "engine",
+    "kernels",
+    "models",
+    "core/sizes.py",
+    "memory",
+    "policy/memory/space_slots.py",
+    "snapshot",
+    "system/cuda",
+    "worker/snapshot_graphs.py",
+    "worker/snapshot_maker.py",
+    "worker/measured_costs.py",
     "worker/resident_memory.py",
 )
-_SUFFIXES = (".py", ".c")  #: of code, also of that which makes graphs again
+_SUFFIXES = (".py", ".c")
 _PACKAGE = Path(__file__).parents[1]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
@@ -41,7 +49,7 @@ class Software:
 
 @cache
 def software(kind: str) -> Software:
-    """Return what a device of a kind, cpu or cuda, is used with in this process, where it is up."""
+    """Return the versions in this process, for a `kind` of device, cpu or cuda, that is initialised."""
     is_cuda = kind == "cuda"
     return Software(
         driver=_driver_version() if is_cuda else "",
@@ -55,15 +63,11 @@ def software(kind: str) -> Software:
 
 @cache
 def own_sources() -> str:
-    """Return a digest of what this process runs: of the files as they were at the first call, behind imports.
-
-    Files may be replaced while a process runs, as when Hearth is upgraded, and all that is forked from it.
-    """
+    """Return a digest of the files at the first call, right after imports: an upgrade may replace them."""
     return sources_digest(_PACKAGE)
 
 
 def sources_digest(package: Path) -> str:
-    """Return a digest of all that steps are made of."""
     found = hashlib.blake2b(digest_size=16)
     for name in _SOURCES:
         place = package / name
@@ -75,7 +79,7 @@ def sources_digest(package: Path) -> str:
 
 
 def _driver_version() -> str:
-    """Return the version of the kernel's driver; where that is hidden, as in some containers, CUDA's."""
+    """Return the version of the kernel driver; where that is hidden, as in some containers, CUDA's."""
     try:
         match = re.search(r"(?:Module|Kernel Module for \S+)\s+(\d+[.\d]+)", _DRIVER.read_text())
     except OSError:
@@ -88,7 +92,7 @@ def _driver_version() -> str:
 
 
 def _cublas_version() -> str:
-    """Return the version of the library that is loaded: torch's own, or one that the user has put first."""
+    """Return the version of the loaded library: torch's own, or one that the user has put first."""
     paths = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "/libcublas.so" in line}
     return " ".join(_library_version(path) for path in sorted(paths)) or "not loaded"
 
