@@ -14,11 +14,11 @@ from tests.store.stored import PATIENCE_S
 
 
 def until_ended(threads: StandingThreads, *acts: Callable[[], None]) -> None:
-    for errand in [threads.start(act) for act in acts]:
-        errand.join()
+    for task in [threads.start(act) for act in acts]:
+        task.join()
 
 
-def test_errands_that_follow_each_other_need_one_thread() -> None:
+def test_tasks_that_follow_each_other_need_one_thread() -> None:
     threads, idents = StandingThreads("test"), list[int]()
 
     for _ in range(5):
@@ -30,7 +30,7 @@ def test_errands_that_follow_each_other_need_one_thread() -> None:
     assert len(set(idents)) == 1
 
 
-def test_every_thread_begins_once_before_its_first_errand() -> None:
+def test_every_thread_begins_once_before_its_first_task() -> None:
     """A device is set for a thread, whatever it is to do then."""
     told, both = list[tuple[str, int]](), threading.Barrier(2, timeout=PATIENCE_S)
 
@@ -52,7 +52,7 @@ def test_every_thread_begins_once_before_its_first_errand() -> None:
     assert all(told.index(("begin", one)) < told.index(("act", one)) for one in begun)
 
 
-def test_errands_wait_for_no_other() -> None:
+def test_tasks_wait_for_no_other() -> None:
     threads, both = StandingThreads("test"), threading.Barrier(2, timeout=PATIENCE_S)
     until_ended(threads, lambda: None)
 
@@ -72,23 +72,23 @@ def test_a_thread_that_has_nothing_to_do_ends_and_another_comes() -> None:
     assert ends == ["done"]
 
 
-def test_an_errand_that_has_ended_holds_nothing() -> None:
+def test_an_task_that_has_ended_holds_nothing() -> None:
     class Held:
         def act(self) -> None:
             pass
 
     held = Held()
-    errand = StandingThreads("test").start(held.act)
-    errand.join()
+    task = StandingThreads("test").start(held.act)
+    task.join()
     seen = ref(held)
     del held
     give_up_s = time.monotonic() + PATIENCE_S
     while seen() is not None:  # it tells of its end before it lets go
-        assert time.monotonic() < give_up_s, "the errand still holds what it was for"
+        assert time.monotonic() < give_up_s, "the task still holds what it was for"
         time.sleep(0.001)
 
 
-def test_an_errand_for_which_there_can_be_no_thread_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_task_for_which_there_can_be_no_thread_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, done = StandingThreads("test"), list[str]()
 
     def refuse(thread: threading.Thread) -> None:
@@ -104,10 +104,10 @@ def test_an_errand_for_which_there_can_be_no_thread_is_never_done(monkeypatch: p
     assert done == ["taken"]
 
 
-def test_an_errand_is_done_and_ends_also_on_a_thread_that_cannot_begin(
+def test_an_task_is_done_and_ends_also_on_a_thread_that_cannot_begin(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As where its device is lost: whoever waits for the errand would wait for ever."""
+    """As where its device is lost: whoever waits for the task would wait for ever."""
 
     def lost() -> None:
         raise RuntimeError("the device is lost")

@@ -33,7 +33,7 @@ def setup_of(kind: str, kernels: Path) -> WorkerSetup:
     [
         (None, ""),
         (NativeCodeUnavailable("no cc", "install it"), "reason=`no cc` remedy=`install it`"),
-        (OSError("it broke"), "reason=`it broke` remedy=`mend what the reason says`"),
+        (OSError("it broke"), "reason=`it broke` remedy=`fix the cause given in the reason`"),
     ],
 )
 def test_a_worker_on_a_gpu_has_buffers_or_tells_why_loads_have_to_pin(

@@ -1,4 +1,4 @@
-"""The cgroups that limit this process: its own and all above them. Knows none of the limits."""
+"""The cgroups that limit this process: its own and their ancestors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ THIS_PROCESS = Path("/proc/self")
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """A directory of the kernel's with the limits of a group of processes, one file for each."""
+    """The directory of a cgroup, with one file per limit."""
 
     directory: Path
-    is_v2: bool  #: version 2, where one hierarchy has all controllers and files have other names
+    is_v2: bool  #: one hierarchy for all controllers, and other file names
 
     def words(self, name: str) -> list[str]:
-        """Return the words of a file; none where there is no such file."""
+        """Return the words of a file; [] if there is no such file."""
         return " ".join(lines_of(self.directory / name)).split()
 
 
 def cgroups_of(controller: str, proc: Path = THIS_PROCESS) -> Iterator[Cgroup]:
-    """Yield the cgroups of a process that `controller` may limit: each of their limits applies.
+    """Yield the cgroups of a process that `controller` may limit; all of their limits apply.
 
     `proc` holds the files `cgroup` and `mountinfo` of the process.
     """
@@ -35,7 +35,7 @@ def cgroups_of(controller: str, proc: Path = THIS_PROCESS) -> Iterator[Cgroup]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return the lines of a file of the kernel's; none where it has no such file."""
+    """Return the lines of a kernel file; [] if there is no such file."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -47,11 +47,11 @@ class _Mount:
     """A hierarchy of cgroups as this process sees it."""
 
     controller: str  #: empty in version 2
-    root: PurePosixPath  #: the cgroup that is seen at `point`: in a container usually the container's own
+    root: PurePosixPath  #: the cgroup at `point`: in a container usually the container's own
     point: Path
 
     def directories(self, cgroup: PurePosixPath) -> Iterator[Path]:
-        """Yield the directory of a cgroup and of all above it, as far as they are seen from here."""
+        """Yield the directory of a cgroup and of its visible ancestors."""
         inside = cgroup.relative_to(self.root) if cgroup.is_relative_to(self.root) else PurePosixPath()
         at = inside if ".." not in inside.parts else PurePosixPath()
         yield self.point / at
@@ -59,7 +59,7 @@ class _Mount:
 
 
 def _memberships(proc: Path) -> dict[str, PurePosixPath]:
-    """Return the process's cgroup by controller; lines of the file read `4:cpu,cpuacct:/a/b` or `0::/a/b`."""
+    """Return the process's cgroup by controller; lines are like `4:cpu,cpuacct:/a/b` or `0::/a/b`."""
     found: dict[str, PurePosixPath] = {}
     for line in lines_of(proc / "cgroup"):
         _, _, rest = line.partition(":")
@@ -86,5 +86,5 @@ def _mounts(controller: str, proc: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(path: str) -> str:
-    """Return a path of the kernel's with its blanks, which are written as octal numbers."""
+    """Decode the octal escapes of blanks in a path."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)

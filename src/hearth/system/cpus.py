@@ -1,9 +1,9 @@
-"""How many cores this process may use, how its threads wait, and how long for a core. Starts no thread.
+"""How many cores this process may use, and how its OpenMP threads wait.
 
-Between two parallel regions OpenMP's threads spin for a while, in the hope that the next one is near. Alone
-on a machine that gains a few percent; beside a busy process it takes cores from those that work, and then
-decoding is many times slower. So threads are told to sleep instead, unless the user has chosen. OpenMP reads
-its environment once, when torch loads it: `hearth/__init__.py` sees to it that this comes first.
+Between two parallel regions OpenMP's threads spin for a while. On an idle machine that gains a few percent;
+beside a busy process it takes cores from threads that work, and decoding becomes many times slower. So they
+sleep instead, unless the user has chosen. OpenMP reads its environment once, when torch loads it:
+`hearth/__init__.py` sets it before that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from hearth.system.cgroups import cgroups_of, lines_of
 
-#: Settings that make threads sleep as soon as they wait: GNU's OpenMP, which torch brings, and Intel's.
+#: Settings that make waiting threads sleep at once: of GNU's OpenMP, which torch ships, and Intel's.
 _SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-#: Settings by which a user chooses how GNU's threads wait, each with the value that makes them sleep.
+#: Settings of GNU's OpenMP that a user may choose, each with the value that makes threads sleep.
 _CHOICES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 _REMEDY = "`" + " ".join(f"{name}={value}" for name, value in _SLEEP.items()) + "`"
 
@@ -37,12 +37,12 @@ class WaitPolicy:
 
 @cache
 def wait_policy() -> WaitPolicy:
-    """Have the threads of this process and of its children sleep while they wait; later calls only answer."""
+    """Make waiting threads of this process and its children sleep; later calls return the result."""
     return set_wait_policy(os.environ, sys.modules)
 
 
 def set_wait_policy(environment: MutableMapping[str, str], modules: Collection[str]) -> WaitPolicy:
-    """Set in `environment` what a user has not set there; `modules` are those that are imported already."""
+    """Set what the user has not set in `environment`; `modules` are those already imported."""
     chosen = {name: environment[name].strip() for name in _CHOICES if environment.get(name, "").strip()}
     if not environment.get("KMP_BLOCKTIME", "").strip():
         environment["KMP_BLOCKTIME"] = _SLEEP["KMP_BLOCKTIME"]
@@ -58,25 +58,25 @@ def set_wait_policy(environment: MutableMapping[str, str], modules: Collection[s
 
 @cache
 def log_if_threads_spin() -> None:
-    """Log, once in this process, that threads spin although no user has chosen it."""
+    """Log, once per process, that threads spin although the user has not chosen it."""
     policy = wait_policy()
     if policy.spin_reason is not None and not policy.is_chosen:
         log.warning("fallback threads=spinning reason=`%s`", policy.spin_reason.replace("`", ""))
 
 
 def num_usable_cores(proc: Path = Path("/proc/self")) -> int:
-    """Return how many cores this process may keep busy: by its affinity and by the limits of its cgroups.
+    """Return how many cores this process may use, by its affinity and the limits of its cgroups.
 
-    A share of a core counts as a whole one. `proc` holds the files `cgroup` and `mountinfo` of the process.
+    A fraction of a core counts as a whole one. `proc` holds the process's files `cgroup` and `mountinfo`.
     """
     limits = [-(-limit.quota_us // limit.period_us) for limit in _limits(proc)]
     return max(1, min([len(os.sched_getaffinity(0)), *limits]))
 
 
 def queued_s(pid: int) -> float | None:
-    """Return how long the main thread of a process has been ready to run without a core to run on, so far.
+    """Return how long the main thread of a process has waited for a core so far.
 
-    None for a process that is gone, and where the kernel does not count it.
+    None: the process has ended, or the kernel does not count it.
     """
     words = " ".join(lines_of(Path(f"/proc/{pid}/schedstat"))).split()
     return int(words[1]) / 1e9 if len(words) == 3 and words[1].isdecimal() else None
@@ -84,14 +84,13 @@ def queued_s(pid: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Processor time that a cgroup may take in each period."""
+    """Processor time that a cgroup may use per period."""
 
     quota_us: int
     period_us: int
 
 
 def _limits(proc: Path) -> Iterator[_Limit]:
-    """Yield the limits of the process's cgroups and of all above them: each of them applies."""
     for cgroup in cgroups_of("cpu", proc):
         names = ("cpu.max",) if cgroup.is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         limit = _limit([word for name in names for word in cgroup.words(name)])
@@ -100,7 +99,7 @@ def _limits(proc: Path) -> Iterator[_Limit]:
 
 
 def _limit(words: Sequence[str]) -> _Limit | None:
-    """Return a limit of quota and period; None where there is none, or the words are no such numbers."""
+    """Parse quota and period; None: there is no limit."""
     if len(words) < 2 or not all(word.isdecimal() and int(word) > 0 for word in words[:2]):
         return None
     return _Limit(int(words[0]), int(words[1]))

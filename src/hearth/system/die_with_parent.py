@@ -1,4 +1,4 @@
-"""Ends a process together with the one that started it, whatever happens to either. Starts no process."""
+"""Ends a process together with its parent."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it is gone.
+    """Have the kernel kill this process when the thread that started it ends; ignore Ctrl-C and SIGTERM.
 
-    The end of standard input says the same; this is for a process that no longer listens.
+    A process that reads standard input also sees it close; this is for one that no longer reads.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C reaches every process of a terminal, and a service manager tells all to end, but what that means
-    # is for the parent to decide: it may have requests to finish.
+    # A terminal and a service manager signal all processes, but the parent decides: it may have requests to
+    # finish.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # as which a template is started
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # the template starts with it blocked

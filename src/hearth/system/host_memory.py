@@ -1,4 +1,4 @@
-"""How much memory this machine has for a process. Takes none of it."""
+"""How much host memory this process may use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hearth.system.cgroups import THIS_PROCESS, cgroups_of
 
 
 def machine_bytes(proc: Path = THIS_PROCESS) -> int:
-    """Return the machine's memory, or the least limit of the process's cgroups where that is lower."""
+    """Return the machine's memory, or the lowest limit of the process's cgroups if that is less."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for cgroup in cgroups_of("memory", proc):
         words = cgroup.words("memory.max" if cgroup.is_v2 else "memory.limit_in_bytes")
-        limits += [int(word) for word in words[:1] if word.isdecimal()]  # `max`: none here
+        limits += [int(word) for word in words[:1] if word.isdecimal()]  # `max`: no limit
     return min(limits)

@@ -1,8 +1,8 @@
-"""C files of the package as libraries, made by the machine's C compiler. Knows none of them, logs nothing.
+"""C files of the package, compiled to libraries by the machine's C compiler.
 
-Each lies beside the module that calls it, which does the same in Python where there is no compiler. That is
-the one that Triton needs as well; a file takes it a tenth of a second. No header of CUDA is needed: the few
-functions of a driver or library that such a file calls are passed to it as addresses.
+Each is beside the module that calls it, which falls back to Python without a compiler. Triton needs the same
+compiler; a file takes a tenth of a second. No CUDA headers are needed: functions of the driver are passed as
+addresses.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-#: Longest time for the compiler, which takes a tenth of a second; on a busy machine much longer.
+#: Time limit of the compiler, which usually takes a tenth of a second.
 COMPILER_S = 60.0
 _FLAGS = ("-O2", "-shared", "-fPIC")
 
 
 class NativeCodeUnavailable(OSError):
-    """Compiled code cannot be had on this machine; `remedy` says what can be done about it."""
+    """A C file cannot be compiled here; `remedy` says what to do about it."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason)
@@ -31,19 +31,19 @@ class NativeCodeUnavailable(OSError):
 
 
 def remedy_for(error: Exception) -> str:
-    """Return what can be done about an error for which Python has to do what compiled code would."""
-    return error.remedy if isinstance(error, NativeCodeUnavailable) else "mend what the reason says"
+    """Return what to do about an error of `native_library`."""
+    return error.remedy if isinstance(error, NativeCodeUnavailable) else "fix the cause given in the reason"
 
 
 def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
-    """Return the library made of a C file. Its calls let go of the interpreter's lock.
+    """Compile a C file to a library. Its calls release the interpreter's lock.
 
-    With `cache`, a directory of this user alone, the library is kept there and found again, by the source's
-    contents, the compiler and the machine. Without one no file stays.
+    With `cache`, a private directory, the library is kept there by the source's contents, the compiler and
+    the platform. Without it no file remains.
 
     Raises:
-        NativeCodeUnavailable: there is no compiler, or it refuses the file or takes too long, or the cache is
-            open to others.
+        NativeCodeUnavailable: there is no compiler, it fails or takes too long, or other users can write to
+            the cache.
         OSError: the library cannot be kept or loaded.
     """
     compiler = os.environ.get("CC") or "cc"
@@ -52,19 +52,18 @@ def native_library(source: Path, cache: Path | None = None) -> ctypes.CDLL:
             return ctypes.CDLL(str(_compiled(compiler, source, Path(folder))))
     _check_private(cache)
     kept = cache / f"{source.stem}-{_key(compiler, source)}.so"
-    with suppress(OSError):  # none yet, or one of another machine
+    with suppress(OSError):  # none yet, or of another machine
         library = ctypes.CDLL(str(kept))
-        os.utime(kept)  # what nobody uses is removed some day
+        os.utime(kept)  # unused files are pruned
         return library
     with tempfile.TemporaryDirectory(prefix=".native-", dir=cache) as folder:
         made = _compiled(compiler, source, Path(folder))
         _write_through(made)
-        # Under its name it is always whole, whoever else is making it now, and whenever the machine stops.
+        # Renamed when it is on disk, so that the file is always whole.
         return ctypes.CDLL(str(made.replace(kept)))
 
 
 def _compiled(compiler: str, source: Path, folder: Path) -> Path:
-    """Return a library that lies in a folder."""
     library = folder / f"{source.stem}.so"
     command = [compiler, *_FLAGS, "-o", str(library), str(source)]
     try:
@@ -81,7 +80,7 @@ def _compiled(compiler: str, source: Path, folder: Path) -> Path:
 
 
 def _write_through(path: Path) -> None:
-    """Have a file's bytes on disk: code of which a part is zeros may load, and would end the process."""
+    """Flush a file: a library with missing blocks may load, and would crash the process."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -90,14 +89,13 @@ def _write_through(path: Path) -> None:
 
 
 def _key(compiler: str, source: Path) -> str:
-    """Return a name for all that decides what a library is."""
-    told = "\0".join((compiler, *_FLAGS, sysconfig.get_platform())).encode()
-    return hashlib.sha256(told + b"\0" + source.read_bytes()).hexdigest()[:32]
+    build = "\0".join((compiler, *_FLAGS, sysconfig.get_platform())).encode()
+    return hashlib.sha256(build + b"\0" + source.read_bytes()).hexdigest()[:32]
 
 
 def _check_private(cache: Path) -> None:
-    """Raise OSError where another user could put a library in place of ours."""
+    """Raise NativeCodeUnavailable if another user could replace a library."""
     found = cache.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        reason = f"others than user {os.geteuid()} may write to {cache}, and a library is code"
-        raise NativeCodeUnavailable(reason, f"make {cache} this user's own, with mode 700")
+        reason = f"users other than {os.geteuid()} can write to {cache}, and a library is code"
+        raise NativeCodeUnavailable(reason, f"chown {cache} to this user, with mode 700")

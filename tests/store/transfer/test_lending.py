@@ -58,7 +58,7 @@ from hearth.store.transfer.lending import (
 )
 from hearth.store.transfer.loader import Loader, whole
 from hearth.store.transfer.loan import Loan
-from hearth.system.standing_threads import Errand
+from hearth.system.standing_threads import ThreadTask
 from tests.models.zoo import build
 from tests.store.stored import PATIENCE_S, GatedTiers, gated_tiers
 from tests.store.transfer.noted_driver import note_pins, places
@@ -711,7 +711,7 @@ def test_what_is_in_host_memory_is_lent_at_once_and_by_no_thread_of_its_own(
         for chunk in (loan := borrower.fetch(borrowed, [0, 1])):
             loan.release(chunk)
 
-        def start(act: Callable[[], None]) -> Errand:
+        def start(act: Callable[[], None]) -> ThreadTask:
             pytest.fail("a thread was asked for")
 
         monkeypatch.setattr(lender._senders, "start", start)

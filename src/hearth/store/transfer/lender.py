@@ -48,7 +48,7 @@ from hearth.store.transfer.lending import (
     send,
 )
 from hearth.store.transfer.record import Delivery, totals_by_rung
-from hearth.system.standing_threads import Errand, StandingThreads
+from hearth.system.standing_threads import StandingThreads, ThreadTask
 
 #: Held by a lender while it makes its socket, beside that.
 LOCK = "lending"
@@ -155,7 +155,7 @@ class _Session:
         #: Chunks that were sent and not released. Guarded by the lock: one thread adds, another takes away.
         self._lent: dict[int, HostChunk] = {}
         self._lock = threading.Lock()
-        self._sender: Errand | None = None
+        self._sender: ThreadTask | None = None
 
     def run(self) -> None:
         segment = self._tiers.segment

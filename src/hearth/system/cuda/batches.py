@@ -1,8 +1,8 @@
-"""Calls of CUDA's driver for many pages or chunks at once, made by `system/cuda/batches.c`. Keeps no books.
+"""Driver calls for many pages or chunks at once, made by `system/cuda/batches.c`.
 
-A thread that makes them one by one either holds the interpreter, which the thread of the steps needs, or
-lets go of it each time and waits to get it back. Here it lets go once for many megabytes, and waits for the
-bus without it. Where there is no C compiler calls are made one by one.
+A thread that makes them one by one either holds the interpreter, which the step thread needs, or releases it
+each time and waits to get it back. Here it releases it once for many megabytes. Without a C compiler callers
+make the calls one by one.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 class _Outcome(ctypes.Structure):
-    """How far a batch came, and which call of the driver failed, by its place in `_CALLS`."""
+    """How much of a batch was done, and which call failed, as an index of `_CALLS`."""
 
     _fields_ = (("call", ctypes.c_int), ("code", ctypes.c_int), ("num_done", ctypes.c_int64))
 
 
 @dataclass(frozen=True, slots=True)
 class ByteCopy:
-    """Bytes of host memory and where on the device they go, by their addresses."""
+    """A copy from host memory to the device, by addresses."""
 
     destination: int
     source: int
@@ -53,7 +53,7 @@ class ByteCopy:
 
 @dataclass(frozen=True, slots=True)
 class HandleRun:
-    """Pages one behind the other, and the handles to be mapped there; without any they are unmapped."""
+    """Consecutive pages, and the handles to map there; without any, the pages are unmapped."""
 
     address: int
     num_pages: int
@@ -70,19 +70,22 @@ class CudaBatches:
         self._calls = (ctypes.c_void_p * len(_CALLS))(*map(driver.address, _CALLS))
 
     def remap(self, page_bytes: int, runs: Sequence[HandleRun]) -> Iterator[int]:
-        """Unmap and map runs, in their order, and yield the number of each that was.
+        """Unmap and map runs in order, and yield the index of each that was done.
 
         Raises:
-            DeviceError: one was refused, of which nothing is mapped then; the rest is not tried.
+            DeviceError: a run was refused. Nothing of it is mapped, and the rest is not tried.
         """
         fields = [field for run in runs for field in (run.address, run.num_pages, len(run.handles))]
         handles = [handle for run in runs for handle in run.handles]
         outcome = _Outcome()
         self.driver.enter_context()
         self._library.hearth_remap(
-            *(self._calls, ctypes.c_size_t(page_bytes)),
-            *((ctypes.c_uint64 * len(fields))(*fields), ctypes.c_int64(len(runs))),
-            *((ctypes.c_uint64 * len(handles))(*handles), ctypes.byref(self.driver.access())),
+            self._calls,
+            ctypes.c_size_t(page_bytes),
+            (ctypes.c_uint64 * len(fields))(*fields),
+            ctypes.c_int64(len(runs)),
+            (ctypes.c_uint64 * len(handles))(*handles),
+            ctypes.byref(self.driver.access()),
             ctypes.byref(outcome),
         )
         yield from range(outcome.num_done)
@@ -97,7 +100,7 @@ class CudaBatches:
         max_queued: int,
         is_stopped: ctypes.c_int,
     ) -> _Outcome:
-        """Queue the copies of chunks, with an event behind each, while at most so many are under way.
+        """Queue the copies of chunks, each followed by an event, with at most `max_queued` chunks in flight.
 
         `events` has room for all chunks of a load, of which `num_before` were queued before.
         """
@@ -111,15 +114,21 @@ class CudaBatches:
         outcome = _Outcome()
         self.driver.enter_context()
         self._library.hearth_copy_chunks(
-            *(self._calls, ctypes.c_void_p(stream)),
-            *((ctypes.c_uint64 * len(fields))(*fields), (ctypes.c_int64 * len(ends))(*ends)),
-            *(events, ctypes.c_int64(num_before), ctypes.c_int64(len(chunks))),
-            *(ctypes.c_int64(max_queued), ctypes.byref(is_stopped), ctypes.byref(outcome)),
+            self._calls,
+            ctypes.c_void_p(stream),
+            (ctypes.c_uint64 * len(fields))(*fields),
+            (ctypes.c_int64 * len(ends))(*ends),
+            events,
+            ctypes.c_int64(num_before),
+            ctypes.c_int64(len(chunks)),
+            ctypes.c_int64(max_queued),
+            ctypes.byref(is_stopped),
+            ctypes.byref(outcome),
         )
         return outcome
 
     def destroy_events(self, events: ctypes.Array[ctypes.c_void_p]) -> None:
-        """Destroy events that `copy_chunks` has made. Nobody waits for one of them any more."""
+        """Destroy the events of `copy_chunks`. No thread may wait for them any more."""
         self.driver.enter_context()
         self._library.hearth_destroy_events(self._calls, events, ctypes.c_int64(len(events)))
 
@@ -130,12 +139,12 @@ class CudaBatches:
 
 
 class BatchedCopies:
-    """The copies of a load's chunks to the device, in order, on one stream, and an event behind each chunk.
+    """The copies of a load's chunks to the device, in order, on one stream, each chunk followed by an event.
 
-    Mutable: one thread queues, any may stop it, or wait for what was queued until it is closed.
+    Mutable: one thread queues; any may stop it, or wait for queued chunks until it is closed.
     """
 
-    max_batch = 8  #: chunks that are queued by one call: whoever waits for them is told behind the last
+    max_batch = 8  #: chunks per call; waiting threads are notified after the last
 
     def __init__(
         self,
@@ -145,7 +154,7 @@ class BatchedCopies:
         num_chunks: int,
         max_queued: int,
     ) -> None:
-        """`current_stream`: of the calling thread. `max_queued`: chunks that are under way at a time."""
+        """`current_stream`: of the calling thread. `max_queued`: chunks in flight at a time."""
         self._batches, self._driver = batches, batches.driver
         self._stream, self._current_stream, self._max_queued = stream, current_stream, max_queued
         self._events = (ctypes.c_void_p * num_chunks)()
@@ -153,23 +162,27 @@ class BatchedCopies:
         self.num_queued = 0
 
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
-        """Queue the copies of the next chunks, as there is room; fewer of them once it is stopped.
+        """Queue the copies of the next chunks; fewer of them once it is stopped.
 
         Raises:
-            DeviceError: the driver refused it. Of a chunk that does not count as queued no copy is under way.
+            DeviceError: the driver refused. Chunks beyond `num_queued` have no copy in flight.
         """
         outcome = self._batches.copy_chunks(
-            *(chunks, self._stream, self._events, self.num_queued, self._max_queued, self._is_stopped)
+            chunks,
+            self._stream,
+            events=self._events,
+            num_before=self.num_queued,
+            max_queued=self._max_queued,
+            is_stopped=self._is_stopped,
         )
         self.num_queued += outcome.num_done
         self._batches.check(outcome)
 
     def stop(self) -> None:
-        """Have no more copies be queued."""
         self._is_stopped.value = 1
 
     def wait(self, position: int) -> None:
-        """Return when the copies of a chunk have passed, by its place among those that were queued."""
+        """Block until the copies of a chunk are done. `position`: in the order of queueing."""
         self._driver.call("cuEventSynchronize", ctypes.c_void_p(self._events[position]))
 
     def has_passed(self, position: int) -> bool:
@@ -180,20 +193,20 @@ class BatchedCopies:
         return code == 0
 
     def have_stream_wait(self, position: int) -> None:
-        """Have what is queued on the current stream from now on wait for the copies of a chunk."""
+        """Make later work on the current stream wait for the copies of a chunk."""
         stream, event = ctypes.c_void_p(self._current_stream()), ctypes.c_void_p(self._events[position])
         self._driver.call_briefly("cuStreamWaitEvent", stream, event, ctypes.c_uint(0))
 
     def close(self) -> None:
-        """Give the events back. Everything has passed."""
+        """Destroy the events. All copies must be done."""
         self._batches.destroy_events(self._events)
         self._events = (ctypes.c_void_p * 0)()
 
 
 def native_calls(cache: Path | None = None) -> ctypes.CDLL | None:
-    """Return `system/cuda/batches.c` as a library; None, logged once, where it cannot be compiled.
+    """Return `system/cuda/batches.c` as a library; None, logged once: it cannot be compiled.
 
-    The first call of a process decides; `cache` is that of `native_library`.
+    The first call of a process determines the result; `cache` is that of `native_library`.
     """
     with _COMPILING:
         if not _FOUND:
@@ -202,7 +215,7 @@ def native_calls(cache: Path | None = None) -> ctypes.CDLL | None:
 
 
 def batches_of(driver: CudaDriver) -> CudaBatches | None:
-    """Return the batched calls of a driver; None where there is no C compiler."""
+    """Return the batched calls of a driver; None: there is no C compiler."""
     library = native_calls()
     return None if library is None else CudaBatches(driver, library)
 
@@ -216,10 +229,11 @@ def _compiled(cache: Path | None) -> ctypes.CDLL | None:
     except (OSError, AttributeError) as error:
         log.warning(
             "fallback driver_calls=interpreted reason=`%s` remedy=`%s`",
-            *(str(error).partition("\n")[0], remedy_for(error)),
+            str(error).partition("\n")[0],
+            remedy_for(error),
         )
         return None
 
 
-_COMPILING = threading.Lock()  #: models are loaded on many threads, and the compiler runs once
-_FOUND: list[ctypes.CDLL | None] = []  #: empty until somebody has asked
+_COMPILING = threading.Lock()  #: models load on several threads, and the compiler runs once
+_FOUND: list[ctypes.CDLL | None] = []  #: empty until the first call

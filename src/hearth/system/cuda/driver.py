@@ -1,10 +1,8 @@
-"""The calls of CUDA's driver that map memory and fill it, each one checked. Keeps no books, holds no memory.
+"""Calls of CUDA's driver that map and fill memory, by ctypes: torch has no such calls. Each is checked.
 
-Through ctypes, because torch has no such calls and no other package should be needed for a dozen of them.
-
-A call that takes long lets other threads run Python meanwhile. One of a few microseconds does not: beside a
-thread that computes, getting the interpreter back takes up to a hundred times longer than the call itself.
-Many calls at once are for `system/cuda/batches.py`.
+A long call releases the interpreter. A call of a few microseconds does not: beside a thread that computes,
+getting the interpreter back takes up to a hundred times longer. `system/cuda/batches.py` makes many calls at
+once.
 """
 
 from __future__ import annotations
@@ -59,21 +57,21 @@ class _Access(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver of one device, whose primary context it keeps alive. Any thread may call it."""
+    """The driver of one device. Keeps the primary context alive. Any thread may call it."""
 
     def __init__(self, device_index: int, library: ctypes.CDLL | None = None) -> None:
-        """Open the driver: that of the system, or a library with the same calls.
+        """Open the system's driver, or a `library` with the same calls.
 
-        Raises DeviceError where there is none, or no such device.
+        Raises DeviceError: there is no driver, or no such device.
         """
         try:
             self._library = library or ctypes.CDLL("libcuda.so.1")
-            #: The same, but its calls keep the interpreter.
+            #: The same library; its calls keep the interpreter.
             self._brief = ctypes.PyDLL(self._library._name, handle=self._library._handle)
         except OSError as error:
             raise DeviceError(f"CUDA's driver cannot be loaded: {error}; use `--device cpu`") from error
-        self._thread = threading.local()  #: `is_current`: the context is, on this thread
-        self._thread.is_current = True  # what comes before there is one needs none
+        self._thread = threading.local()  #: `is_current`: the context is set on this thread
+        self._thread.is_current = True  # calls before the context exists need none
         self.call("cuInit", ctypes.c_uint(0))
         device = ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(device_index))
@@ -95,17 +93,17 @@ class CudaDriver:
         return value.value != 0
 
     def granularity_bytes(self, *, is_exportable: bool, is_rdma_capable: bool) -> int:
-        """Return the bytes that the size of a handle has to be a multiple of."""
+        """Return the unit of handle sizes."""
         properties, value = self._properties(is_exportable, is_rdma_capable), ctypes.c_size_t()
         minimum = ctypes.c_int(MEM_ALLOC_GRANULARITY_MINIMUM)
         self.call("cuMemGetAllocationGranularity", ctypes.byref(value), ctypes.byref(properties), minimum)
         return value.value
 
     def creator(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> Callable[[], int]:
-        """Return what makes a handle, at each call, to memory that is mapped nowhere yet; for one thread.
+        """Return a function that allocates memory and returns its handle, for use by one thread.
 
-        A worker makes thousands when it starts, so what they have in common is made once. The call raises
-        OutOfDeviceMemory if there is none.
+        A worker allocates thousands at its start, so their arguments are built once. The function raises
+        OutOfDeviceMemory.
         """
         properties, handle = self._properties(is_exportable, is_rdma_capable), ctypes.c_ulonglong()
         size, flags = ctypes.c_size_t(num_bytes), ctypes.c_ulonglong(0)
@@ -124,8 +122,11 @@ class CudaDriver:
         address = ctypes.c_ulonglong()
         self.call(
             "cuMemAddressReserve",
-            *(ctypes.byref(address), ctypes.c_size_t(num_bytes), ctypes.c_size_t(0)),
-            *(ctypes.c_ulonglong(wanted or 0), ctypes.c_ulonglong(0)),
+            ctypes.byref(address),
+            ctypes.c_size_t(num_bytes),
+            ctypes.c_size_t(0),
+            ctypes.c_ulonglong(wanted or 0),
+            ctypes.c_ulonglong(0),
         )
         return address.value
 
@@ -133,9 +134,9 @@ class CudaDriver:
         self.call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
 
     def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
-        """Map handles one behind the other, for reading and writing by this device.
+        """Map handles of `num_bytes` each to consecutive addresses, readable and writable by this device.
 
-        Access is allowed for all of them at once, which takes hardly longer than for one.
+        Access is set once for all of them, which takes hardly longer than for one.
         """
         zero, size = ctypes.c_ulonglong(0), ctypes.c_size_t(num_bytes)
         mapped_bytes = 0
@@ -154,20 +155,20 @@ class CudaDriver:
             raise
 
     def access(self) -> ctypes.Structure:
-        """Return what cuMemSetAccess takes: this device reads and writes."""
+        """Return the argument of cuMemSetAccess that lets this device read and write."""
         return _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self.call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
 
     def copy_from_host(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        """Queue a copy between addresses. From memory that is not pinned it is partly done by this call."""
+        """Queue a copy. From memory that is not pinned, this call blocks for part of it."""
         call = self.call_briefly if self._is_pinned(source) else self.call
         where, what = ctypes.c_ulonglong(destination), ctypes.c_void_p(source)
         call("cuMemcpyHtoDAsync_v2", where, what, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
 
     def register_host(self, address: int, num_bytes: int) -> int:
-        """Pin host memory for every device; returns the driver's code, 0 if it is pinned."""
+        """Pin host memory for all devices; return the driver's code, 0 on success."""
         self._enter_context()
         where, size = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)
         flags = ctypes.c_uint(MEMHOSTREGISTER_PORTABLE)
@@ -178,18 +179,20 @@ class CudaDriver:
         return int(self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
     def _is_pinned(self, address: int) -> bool:
-        """True if a host address was registered; of others the driver says that they are none of its own."""
+        """True if a host address is pinned; the driver does not know others."""
         kind, which = ctypes.c_uint(), ctypes.c_int(POINTER_ATTRIBUTE_MEMORY_TYPE)
         code = self._brief.cuPointerGetAttribute(ctypes.byref(kind), which, ctypes.c_ulonglong(address))
         return bool(code == 0 and kind.value == MEMORYTYPE_HOST)
 
     def export(self, handle: int) -> int:
-        """A file descriptor, for the caller to close, with which another process can map the memory."""
+        """Return a file descriptor by which another process can map the memory. The caller closes it."""
         fd = ctypes.c_int()
         self.call(
             "cuMemExportToShareableHandle",
-            *(ctypes.byref(fd), ctypes.c_ulonglong(handle)),
-            *(ctypes.c_int(MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR), ctypes.c_ulonglong(0)),
+            ctypes.byref(fd),
+            ctypes.c_ulonglong(handle),
+            ctypes.c_int(MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+            ctypes.c_ulonglong(0),
         )
         return fd.value
 
@@ -203,7 +206,7 @@ class CudaDriver:
         return properties
 
     def declare(self, types_by_call: Mapping[str, Sequence[type]]) -> None:
-        """Let calls take plain numbers, by the types of their arguments.
+        """Declare argument types, so that calls take plain numbers.
 
         Raises:
             DeviceError: the driver has no such call.
@@ -217,19 +220,15 @@ class CudaDriver:
                 ) from error
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call the driver by the name that its library exports, from any thread.
-
-        Raises:
-            DeviceError: the driver says that it failed.
-        """
+        """Make a driver call. Raises DeviceError if it fails."""
         self._enter_context()
         self._check(getattr(self._library, name)(*arguments), name, arguments)
 
     def call_each(self, name: str, calls: Iterable[tuple[object, ...]]) -> None:
-        """Make a call for each row of arguments: a few microseconds less for each than by `call`.
+        """Make a call for each row of arguments, a few microseconds faster than by `call`.
 
         Raises:
-            DeviceError: as `call`; the rest is not called.
+            DeviceError: one failed; the rest is not called.
         """
         self._enter_context()
         function = getattr(self._library, name)
@@ -238,36 +237,36 @@ class CudaDriver:
                 self._check(code, name, arguments)
 
     def address(self, name: str) -> int:
-        """Return where the driver has a call, for native code to make it, in this driver's context."""
+        """Return the address of a driver call, for native code."""
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
 
     def enter_context(self) -> int:
-        """Have native code of this thread call the driver in this context, which is returned."""
+        """Set the context on this thread, for native code, and return it."""
         self._enter_context()
         return self.context
 
     def refused(self, name: str, num_arguments: int, code: int) -> NoReturn:
-        """Raise what `call` would have raised for a call that native code has made."""
+        """Raise the DeviceError of a call that native code has made."""
         assert code != 0, f"{name} has not failed"
         self._check(code, name, (None,) * num_arguments)
         raise AssertionError("unreachable")
 
     def succeeds(self, name: str, *arguments: object) -> bool:
-        """Make a call whose failure is an answer."""
+        """Make a call that may fail; True: it did not."""
         self._enter_context()
         return bool(getattr(self._library, name)(*arguments) == 0)
 
     def call_briefly(self, name: str, *arguments: object) -> None:
-        """Make a call of a few microseconds, as `call`, and keep the interpreter."""
+        """Make a call of a few microseconds without releasing the interpreter. Raises DeviceError."""
         self._check(self.code_of(name, *arguments), name, arguments)
 
     def code_of(self, name: str, *arguments: object) -> int:
-        """Make a call of a few microseconds and return the driver's code, which is an answer."""
+        """Make a call of a few microseconds and return the driver's code."""
         self._enter_context()
         return int(getattr(self._brief, name)(*arguments))
 
     def _enter_context(self) -> None:
-        """Set the context: a thread that torch has not been used on has none, and calls would fail there."""
+        """Set the context on this thread, which has none if torch was not used on it."""
         if not getattr(self._thread, "is_current", False):
             self._check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
             self._thread.is_current = True

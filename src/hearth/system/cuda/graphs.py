@@ -1,8 +1,7 @@
-"""The calls of CUDA's driver about graphs, their nodes and the functions in them. Keeps no graph.
+"""Calls of CUDA's driver for graphs, their nodes and functions.
 
-What the driver reads and writes are arrays of its own structures, so that hundreds of nodes need no object
-each. All numbers are those of CUDA 13.0's `cuda.h`. It names the calls without `_v2`; the library exports
-older ones under those names.
+Nodes are read and written as arrays of the driver's structures. Constants are those of CUDA 13.0's `cuda.h`,
+which names the calls without `_v2`; the library exports older versions under those names.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ FUNC_ATTRIBUTE_NUM_REGS = 4
 FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 
-#: What decides how a node's kernel is launched besides its parameters: access policy window, cooperative,
-#: cluster dimension and scheduling, priority, domains of memory synchronisation, preferred cluster dimension,
-#: carve-out of shared memory. All others are for launches alone, or for nodes that a device changes.
+#: Attributes of a kernel's node: access policy window, cooperative, cluster dimension and scheduling,
+#: priority, memory synchronisation domains, preferred cluster dimension, shared memory carve-out. All others
+#: are for launches, or for nodes that the device updates.
 NODE_ATTRIBUTES = (1, 2, 4, 5, 8, 9, 10, 11, 14)
 LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
 LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE = 5
@@ -50,17 +49,31 @@ KERNEL_NODE = np.dtype(
 #: CUDA_MEMSET_NODE_PARAMS_v1
 MEMSET_NODE = np.dtype(
     [
-        *(("target", "<u8"), ("pitch", "<u8"), ("value", "<u4")),
-        *(("element_bytes", "<u4"), ("width", "<u8"), ("height", "<u8")),
+        ("target", "<u8"),
+        ("pitch", "<u8"),
+        ("value", "<u4"),
+        ("element_bytes", "<u4"),
+        ("width", "<u8"),
+        ("height", "<u8"),
     ]
 )
 #: CUDA_MEMCPY3D_v2. It has no gaps: numpy would leave them out of a copy.
 MEMCPY_NODE = np.dtype(
     [
-        *(("source_at", "<u8", 4), ("source_kind", "<u8"), ("source_host", "<u8"), ("source", "<u8")),
-        *(("source_array", "<u8"), ("source_reserved", "<u8"), ("source_pitch", "<u8", 2)),
-        *(("target_at", "<u8", 4), ("target_kind", "<u8"), ("target_host", "<u8"), ("target", "<u8")),
-        *(("target_array", "<u8"), ("target_reserved", "<u8"), ("target_pitch", "<u8", 2)),
+        ("source_at", "<u8", 4),
+        ("source_kind", "<u8"),
+        ("source_host", "<u8"),
+        ("source", "<u8"),
+        ("source_array", "<u8"),
+        ("source_reserved", "<u8"),
+        ("source_pitch", "<u8", 2),
+        ("target_at", "<u8", 4),
+        ("target_kind", "<u8"),
+        ("target_host", "<u8"),
+        ("target", "<u8"),
+        ("target_array", "<u8"),
+        ("target_reserved", "<u8"),
+        ("target_pitch", "<u8", 2),
         ("extent", "<u8", 3),
     ]
 )
@@ -102,10 +115,10 @@ Handles = npt.NDArray[np.uint64]
 
 
 class CudaGraphs:
-    """The graph calls of one device's driver. Any thread may call it, one graph by one thread at a time."""
+    """The graph calls of one device's driver. Any thread may call it; a graph is used by one at a time."""
 
     def __init__(self, driver: CudaDriver) -> None:
-        """Declare the calls. Raises DeviceError where the driver lacks one."""
+        """Raises DeviceError: the driver lacks a call."""
         driver.declare(_CALLS)
         self._driver = driver
 
@@ -120,7 +133,7 @@ class CudaGraphs:
         return nodes
 
     def edges(self, graph: int) -> tuple[Handles, Handles, npt.NDArray[np.void]]:
-        """Return the node that each edge comes from, the one that it goes to, and its data."""
+        """Return the source, the target and the data of each edge."""
         count = c_size_t()
         self._driver.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
         sources, targets = (np.zeros(count.value, np.uint64) for _ in range(2))
@@ -131,13 +144,13 @@ class CudaGraphs:
         return sources, targets, data
 
     def kinds(self, nodes: Handles) -> npt.NDArray[np.int32]:
-        """Return the type of each node, one of `GRAPH_NODE_TYPE_*` or another."""
+        """Return the type of each node, such as `GRAPH_NODE_TYPE_KERNEL`."""
         kinds = np.zeros(len(nodes), np.int32)
         self._driver.call_each("cuGraphNodeGetType", zip(nodes.tolist(), _rows(kinds), strict=True))
         return kinds
 
     def kernel_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
-        """Return `KERNEL_NODE` of each node. What they point at is the graph's, and goes with it."""
+        """Return `KERNEL_NODE` of each node. The graph owns the memory that they point at."""
         return self._params("cuGraphKernelNodeGetParams_v2", nodes, KERNEL_NODE)
 
     def memset_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
@@ -152,9 +165,9 @@ class CudaGraphs:
         return params
 
     def attributes(self, nodes: Handles) -> npt.NDArray[np.uint8]:
-        """Return all of `NODE_ATTRIBUTES` of each kernel's node: [nodes, attributes, bytes].
+        """Return `NODE_ATTRIBUTES` of each kernel's node: [nodes, attributes, bytes].
 
-        Those that the driver does not know are zero.
+        Attributes that the driver does not know are zero.
         """
         values = np.zeros((len(nodes), len(NODE_ATTRIBUTES), ATTRIBUTE_BYTES), np.uint8)
         call = "cuGraphKernelNodeGetAttribute"
@@ -173,7 +186,7 @@ class CudaGraphs:
         return graph.value or 0
 
     def add_kernels(self, graph: int, params: npt.NDArray[np.void]) -> Handles:
-        """Add a node for each `KERNEL_NODE`, which is copied with all that it points at."""
+        """Add a node for each `KERNEL_NODE`, which is copied with its parameters."""
         nodes = np.zeros(len(params), np.uint64)
         calls = zip(_rows(nodes), _rows(params), strict=True)
         self._driver.call_each("cuGraphAddKernelNode_v2", ((node, graph, None, 0, at) for node, at in calls))
@@ -200,7 +213,7 @@ class CudaGraphs:
         self._driver.call("cuGraphKernelNodeSetAttribute", node, attribute, value)
 
     def copy_attributes(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Give the first node of each pair the attributes of the second, which is of the same kernel."""
+        """Copy to the first node of each pair the attributes of the second, which has the same kernel."""
         self._driver.call_each("cuGraphKernelNodeCopyAttributes", pairs)
 
     def add_edges(self, graph: int, sources: Handles, targets: Handles, data: npt.NDArray[np.void]) -> None:
@@ -209,7 +222,7 @@ class CudaGraphs:
             self._driver.call("cuGraphAddDependencies_v2", graph, *arrays, len(sources))
 
     def instantiate(self, graph: int) -> int:
-        """Return an executable graph, which needs the graph no more."""
+        """Return an executable graph, which is independent of the graph."""
         executable = c_void_p()
         self._driver.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
         return executable.value or 0
@@ -223,34 +236,32 @@ class CudaGraphs:
     def destroy_executable(self, executable: int) -> None:
         self._driver.call("cuGraphExecDestroy", executable)
 
-    # For native code that builds a graph by itself.
+    # For native code.
 
     def address(self, call: str) -> int:
-        """Return where the driver has a call."""
         return self._driver.address(call)
 
     def enter_context(self) -> int:
-        """Make the device's context current on this thread, and return it."""
         return self._driver.enter_context()
 
     def refused(self, call: str, code: int) -> NoReturn:
-        """Raise the DeviceError of a call that the driver has refused to native code."""
+        """Raise the DeviceError of a call that native code has made."""
         self._driver.refused(call, len(_CALLS[call]), code)
 
     # Functions.
 
     def function_of(self, kernel: int) -> int:
-        """Return the function of a kernel that belongs to a library, in the device's context."""
+        """Return the function of a `CUkernel` in the device's context."""
         function = c_void_p()
         self._driver.call("cuKernelGetFunction", ctypes.byref(function), kernel)
         return function.value or 0
 
     def load(self, function: int) -> None:
-        """Load a function, as libraries do when they first use one; nothing happens where it is loaded."""
+        """Load a function unless it is loaded; libraries do so on first use."""
         self._driver.call("cuFuncLoad", function)
 
     def name(self, function: int) -> str:
-        """Return the name of a function, as its compiler has mangled it."""
+        """Return the mangled name of a function."""
         name = ctypes.c_char_p()
         self._driver.call("cuFuncGetName", ctypes.byref(name), function)
         return (name.value or b"").decode()
@@ -266,7 +277,7 @@ class CudaGraphs:
         return found
 
     def function_attribute(self, function: int, attribute: int) -> int:
-        """Return an attribute of a function that is loaded."""
+        """Return an attribute of a loaded function."""
         value = c_int()
         self._driver.call("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
         return value.value
@@ -280,7 +291,7 @@ class CudaGraphs:
         return module.value or 0
 
     def functions(self, module: int) -> Sequence[int]:
-        """Return all functions of a module; those that nobody has used are not loaded yet."""
+        """Return all functions of a module, which may not be loaded yet."""
         count = c_uint()
         self._driver.call("cuModuleGetFunctionCount", ctypes.byref(count), module)
         functions = np.zeros(count.value, np.uint64)
@@ -290,7 +301,7 @@ class CudaGraphs:
         return found
 
     def memory_at(self, value: int) -> int | None:
-        """Return the type of memory at an address, such as `MEMORYTYPE_HOST`; None: the driver knows none."""
+        """Return the type of memory at an address, such as `MEMORYTYPE_HOST`; None: the driver has none."""
         kind = c_uint()
         attribute = POINTER_ATTRIBUTE_MEMORY_TYPE
         is_known = self._driver.succeeds("cuPointerGetAttribute", ctypes.byref(kind), attribute, value)
@@ -299,7 +310,7 @@ class CudaGraphs:
 
 def _rows(array: npt.NDArray[np.generic]) -> range:
     """Return the address of each row of an array."""
-    if not len(array):  # whose rows numpy says to be 0 bytes apart
+    if not len(array):  # its strides may be 0
         return range(0)
     begin, step = array.ctypes.data, array.strides[0]
     return range(begin, begin + len(array) * step, step)
