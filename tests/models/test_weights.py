@@ -166,7 +166,7 @@ def test_a_stage_in_the_middle_needs_its_own_layers_only(name: str) -> None:
     [
         (0, 160 * 64 * 4 - 1, "embed.weight: bytes 0:40960 of a base of 40959"),
         (-16, 160 * 64 * 4, "embed.weight: bytes -16:40944"),
-        (4, 160 * 64 * 4 + 4, "embed.weight: address=.* is no multiple of 16"),
+        (4, 160 * 64 * 4 + 4, "embed.weight: address=.* is not a multiple of 16"),
     ],
 )
 def test_place_out_of_bounds_or_alignment_is_our_bug(offset: int, num_bytes: int, message: str) -> None:

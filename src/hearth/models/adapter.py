@@ -1,15 +1,15 @@
-"""A LoRA adapter as data: which projections of its base it changes, by which ranks, where its bytes lie.
+"""A LoRA adapter as data: which projections of its base it changes, their ranks, and the layout of its bytes.
 
-An adapter adds `b @ (a @ x)` to the output of a projection. Several of a checkpoint's projections are one in
-the base (q, k and v; gate and up), so a target is such a fused projection, and its slices are those rows of
-its output that have factors of their own:
+An adapter adds `b @ (a @ x)` to the output of a projection. Several projections of a checkpoint are one in
+the base (q, k and v; gate and up), so a target is such a fused projection, and its slices are the rows of its
+output that have their own factors:
 
     target: a [sum of the slices' ranks, inputs of the projection]
             b of the first slice [its rank, its rows] | b of the second | ...
 
-The scale is multiplied into `b`, which lies transposed: whoever adds to some outputs of one row reads whole
-lines of it, whatever the rank. Its rows are filled up to a multiple of 8 numbers. Factors lie in forward
-order, those of a layer behind each other, each at a multiple of 256 bytes. Knows no files, holds no bytes.
+The scale is multiplied into `b`, which is stored transposed: a kernel that computes some outputs of a row
+reads whole lines of it, whatever the rank. Its rows are padded to a multiple of 8 numbers. Factors are in
+forward order, each at a multiple of 256 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from enum import StrEnum
 from hearth.core.sizes import FACTOR_ROW_ALIGNMENT, MAX_ADAPTER_SLICES, Dimensions, target_fields
 from hearth.models.layout import STORED_ITEM_BYTES, ByteRange
 
-#: Factors begin at multiples of it, as kernels want them.
+#: Factors begin at multiples of it, as kernels need.
 FACTOR_ALIGNMENT_BYTES = 256
 #: The largest rank of one slice, and the most slices of a target.
 MAX_RANK, MAX_SLICES = 256, MAX_ADAPTER_SLICES
@@ -41,12 +41,12 @@ _NUMBER_OF = {projection: number for number, projection in enumerate(Projection)
 
 
 def target_index(layer: int, projection: Projection) -> int:
-    """Return the place of a layer's projection in the table of an adapter."""
+    """Return the row of a layer's projection in the table of an adapter."""
     return layer * len(_NUMBER_OF) + _NUMBER_OF[projection]
 
 
 def projection_shape(dimensions: Dimensions, projection: Projection) -> tuple[int, int]:
-    """Return how many outputs and inputs a projection has."""
+    """Return the numbers of outputs and inputs."""
     match projection:
         case Projection.QKV:
             return dimensions.qkv_size, dimensions.hidden_size
@@ -60,7 +60,7 @@ def projection_shape(dimensions: Dimensions, projection: Projection) -> tuple[in
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlice:
-    """Rows of a projection's output that an adapter changes by factors of one rank."""
+    """Rows of a projection's output that an adapter changes, with one rank."""
 
     begin: int
     size: int
@@ -68,7 +68,7 @@ class AdapterSlice:
 
     @property
     def row_size(self) -> int:
-        """How far the rows of its second factor lie apart."""
+        """The stride of its second factor's rows."""
         return -(-self.size // FACTOR_ROW_ALIGNMENT) * FACTOR_ROW_ALIGNMENT
 
 
@@ -83,18 +83,18 @@ class AdapterTarget:
 
     @property
     def rank(self) -> int:
-        """The rows of its first factor: the ranks of all slices."""
+        """The rows of its first factor: the sum of its slices' ranks."""
         return sum(part.rank for part in self.slices)
 
     @property
     def factor_sizes(self) -> list[int]:
-        """The numbers in its first factor, and in the second one of each slice with what its rows end in."""
+        """Elements of its first factor, and of each slice's second one with padding."""
         return [self.rank * self.num_inputs, *(part.row_size * part.rank for part in self.slices)]
 
 
 @dataclass(frozen=True, slots=True)
 class FactorPlaces:
-    """Where the factors of a target lie in an adapter's bytes."""
+    """The offsets of a target's factors in an adapter's bytes."""
 
     target: AdapterTarget
     a: int
@@ -103,21 +103,21 @@ class FactorPlaces:
 
 @dataclass(frozen=True, slots=True)
 class RelativeTable:
-    """The numbers by which kernels find an adapter, but for where the bytes of its layers lie.
+    """The table by which kernels find an adapter, with addresses relative to its layers.
 
-    Made when an adapter is looked up: whoever has its bytes come, between two steps, adds addresses.
+    Made when an adapter is looked up; loading it, between two steps, only adds addresses.
     """
 
     targets: array[int]  #: int64 [places]: `target_index` of each
-    #: int64 [places, TARGET_FIELDS]: addresses are counted from the first byte of the layer.
+    #: int64 [places, TARGET_FIELDS]: addresses are relative to the first byte of the layer.
     fields: array[int]
-    weights: tuple[int, ...]  #: how many numbers the factors have, by projection
-    #: How many numbers of a row are read and written, by projection: inputs once, outputs twice.
+    weights: tuple[int, ...]  #: elements of the factors, by projection
+    #: Elements that are read and written per row, by projection: inputs once, outputs twice.
     row_weights: tuple[int, ...]
 
     @staticmethod
     def of(places: Iterable[FactorPlaces], begins: Mapping[int, int]) -> RelativeTable:
-        """Return the table of places, given where the bytes of each layer begin."""
+        """Return the table of places, given the offset of each layer."""
         targets, fields, weights = array("q"), array("q"), [0] * len(_NUMBER_OF)
         row_weights = weights.copy()
         for place in places:
@@ -139,19 +139,19 @@ class RelativeTable:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """All targets of an adapter in forward order, and where each factor lies."""
+    """All targets of an adapter in forward order, with the offsets of their factors."""
 
     dtype: str  #: of all factors: one of COMPUTED_DTYPES
     places: tuple[FactorPlaces, ...]
     #: The bytes of each layer that has targets, in order; they touch.
     layers: tuple[tuple[int, ByteRange], ...]
     num_bytes: int
-    layer_sizes: tuple[int, ...] = field(compare=False, repr=False)  #: which follow from the layers
-    table: RelativeTable = field(compare=False, repr=False)  #: which follows from the rest
+    layer_sizes: tuple[int, ...] = field(compare=False, repr=False)  #: derived from the layers
+    table: RelativeTable = field(compare=False, repr=False)  #: derived from the rest
 
     @staticmethod
     def of(targets: Iterable[AdapterTarget], dtype: str) -> AdapterLayout:
-        """Lay out targets that are in forward order."""
+        """Lay out targets, which must be in forward order."""
         item_bytes = STORED_ITEM_BYTES[dtype]
         places: list[FactorPlaces] = []
         begins: dict[int, int] = {}

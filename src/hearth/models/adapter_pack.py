@@ -1,7 +1,7 @@
-"""Packs LoRA factors into an adapter's bytes: fused, scaled, sorted as the base's rows are. Touches no files.
+"""Packs LoRA factors into an adapter's bytes: fused, scaled, in the order of the base's rows.
 
-Which module of a checkpoint is which part of a projection follows from the name map of the base's family, as
-it does for weights. A projection whose heads are interleaved there has its `b` sorted into q, k and v.
+The name map of the base's family says which module of a checkpoint is which part of a projection, as for
+weights. Where a checkpoint interleaves heads, `b` is sorted into q, k and v.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LoraModules = Mapping[str, LoraModule]
 
 @dataclass(frozen=True, slots=True)
 class _ModulePlace:
-    """Where a module's outputs lie among those of a projection."""
+    """The position of a module's outputs among those of a projection."""
 
     layer: int
     projection: Projection
@@ -55,7 +55,7 @@ class _ModulePlace:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """The factors of an adapter as a checkpoint has them, found to fit a base."""
+    """The factors of an adapter in a checkpoint, checked against a base."""
 
     arch: Arch
     layout: AdapterLayout
@@ -90,7 +90,7 @@ class AdapterSource:
         return AdapterSource(arch, AdapterLayout.of(targets, dtype), checkpoint, found)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the adapter's bytes in order and without gaps, each piece made when it is asked for.
+        """Yield the adapter's bytes in order and without gaps, each piece made on demand.
 
         Raises BadCheckpoint for a value that is not finite, or too large for the dtype.
         """
@@ -104,7 +104,6 @@ class AdapterSource:
         yield memoryview(bytes(self.layout.num_bytes - done))
 
     def _factors(self, place: FactorPlaces) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the factors of a target with their offsets."""
         target = place.target
         modules = [self.modules[target.layer, target.projection, part.begin] for part in target.slices]
         yield place.a, torch.cat([self._stored(module.a, 1.0) for module in modules])
@@ -130,7 +129,7 @@ class AdapterSource:
 
 
 def target_names(family: str) -> list[str]:
-    """Return what a family calls the modules that can be adapted, as PEFT's `target_modules` names them."""
+    """Return a family's names of the modules that can be adapted, as in PEFT's `target_modules`."""
     modules = NAMES[family].modules
     return [template.rpartition(".")[2] for one in Projection for template in modules[one]]
 
@@ -150,14 +149,14 @@ def _part_of(arch: Arch, module: str) -> _ModulePlace:
             if match is not None and int(match[1]) < arch.num_layers:
                 return _ModulePlace(int(match[1]), projection, sum(sizes[:index]), sizes[index])
     raise BadCheckpoint(
-        f"the adapter changes `{module:.120}`, which is no attention or MLP projection of the base: it is of "
-        f"family {arch.family} with {arch.num_layers} layers; choose another base, or train with "
+        f"the adapter changes `{module:.120}`, which is not an attention or MLP projection of the base: "
+        f"family {arch.family}, {arch.num_layers} layers; choose another base, or train with "
         f"`target_modules` among {', '.join(target_names(arch.family))}"
     )
 
 
 def _rank(arch: Arch, part: _ModulePlace, module: LoraModule, checkpoint: Checkpoint) -> int:
-    """Return the rank of a module's factors, whose shapes must be those of the base."""
+    """Return the rank of a module's factors. Raises BadCheckpoint: their shapes do not fit the base."""
     a, b = checkpoint[module.a].shape, checkpoint[module.b].shape
     num_inputs = projection_shape(arch.dimensions, part.projection)[1]
     for name, shape, size, at in ((module.a, a, num_inputs, 1), (module.b, b, part.size, 0)):

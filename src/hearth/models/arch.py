@@ -1,4 +1,4 @@
-"""The one description that the decoder follows: a model family is a way to fill it in. No tensors here.
+"""The architecture of a model, as the decoder needs it. A model family is a way to fill it in.
 
 Canonical tensors, in the order in which the forward pass needs them (`models/layout.py`):
 
@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from hearth.core.sizes import Dimensions
 
-#: Far more than any model has; checked before anything is done for each of them.
+#: Far more than any model has: a limit for damaged configs.
 MAX_LAYERS = 10_000
 
 
@@ -52,7 +52,7 @@ class Residual(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3's stretch of the low rotary frequencies."""
+    """Llama 3's scaling of the low rotary frequencies."""
 
     factor: float
     low_freq_factor: float
@@ -72,12 +72,12 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """The architecture of a model: all that the decoder needs to know of it."""
+    """The architecture of a model."""
 
     family: str
     vocab_size: int
     hidden_size: int
-    embed_size: int  #: width of the embedding; apart from hidden_size only in OPT-350m
+    embed_size: int  #: width of the embedding; differs from hidden_size only in OPT-350m
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -104,7 +104,7 @@ class Arch:
 
     @property
     def dimensions(self) -> Dimensions:
-        """The numbers that its memory follows from."""
+        """The numbers that determine memory sizes."""
         return Dimensions(
             num_layers=self.num_layers,
             num_heads=self.num_heads,

@@ -1,4 +1,4 @@
-"""Tensors for the buffers that `hearth/core/sizes.py` describes. Decides no size."""
+"""Tensors for the buffers that `core/sizes.py` describes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ _DTYPES = {
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype, as buffers have it."""
+    """Return the name of a dtype, as in `Buffer.dtype`."""
     return str(dtype).removeprefix("torch.")
 
 
 def zeros(buffer: Buffer, device: torch.device) -> torch.Tensor:
-    """Memory of its own, all zero."""
     return torch.zeros(buffer.shape, dtype=_DTYPES[buffer.dtype], device=device)
 
 
 def zeroed(
     buffers: Mapping[str, Buffer], device: torch.device, memory: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Zero tensors for buffers: behind each other in `memory` (uint8), or each with memory of its own."""
+    """Return zero tensors for buffers, consecutive in `memory` (uint8), or newly allocated."""
     if memory is None:
         return {name: zeros(buffer, device) for name, buffer in buffers.items()}
     memory.zero_()
@@ -44,7 +43,7 @@ def zeroed(
 
 
 def views(buffers: Mapping[str, Buffer], base: torch.Tensor) -> dict[str, torch.Tensor]:
-    """View `base` (uint8) as buffers behind each other, each at its aligned place."""
+    """View `base` (uint8) as consecutive buffers, each aligned."""
     found, offset = {}, 0
     for name, buffer in buffers.items():
         found[name] = view(buffer, base, offset)
@@ -53,6 +52,5 @@ def views(buffers: Mapping[str, Buffer], base: torch.Tensor) -> dict[str, torch.
 
 
 def view(buffer: Buffer, base: torch.Tensor, offset: int) -> torch.Tensor:
-    """The bytes of `base` (uint8) from `offset` on."""
     dtype = _DTYPES[buffer.dtype]
     return base[offset : offset + prod(buffer.shape) * dtype.itemsize].view(dtype).view(buffer.shape)

@@ -1,4 +1,4 @@
-"""Typed reading of a Hugging Face `config.json`: each field is checked as it is read. Knows no family."""
+"""Typed reading of a Hugging Face `config.json`: each field is checked when it is read."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from hearth.core.errors import BadCheckpoint, UnsupportedModel
 from hearth.core.model_files import brief
 
-#: The largest integer that a field may have: the sizes of models are far smaller.
+#: The largest integer that a field may have; model sizes are far smaller.
 MAX_INTEGER = 2**31 - 1
-#: The largest number that float32 holds.
+#: About the largest float32.
 MAX_NUMBER = 3.4e38
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of a config, with a family's defaults filled in; `where` is how messages call the config."""
+    """The fields of a config with a family's defaults. `where` names the config in messages."""
 
     family: str
     values: Mapping[str, object]
@@ -48,7 +48,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """Return a flag; one that is null counts as unset, as in transformers."""
+        """Return a flag; null counts as false, as in transformers."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise BadCheckpoint(f"{self.where}: `{name}` must be true or false, given: {brief(value)}")
@@ -69,14 +69,14 @@ class Fields:
         return [str(item) for item in value]
 
     def section(self, name: str) -> Fields:
-        """Return the fields of the object called `name`; none where it is absent or null."""
+        """Return the fields of the object `name`; none if it is absent or null."""
         value = self.values.get(name) or {}
         if not isinstance(value, Mapping):
             raise BadCheckpoint(f"{self.where}: `{name}` must be an object, given: {brief(value)}")
         return Fields(self.family, value, where=f"{self.where}: `{name}`")
 
     def unsupported(self, name: str, why: str) -> UnsupportedModel:
-        """Return the error for a field whose value the decoder cannot follow."""
+        """Return the error for a field whose value the decoder does not support."""
         return UnsupportedModel(f"{self.where}: `{name}` is {brief(self.values.get(name))}: {why}")
 
     def _required(self, name: str) -> object:

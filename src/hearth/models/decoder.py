@@ -1,17 +1,17 @@
-"""The forward pass of every family, which follows an `Arch` over weights, KV and buffers of others.
+"""The forward pass of all families, described by an `Arch`, over weights, KV and buffers that others own.
 
-Hidden states travel as a residual stream and the deltas that are not yet added to it, because adding and
-the next normalisation are one kernel. Where a library's product can add itself to the residual there is no
-delta of it. Between layer ranges only their sum is handed on.
+Hidden states are a residual stream and the deltas that are not yet added to it, because addition and the next
+normalisation are one kernel. Where a product can accumulate into the residual there is no delta. Between
+layer ranges only their sum is passed on.
 
-`project`, `attend` and `absorb` are the three parts of a layer: q, k and v leave the first, the attention's
-output enters the last, and what lies between may run elsewhere.
+`project`, `attend` and `absorb` are the three parts of a layer: the first returns q, k and v, the last takes
+the attention's output, and the part between may run elsewhere.
 
-A step is `body`, up to and with the last attention, and `tail`, which runs only for rows whose logits are
-wanted. Between the two everything lies in the workspace. No batching, no sampling.
+A step is `body`, up to the last attention, and `tail`, which runs only for rows that need logits. Between the
+two all state is in the workspace.
 
-Rows may have adapters, which add to what four projections of a layer leave. Where no row has one, nothing of
-that is launched.
+Adapters of rows add to the outputs of four projections of a layer. If no row has one, nothing is launched for
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import LayerWeights, Linear, NormWeights, WeightGate, Weights
 from hearth.models.workspace import Workspace
 
-#: What is still to be added to the residual: nothing, one, or of attention and of the MLP beside it.
+#: Tensors that are not yet added to the residual: none, one, or those of attention and a parallel MLP.
 Deltas = tuple[torch.Tensor, ...]
 
 
@@ -55,7 +55,7 @@ class Decoder:
         layers: range | None = None,
         on_layer: Callable[[], None] | None = None,
     ) -> None:
-        """`on_layer` is called when a layer has run, or is launched where the device runs it later."""
+        """`on_layer` is called after each layer was run or launched."""
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
         self._cos_sin = cos_sin
@@ -64,24 +64,23 @@ class Decoder:
         self.rebind(weights, workspace)
 
     def rebind(self, weights: Weights, workspace: Workspace | None = None) -> None:
-        """Follow weights that were moved, and a workspace. Graphs captured before still use the old place."""
+        """Use moved weights, and another workspace. Captured graphs still use the old addresses."""
         assert len(weights.layers) == len(self.layers), f"{len(weights.layers)=} {self.layers=}"
         self.weights = weights
         if workspace is None:
             return
         self._workspace = workspace
-        #: Memory for rows of float32 logits.
-        self.wide_logits = workspace.logits
-        #: The rows of logits that `tail` writes, of which a step uses the first.
+        self.wide_logits = workspace.logits  #: memory for float32 logits
+        #: The rows of logits that `tail` writes; a step uses the first ones.
         self.logits = workspace.head_out if len(workspace.head_out) else workspace.logits
-        # Kept, because all layers of a step ask for the same.
+        # Cached: all layers of a step use the same cut.
         self._cut = lru_cache(maxsize=4)(workspace.cut)
-        # Parts of sums lie among q, k and v, and those of q, k and v where the MLP leaves its activations.
+        # Partial sums are in the buffer of q, k and v; those of q, k and v in that of the MLP's activations.
         self._product_scratch = workspace.product_scratch(workspace.qkv)
         self._qkv_scratch = workspace.product_scratch(workspace.activated)
 
     def sharing_obstacle(self) -> str | None:
-        """Say why some products of eight bits are slower than they could be; None: they are not."""
+        """Say why some 8-bit products are slower than they could be; None: they are not."""
         workspace = self._workspace
         is_plain = all(weights.qkv.scale is None for weights in self.weights.layers)
         if is_plain or not runs_triton(workspace.residual):
@@ -91,7 +90,7 @@ class Decoder:
         return next(filter(None, (sharing_obstacle(scratch, max_rows, dtype) for scratch in each)), None)
 
     def first_layers(self, count: int, on_layer: Callable[[], None] | None = None) -> Decoder:
-        """Return a decoder of only so many layers, over the same memory, that calls its own `on_layer`."""
+        """Return a decoder of the first `count` layers, over the same memory, with its own `on_layer`."""
         layers = self.layers[:count]
         weights = replace(self.weights, layers=self.weights.layers[: len(layers)])
         return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers, on_layer)
@@ -122,12 +121,12 @@ class Decoder:
     def body(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
     ) -> None:
-        """Run the layers up to and with the last attention, which leaves in the workspace what `tail` reads.
+        """Run the layers up to the last attention, whose output stays in the workspace for `tail`.
 
         `kv` is [blocks, layers, 2, block_tokens, kv_heads, head_dim] over this decoder's layers only.
         Each layer waits at `gate` for its weights.
         """
-        # Where `embed` left them there is nothing to copy.
+        # After `embed` this copies nothing: source and target are the same.
         residual = self._cut(hidden.shape[0]).residual.copy_(hidden)
         deltas: Deltas = ()
         for layer, weights, layer_kv in zip(self.layers, self.weights.layers, kv.unbind(1), strict=True):
@@ -142,14 +141,14 @@ class Decoder:
                 self._on_layer()
 
     def tail(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
-        """Return the logits of `step.logit_rows`, in that order, behind the `body` of the last layers."""
+        """Return the logits of `step.logit_rows`, in that order. Follows `body` of the last layers."""
         adapters = step.adapters if step.logit_rows is None else step.logit_adapters
         return self.head(self._finish(*self._keep(step), adapters, gate))
 
     def finish(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
-        """Return what `head` reads of every row, not of those alone whose logits are wanted.
+        """Return the input of `head` for every row, not only for those that need logits.
 
-        Behind the `body` of the last layers, in place of `tail`, which finds nothing any more.
+        Follows `body` of the last layers, in place of `tail`: it overwrites the workspace.
         """
         ws = self._cut(step.tokens.shape[0])
         return self._finish(ws.residual, ws.normed, ws.attended, step.adapters, gate)
@@ -162,7 +161,7 @@ class Decoder:
         adapters: AdapterRows | None,
         gate: WeightGate | None,
     ) -> torch.Tensor:
-        """Return the hidden states behind the last layer and all that follows but the head."""
+        """Run the last layer's projections, the final norm and `embed_out`."""
         weights = self.weights
         deltas = self.absorb(self.layers[-1], residual, normed, attended, adapters)
         if gate is not None:
@@ -174,28 +173,28 @@ class Decoder:
         if weights.embed_out is None:
             return hidden
         num_rows, out = len(hidden), self._workspace.head_in
-        # The workspace has room for rows whose logits are wanted; all rows of a step need their own.
+        # The workspace has room for rows that need logits; all rows of a step may need more.
         out = out[:num_rows] if num_rows <= len(out) else out.new_empty(num_rows, out.shape[1])
         return self._linear(hidden, weights.embed_out, out)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of what `finish` returned, of at most as many rows as there are of them.
+        """Return the logits of rows of `finish`, at most as many as `logits` has.
 
-        They have the model's dtype, and lie where those of the call before lay.
+        They have the model's dtype, and overwrite those of the previous call.
         """
         weights = self.weights
-        assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
+        assert weights.head is not None, f"no head after layer {self.layers.stop - 1}"
         return self._linear(hidden, weights.head, self.logits[: hidden.shape[0]])
 
     def project(self, layer: int, normed: torch.Tensor, adapters: AdapterRows | None = None) -> torch.Tensor:
-        """Return fused q, k and v, as the projections leave them."""
+        """Return fused q, k and v, not yet normalised or rotated."""
         qkv = self._cut(normed.shape[0]).qkv
         return self._adapted(Projection.QKV, layer, normed, self._weights_of(layer).qkv, qkv, adapters)
 
     def attend(
         self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
     ) -> torch.Tensor:
-        """Rotate q and k, write k and v to this layer's `kv`, and return attention's output for each row."""
+        """Rotate q and k, write k and v to this layer's `kv`, and return the attention's output."""
         ws, heads, window, norms = self._cut(qkv.shape[0]), self._heads, self.arch.windows[layer], None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
@@ -225,7 +224,7 @@ class Decoder:
         attended: torch.Tensor,
         adapters: AdapterRows | None = None,
     ) -> Deltas:
-        """Run output projection and MLP; return what of both is still to be added to the residual."""
+        """Run output projection and MLP; return what is not yet added to the residual."""
         arch, ws, weights = self.arch, self._cut(attended.shape[0]), self._weights_of(layer)
         match arch.residual:
             case Residual.PRE:
@@ -254,12 +253,12 @@ class Decoder:
         return self._norm(weights.attn_norm, deltas, residual)
 
     def _keep(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keep only the rows whose logits are wanted: behind the last attention nobody reads the others."""
+        """Gather the rows that need logits: after the last attention the others are not used."""
         rows = step.logit_rows
         if rows is None:
             ws = self._cut(step.tokens.shape[0])
             return ws.residual, ws.normed, ws.attended
-        # From all rows that a step may have, so that one captured tail serves steps of every size.
+        # From the whole workspace, so that one captured tail serves steps of every size.
         source, kept = self._workspace, self._cut(rows.shape[0])
         torch.index_select(source.residual, 0, rows, out=kept.kept_residual)
         torch.index_select(source.attended, 0, rows, out=kept.kept_attended)
@@ -284,7 +283,7 @@ class Decoder:
         delta: torch.Tensor,
         adapters: AdapterRows | None,
     ) -> Deltas:
-        """Run a projection and add it to the residual; return what is still to be added, if anything."""
+        """Run a projection and add it to the residual; return what is not yet added, if anything."""
         is_plain = weights.scale is None and weights.bias is None and adapters is None
         if is_plain and add_linear(x, weights.weight, out=residual):
             return ()
@@ -299,7 +298,7 @@ class Decoder:
         out: torch.Tensor,
         adapters: AdapterRows | None,
     ) -> torch.Tensor:
-        """Run a projection, and add what the adapters of the rows say."""
+        """Run a projection, and add the adapters of the rows."""
         parts = self._qkv_scratch if projection is Projection.QKV else None
         product = partial(self._linear, x, weights, out, parts)
         if adapters is None:
@@ -309,7 +308,7 @@ class Decoder:
         return out
 
     def _scratch(self, projection: Projection) -> torch.Tensor:
-        """Return memory for adapters of a projection: their own, or what is idle just then around the MLP."""
+        """Return scratch for the adapters of a projection: their own, or an idle buffer of the MLP."""
         ws = self._workspace
         if len(ws.shrunk):
             return ws.shrunk.view(-1)
@@ -345,7 +344,7 @@ class Decoder:
     def _linear(
         self, x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: ProductScratch | None = None
     ) -> torch.Tensor:
-        """Run a projection; `scratch` None: nobody needs q, k and v meanwhile."""
+        """Run a projection; `scratch` None: the buffer of q, k and v is idle."""
         if weights.scale is None:
             linear(x, weights.weight, weights.bias, out=out)
         else:

@@ -1,7 +1,7 @@
-"""Model families as data: a row says how a Hugging Face config fills in an `Arch`. Reads no weights.
+"""Model families as data: how a Hugging Face config fills in an `Arch`.
 
-A new family is a row in `FAMILIES` and a name map in `tensor_names.py`. What the decoder cannot represent is
-refused by field and value: for all families in `REFUSALS`, for one in its reader.
+A new family is a row in `FAMILIES` and a name map in `tensor_names.py`. Configs that the decoder does not
+support are refused by field and value: for all families in `REFUSALS`, for one in its reader.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hearth.models.config_fields import Fields
 class Family:
     """How configs of one family are read."""
 
-    architecture: str  #: transformers' class; decides where a config has no `model_type`
+    architecture: str  #: transformers' class, for a config without `model_type`
     read: Callable[[Fields], Arch]
     defaults: Mapping[str, object]  #: transformers' values for absent fields
     aliases: Mapping[str, str] = field(default_factory=dict)  #: other spellings of a field
@@ -38,7 +38,7 @@ def read_arch(directory: Path) -> Arch:
 
 
 def arch_from_config(config: Mapping[str, object], where: str = "config.json") -> Arch:
-    """Return the architecture that a config describes. `where` is how messages call the config."""
+    """Return the architecture of a config. `where` names the config in messages."""
     _refuse_unsupported(config, where)
     name = _family_name(config, where)
     family = FAMILIES[name]
@@ -53,7 +53,7 @@ def arch_from_config(config: Mapping[str, object], where: str = "config.json") -
 
 
 def _refuse_unsupported(config: Mapping[str, object], where: str) -> None:
-    """Raise UnsupportedModel at the first field that no family can follow."""
+    """Raise UnsupportedModel at the first field that no family supports."""
     for refusal in REFUSALS:
         for key, value in config.items():
             if value is None or value in refusal.harmless:
@@ -182,7 +182,7 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Fields, in any family, that change the forward pass unless their value is harmless or null."""
+    """Fields that change the forward pass of any family, unless their value is harmless or null."""
 
     pattern: str
     why: str

@@ -1,4 +1,4 @@
-"""The layout of a model's bytes: each canonical tensor's offset, in forward order. Holds no bytes.
+"""The layout of a model's bytes: each canonical tensor's offset, in forward order.
 
 offset 0                  4 KiB aligned       4 KiB aligned
 | embed.weight | padding | layers.0.attn_norm.weight | padding | layers.0.qkv.weight | ...
@@ -17,16 +17,16 @@ from hearth.models.arch import Arch
 
 ALIGNMENT_BYTES = 4096
 
-#: The dtypes that a model may be computed in.
+#: Dtypes of computation.
 COMPUTED_DTYPES = ("float32", "float16", "bfloat16")
 
-#: The dtypes that weights of linears are stored as where they are quantised, by the name of the option.
+#: Stored dtypes of quantised linear weights, by the value of `quant`.
 QUANTS: Mapping[str, str | None] = {"none": None, "int8": "int8", "fp8": "float8_e4m3fn"}
 
-#: Bytes of one element, for each dtype that a tensor may be stored as.
+#: Bytes per element, by stored dtype.
 STORED_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 
-#: Modules that multiply by their weight. An embedding is looked up, also where it serves as a tied head.
+#: Modules whose weights are quantised. An embedding is not, also as a tied head.
 LINEARS = frozenset({"embed_in", "qkv", "o", "up", "down", "embed_out", "head"})
 
 Shape = tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorSpec:
 
     @property
     def end(self) -> int:
-        """The offset at which the next tensor may begin, behind the padding."""
+        """The offset of the next tensor, after padding."""
         return _align(self.offset + self.nbytes)
 
 
@@ -67,7 +67,7 @@ class Layout:
     num_bytes: int
 
     def layer_range(self, layer: int) -> ByteRange:
-        """Return the bytes of one layer, padding included, so that the ranges of all layers touch."""
+        """Return the bytes of one layer with padding; ranges of successive layers are adjacent."""
         specs = [spec for spec in self.tensors if spec.name.startswith(f"layers.{layer}.")]
         assert specs, f"no such layer: {layer}"
         return ByteRange(specs[0].offset, specs[-1].end)
@@ -97,7 +97,7 @@ def _stored(arch: Arch, dtype: str, quantised: str | None) -> Iterator[tuple[str
 
 
 def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
-    """Yield names and shapes of tensors in the order in which the forward pass needs them."""
+    """Yield names and shapes of tensors in forward order."""
     hidden, embed = arch.hidden_size, arch.embed_size
     yield "embed.weight", (arch.vocab_size, embed)
     if arch.position_offset is not None:

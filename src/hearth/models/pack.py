@@ -1,4 +1,4 @@
-"""Packs a checkpoint into canonical tensors: fused, converted, quantised, one at a time. Touches no files."""
+"""Packs a checkpoint into canonical tensors: fused, converted, quantised, one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hearth.models.layout import QUANTS, Layout, Shape, TensorSpec
 from hearth.models.quantize import Quantized, quantize
 from hearth.models.tensor_names import Part, TensorSource, head_copy, sources_of
 
-#: Rows that are converted at a time: a vocabulary's worth of them in float32 would be large.
+#: Rows that are converted at a time: a whole vocabulary in float32 would be large.
 SLAB_ROWS = 4096
 
 
@@ -28,7 +28,7 @@ class StoredTensor(Protocol):
     def dtype(self) -> str:
         """The dtype to store the tensor as: its own, one of `DTYPES`, or bfloat16 if it is quantised.
 
-        `read` gives exact values in any case. Any other text says why the tensor cannot be read.
+        Any other text says why the tensor cannot be read.
         """
 
     @property
@@ -37,7 +37,7 @@ class StoredTensor(Protocol):
     def read(self) -> torch.Tensor: ...
 
 
-#: Tensors by the names that transformers gives to parameters.
+#: Tensors by transformers' parameter names.
 Checkpoint: TypeAlias = Mapping[str, StoredTensor]
 
 
@@ -54,7 +54,7 @@ class PackedTensor:
 
 
 def pack(checkpoint: Checkpoint, arch: Arch, layout: Layout, out: torch.Tensor) -> None:
-    """Write every canonical tensor to its place in `out`; the padding between them is left as it is."""
+    """Write every canonical tensor to its offset in `out`; padding is not written."""
     assert out.dtype == torch.uint8, f"{out.dtype=}"
     assert out.shape == (layout.num_bytes,), f"{out.shape=} {layout.num_bytes=}"
     for packed in iter_tensors(checkpoint, arch, layout):
@@ -63,9 +63,9 @@ def pack(checkpoint: Checkpoint, arch: Arch, layout: Layout, out: torch.Tensor) 
 
 
 def iter_tensors(checkpoint: Checkpoint, arch: Arch, layout: Layout) -> Iterator[PackedTensor]:
-    """Return canonical tensors in the layout's order, each made when it is asked for.
+    """Return canonical tensors in the layout's order, each made on demand.
 
-    All names and shapes are checked at once, before anything is done for any of them.
+    All names and shapes are checked at once, by this call.
     """
     shapes = {name: stored.shape for name, stored in checkpoint.items()}
     sources = sources_of(arch, layout, shapes)
@@ -88,7 +88,7 @@ def _packed(
 
 
 def checkpoint_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype in which most of the checkpoint's numbers are stored."""
+    """Return the dtype of most of the checkpoint's elements."""
     counts: Counter[str] = Counter()
     for stored in checkpoint.values():
         counts[stored.dtype] += prod(stored.shape)
@@ -101,7 +101,7 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _pieces(arch: Arch, source: TensorSource, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-    """Yield the tensors that are stacked by rows to a canonical one; each is read when it is asked for."""
+    """Yield the tensors whose rows make up a canonical one; each is read on demand."""
     for part in source.parts:
         piece = read_tensor(part.name, checkpoint)
         if source.is_interleaved:
@@ -111,7 +111,7 @@ def _pieces(arch: Arch, source: TensorSource, checkpoint: Checkpoint) -> Iterato
 
 
 def sorted_qkv(arch: Arch, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the rows of q, of k and of v out of a projection that has them interleaved by groups of heads."""
+    """Yield the rows of q, of k and of v from a projection that interleaves them by groups of heads."""
     groups = rows.reshape(arch.num_kv_heads, -1, arch.head_dim, *rows.shape[1:])
     for begin, end in ((0, -2), (-2, -1), (-1, None)):
         yield groups[:, begin:end].flatten(0, 2)
@@ -133,7 +133,7 @@ def _stack(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _quantize(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> Quantized:
-    """Quantise a tensor slab by slab, which is as good as at once: every row has a scale of its own."""
+    """Quantise a tensor slab by slab: every row has its own scale."""
     quant = next(quant for quant, stored in QUANTS.items() if stored == spec.dtype)
     values = torch.empty(spec.shape, dtype=STORED_DTYPES[spec.dtype])
     scale = torch.empty(spec.shape[0])
@@ -154,7 +154,7 @@ def _slabs(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def read_tensor(name: str, checkpoint: Checkpoint) -> torch.Tensor:
-    """Return a tensor of a checkpoint. Raises BadCheckpoint: it is stored as what cannot be read."""
+    """Return a tensor of a checkpoint. Raises BadCheckpoint: its dtype is not supported."""
     stored = checkpoint[name]
     if stored.dtype not in DTYPES:
         raise BadCheckpoint(f"`{name}` is stored as {stored.dtype}; supported: {', '.join(DTYPES)}")

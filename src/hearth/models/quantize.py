@@ -1,4 +1,4 @@
-"""Weights in eight bits, symmetric, with one scale for each output channel. Reads and stores nothing."""
+"""Symmetric quantisation of weights to 8 bits, with one scale per output channel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hearth.core.errors import BadCheckpoint
 from hearth.models.dtypes import STORED_DTYPES
 from hearth.models.layout import QUANTS
 
-#: The number that the largest weight of a row becomes.
+#: The largest weight of a row becomes this number.
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
-#: The smallest scale; a smaller one would be subnormal and too coarse to divide by. Rows of zeros get it too.
+#: The smallest scale, also of rows of zeros; a subnormal one would be too coarse to divide by.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -35,13 +35,13 @@ def quantize(weight: torch.Tensor, quant: str) -> Quantized:
         row = int(peak.isfinite().logical_not().nonzero()[0])
         raise BadCheckpoint(
             f"a weight of shape {list(weight.shape)} holds NaN or infinity in row {row}, "
-            f"which {quant} cannot store; convert with `--quant none` or mend the checkpoint"
+            f"which {quant} cannot store; convert with `--quant none` or fix the checkpoint"
         )
     scale = (peak / largest).clamp_(min=_SMALLEST_SCALE)
     values = weight / scale[:, None]
     if quant == "int8":
         values.round_()
-    # Behind the largest, a cast wraps around or gives NaN; division may round one step past it.
+    # Beyond the largest, a cast wraps around or gives NaN; division may round one step past it.
     return Quantized(values.clamp_(-largest, largest).to(STORED_DTYPES[stored]), scale)
 
 

@@ -1,4 +1,4 @@
-"""Readers of Hugging Face configs, one per family: fields in, an `Arch` out. Reads no files."""
+"""Readers of Hugging Face configs, one per family: fields in, an `Arch` out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _gated(
     o_bias: bool = False,
     mlp_bias: bool = False,
 ) -> Arch:
-    """Read Llama and its kin: RMS norms, a gated MLP, rotary positions, grouped heads of any size."""
+    """Read a Llama-like model: RMS norms, a gated MLP, rotary positions, grouped heads of any size."""
     head_dim = f.maybe_integer("head_dim") or _head_dim(f)
     plain = _plain(f, head_dim, windows, intermediate="intermediate_size", activation="hidden_act")
     return replace(
@@ -123,7 +123,7 @@ def falcon(f: Fields) -> Arch:
 def _plain(
     f: Fields, head_dim: int, windows: tuple[int | None, ...], *, intermediate: str | None, activation: str
 ) -> Arch:
-    """Read a pre-norm decoder with LayerNorm, as many kv heads as heads, no positions and no biases yet."""
+    """Read a pre-norm decoder with LayerNorm, as many kv heads as heads, no positions and no biases."""
     hidden_size, num_heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     return Arch(
         family=f.family,
@@ -198,7 +198,7 @@ def _activation(f: Fields, name: str) -> Activation:
 
 
 def _qwen_windows(f: Fields) -> tuple[int | None, ...]:
-    """Read Qwen's windows: the first `max_window_layers` see everything, unless `layer_types` differ."""
+    """Read Qwen's windows: the first `max_window_layers` have none, unless `layer_types` differ."""
     window = f.maybe_integer("sliding_window") if f.flag("use_sliding_window") else None
     return _windows(f, window, num_full=f.integer("max_window_layers", least=0))
 

@@ -1,4 +1,4 @@
-"""Rotary positions: settings in a Hugging Face config, the table of cosines and sines. Rotates no head."""
+"""Rotary positions: their settings in a Hugging Face config, and the table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hearth.models.arch import Llama3Scaling, Rope
 from hearth.models.config_fields import Fields
 
 KINDS = ("default", "linear", "llama3")
-#: Positions of a table that are computed at a time, which takes memory of its own.
+#: Positions that are computed at a time, to bound temporary memory.
 _POSITIONS_AT_ONCE = 32768
 
 
 def read_rope(fields: Fields, head_dim: int) -> Rope:
-    """Read the settings of whole rotated heads; `rope_theta` is at the top or among the parameters."""
+    """Read the settings of fully rotated heads; `rope_theta` is at the top or among the parameters."""
     for place in (fields, _parameters(fields)):
         if place.has("partial_rotary_factor") and place.number("partial_rotary_factor") != 1.0:
             raise place.unsupported(
@@ -26,7 +26,7 @@ def read_rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
-    """Read GPT-NeoX's settings: the first part of each head is rotated, under names of its own."""
+    """Read GPT-NeoX's settings: the first part of each head is rotated."""
     parameters = _parameters(fields)
     has_factor = parameters.has("partial_rotary_factor")
     name, place = ("partial_rotary_factor", parameters) if has_factor else ("rotary_pct", fields)
@@ -37,7 +37,7 @@ def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def _parameters(fields: Fields) -> Fields:
-    """Return `rope_scaling` of transformers 4 or `rope_parameters` of 5; the older wins where both stand."""
+    """Return `rope_scaling` of transformers 4 or `rope_parameters` of 5; the older one wins."""
     return fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
 
 
@@ -78,7 +78,7 @@ def _llama3(fields: Fields, parameters: Fields) -> Llama3Scaling:
 
 
 def cos_sin_table(rope: Rope, num_positions: int, device: torch.device) -> torch.Tensor:
-    """Return a table as `write_cos_sin` does, in memory of its own."""
+    """Return a new table, as `write_cos_sin` fills it."""
     table = torch.empty((num_positions, 2, rope.dim // 2), dtype=torch.float32, device=device)
     write_cos_sin(rope, table)
     return table
@@ -99,12 +99,12 @@ def write_cos_sin(rope: Rope, table: torch.Tensor) -> None:
 
 
 def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return numbers on a device, without waiting for steps, or for weights that cross, in front of them."""
+    """Copy numbers to a device without blocking on queued steps or loads."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def _stretch(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Stretch frequencies: high ones stay, low ones are divided by the factor, others are blended."""
+    """Scale frequencies: high ones stay, low ones are divided by the factor, others are interpolated."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
     share = ((rotations - low) / (high - low)).clamp(0.0, 1.0)

@@ -1,7 +1,7 @@
-"""Name maps as data: which checkpoint tensors make up each canonical one. Reads no bytes.
+"""Name maps as data: which checkpoint tensors make up each canonical one.
 
-A map's values are templates: `{i}` is the layer, several are stacked by rows in the order of `arch.py`,
-and `a|b` stands for whichever the checkpoint has.
+A map's values are templates: `{i}` is the layer, several are stacked by rows in the order of `arch.py`, and
+of `a|b` the checkpoint has one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hearth.models.layout import Layout, Shape, TensorSpec
 class NameMap:
     """How a family names its tensors."""
 
-    prefixes: tuple[str, ...]  #: before every name but the head's; the first that fits the checkpoint
+    prefixes: tuple[str, ...]  #: of all names but the head's; the first that the checkpoint uses
     modules: Mapping[str, tuple[str, ...]]
     head: str = "lm_head"
-    ignored: str = r"(.*\.)?rotary(_emb)?\.inv_freq"  #: names of tensors that no forward pass needs
+    ignored: str = r"(.*\.)?rotary(_emb)?\.inv_freq"  #: pattern of unused tensors
     interleaved_qkv: bool = False  #: one tensor [kv_heads, queries of the group + key + value, head_dim]
 
 
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """The parts of a canonical tensor, to be stacked by rows; an interleaved one is sorted into q, k, v."""
+    """The parts of a canonical tensor, stacked by rows; an interleaved one is sorted into q, k, v."""
 
     parts: tuple[Part, ...]
     is_interleaved: bool
@@ -138,14 +138,14 @@ def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[s
     ]
     if unused:
         raise BadCheckpoint(
-            f"the checkpoint has {len(unused)} tensors that its config.json leaves no place for: "
+            f"the checkpoint has {len(unused)} tensors that do not fit its config.json: "
             f"{', '.join(f'{name:.80}' for name in unused[:4])}{', ...' if len(unused) > 4 else ''}"
         )
     return sources
 
 
 def head_copy(arch: Arch, found: Mapping[str, Shape]) -> str | None:
-    """Return the name of a tied head that the checkpoint stores all the same."""
+    """Return the name of a tied head that the checkpoint stores anyway; None: it does not."""
     if not arch.tied_head:
         return None
     return next(

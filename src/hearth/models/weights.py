@@ -1,4 +1,4 @@
-"""A model's tensors as views into bytes that someone else owns. Copies nothing, allocates nothing."""
+"""A model's tensors as views of memory that the pool owns. Copies and allocates nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hearth.models.arch import Arch
 from hearth.models.dtypes import STORED_DTYPES
 from hearth.models.layout import Layout, TensorSpec
 
-#: The widest load of a kernel: a tensor that begins elsewhere would be read slowly or not at all.
+#: The widest load of a kernel, and the alignment of tensors.
 VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The place of a tensor's bytes: from `offset` on in `base`, which is one-dimensional and uint8."""
+    """The place of a tensor's bytes: at `offset` in `base`, which is one-dimensional and uint8."""
 
     base: torch.Tensor
     offset: int
@@ -29,7 +29,7 @@ class Linear:
     """The weights of a linear layer."""
 
     weight: torch.Tensor
-    scale: torch.Tensor | None  #: of each row of a quantised weight
+    scale: torch.Tensor | None  #: per row of a quantised weight
     bias: torch.Tensor | None
 
 
@@ -57,7 +57,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a range of layers; embedding and head are None where the range does not reach them."""
+    """The weights of a range of layers; embedding and head are None if the range does not include them."""
 
     embed: torch.Tensor | None
     positions: torch.Tensor | None
@@ -69,13 +69,13 @@ class Weights:
 
 
 class WeightGate(Protocol):
-    """Weights that are still arriving: each wait makes the current stream wait for some of them.
+    """Weights that are being loaded: each call makes the current stream wait for some of them.
 
-    A wait raises if its weights will never come.
+    A call raises if the load has failed.
     """
 
     def is_open(self) -> bool:
-        """Return True once all weights are in place and nobody has to wait any more."""
+        """Return True once all weights are loaded."""
 
     def embed(self) -> None: ...
 
@@ -85,14 +85,14 @@ class WeightGate(Protocol):
 
 
 def contiguous_places(layout: Layout, base: torch.Tensor) -> dict[str, TensorPlace]:
-    """Return the places of a model's tensors whose bytes lie in one buffer, as the packer writes them."""
+    """Return the places of tensors in one buffer with the model's layout."""
     return {spec.name: TensorPlace(base, spec.offset) for spec in layout.tensors}
 
 
 def bind(
     arch: Arch, layout: Layout, places: Mapping[str, TensorPlace], layers: range | None = None
 ) -> Weights:
-    """View the tensors that `layers`, or all layers, need; other tensors need no place."""
+    """View the tensors of `layers`, or of all layers; others need no place."""
     layers = range(arch.num_layers) if layers is None else layers
     is_first, is_last = layers.start == 0, layers.stop == arch.num_layers
     has_projections = arch.embed_size != arch.hidden_size
@@ -152,5 +152,5 @@ def _view(spec: TensorSpec, place: TensorPlace) -> torch.Tensor:
     assert (base.dtype, base.dim()) == (torch.uint8, 1), f"{spec.name}: {base.dtype=} {base.shape=}"
     assert 0 <= begin <= end <= len(base), f"{spec.name}: bytes {begin}:{end} of a base of {len(base)}"
     address = base.data_ptr() + begin
-    assert address % VECTOR_BYTES == 0, f"{spec.name}: {address=} is no multiple of {VECTOR_BYTES}"
+    assert address % VECTOR_BYTES == 0, f"{spec.name}: {address=} is not a multiple of {VECTOR_BYTES}"
     return base[begin:end].view(STORED_DTYPES[spec.dtype]).view(spec.shape)

@@ -1,8 +1,8 @@
-"""Static buffers for everything a forward pass computes, cut from one run of bytes that someone else owns.
+"""Static buffers for all results of a forward pass, as views of one range of bytes.
 
-`hearth/core/sizes.py` says which buffers there are, sized once for the largest step, so captured graphs see
-stable addresses; models that step one after the other may share one such run. Only the counters of split
-attention mean anything between steps, so they lie elsewhere.
+`core/sizes.py` describes the buffers, sized for the largest step, so that captured graphs see stable
+addresses. Models that do not step at the same time may share the bytes: only the counters of split attention
+keep state between steps, and they are elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hearth.models.buffers import name_of, views
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The buffers of a forward pass; one that nothing is written to has no rows."""
+    """The buffers of a forward pass; an unused one has no rows."""
 
     embedded: torch.Tensor  #: [tokens, embed]
     residual: torch.Tensor  #: [tokens, hidden], as are the next three
@@ -31,24 +31,25 @@ class Workspace:
     attended: torch.Tensor  #: [tokens, heads * head_dim]
     up: torch.Tensor
     activated: torch.Tensor  #: [tokens, intermediate]
-    kept_residual: torch.Tensor  #: [samples, hidden]: rows kept behind the last attention
-    kept_normed: torch.Tensor  #: only where attention and MLP run in parallel, and may share a norm
+    kept_residual: torch.Tensor  #: [samples, hidden]: rows kept after the last attention
+    kept_normed: torch.Tensor  #: only for a parallel residual that shares a norm
     kept_attended: torch.Tensor
     head_in: torch.Tensor  #: [samples, embed]
     head_out: torch.Tensor  #: [samples, vocab] in the model's dtype
     logits: torch.Tensor  #: the same in float32
-    shrunk: torch.Tensor  #: [rows of `add_adapters`, MAX_SHRUNK_RANK]: without rows the MLP's lie idle for it
+    #: [rows of `add_adapters`, MAX_SHRUNK_RANK]; without rows, idle buffers of the MLP are used
+    shrunk: torch.Tensor
     scratch: SplitScratch
 
     def cut(self, rows: int) -> Workspace:
-        """Return the same buffers, each cut to so many rows, or all that it has."""
+        """Return the same buffers, each cut to at most `rows`."""
         names = [f.name for f in fields(self) if f.name not in ("scratch", "shrunk")]
         return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 
     def product_scratch(self, idle: torch.Tensor) -> ProductScratch:
-        """Return scratch for products of eight bits in one of the buffers, which nobody needs meanwhile.
+        """Return scratch for 8-bit products in a buffer that is idle meanwhile.
 
-        Counters are those of attention, which is not running then.
+        The counters are those of attention, which does not run then.
         """
         numbers = idle.view(-1)
         if numbers.dtype != torch.float32:
@@ -58,7 +59,7 @@ class Workspace:
 
     @staticmethod
     def num_bytes(arch: Arch, dtype: torch.dtype, size: StepSize, layers: range | None = None) -> int:
-        """The bytes that a workspace for these layers takes; None: for all layers."""
+        """Return the size of a workspace for `layers`; None: for all."""
         return workspace_bytes(arch.dimensions, _layers(arch, layers), name_of(dtype), size)
 
     @staticmethod
@@ -70,7 +71,7 @@ class Workspace:
         counters: torch.Tensor,
         layers: range | None = None,
     ) -> Workspace:
-        """View `base` (uint8, of `num_bytes`) as the buffers. `counters` are those of `counter_buffer`."""
+        """View `base` (uint8, of `num_bytes`) as the buffers. `counters`: of `counter_buffer`."""
         found = views(workspace_buffers(arch.dimensions, _layers(arch, layers), name_of(dtype), size), base)
         scratch = SplitScratch(size.num_programs, found.pop("partial"), found.pop("stats"), counters)
         return Workspace(**found, scratch=scratch)
