@@ -1,4 +1,4 @@
-"""The MLP's activation, gated or plain, in one pass. Knows shapes, not layers."""
+"""The MLP's activation, gated or plain, in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of adapters' factors a program multiplies at a time. Launches nothing."""
+"""Block sizes of the adapter kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hearth.kernels.jit import next_power_of_2
 
 @dataclass(frozen=True, slots=True)
 class AdapterBlocks:
-    """How much a program multiplies at a time."""
+    """Block sizes of one launch."""
 
     #: Of tiles of several rows: inputs, outputs and ranks.
     inputs: int
@@ -24,15 +24,15 @@ class AdapterBlocks:
     shrink_inputs: int
     expand_ranks: int
     expand_outputs: int
-    #: Slices of at most so many ranks have other blocks of the second factor.
+    #: Slices of at most `low_rank` ranks use these blocks of the second factor.
     low_rank: int
     low_ranks: int
     low_outputs: int
-    num_splits: int  #: parts of a row's inputs, which are summed up apart
-    shrunk_room: int  #: numbers of a row between the two products, at least MAX_SHRUNK_RANK
+    num_splits: int  #: parts of a row's inputs, each with its own partial sum
+    shrunk_room: int  #: scratch numbers per row between the two products, at least MAX_SHRUNK_RANK
     num_warps: int
-    num_stages: int  #: blocks on their way while one is multiplied, and that one
-    max_registers: int | None  #: of a thread; None: what the compiler takes
+    num_stages: int  #: blocks in flight, with the one that is multiplied
+    max_registers: int | None  #: per thread; None: the compiler chooses
 
 
 #: Inputs of one row that a program reads at a time.
@@ -41,10 +41,10 @@ _ROW_INPUTS = 1024
 
 @lru_cache(maxsize=64)
 def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
-    """Return the blocks for rows of so many inputs, in tiles of few rows (decode) or of many (prompts)."""
+    """Return the blocks for rows of `k` inputs, in tiles of few rows (decode) or many (prompts)."""
     is_small, is_float32 = tile_rows <= ADAPTER_TILE_ROWS, dtype == torch.float32
     num_splits = ADAPTER_SPLITS
-    if is_small:  # a power of two, and none of them shorter than what a program reads at a time
+    if is_small:  # a power of two, each at least as long as one read of a program
         num_splits = min(num_splits, next_power_of_2(k // _ROW_INPUTS + 1) // 2 or 1)
     return AdapterBlocks(
         inputs=64 if is_float32 else 128,
@@ -61,6 +61,6 @@ def adapter_blocks(k: int, tile_rows: int, dtype: torch.dtype) -> AdapterBlocks:
         shrunk_room=MAX_SHRUNK_RANK * (num_splits if is_small else 1),
         num_warps=4,
         num_stages=2 if is_float32 else 3,
-        # So that four programs fit on a multiprocessor.
+        # Four programs fit on a multiprocessor.
         max_registers=128 if is_small else None,
     )

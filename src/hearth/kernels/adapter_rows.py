@@ -1,13 +1,13 @@
-"""Which rows of a step have which adapter, and which program does what of it. Multiplies nothing.
+"""Which rows of a step have which adapter, and how the work is divided among programs.
 
     rows of a step:      |  B  |  -  |  A  |  B  |  -  |  B  |  A  |  ...     letters: adapters, -: none
     order:               |  2  |  6  |  0  |  3  |  5  |  ...                 rows that have one, by adapter
-    tiles of the order:  |  A, 2 rows  |  B, 3 rows  |  ...                   at most so many rows of one
-    shares of tiles:     |  A, 1 of 2  |  A, 2 of 2  |  B, 1 of 3  |  ...     one for each program
+    tiles of the order:  |  A, 2 rows  |  B, 3 rows  |  ...                   at most `tile_rows` rows of one
+    shares of tiles:     |  A, 1 of 2  |  A, 2 of 2  |  B, 1 of 3  |  ...     one per program
 
-A tile has shares in proportion to the bytes of its adapter's factors and of its rows, so that all programs
-move about as many. Lists lie on the device at fixed addresses, and a share names the table of its adapter,
-from which kernels take addresses and ranks. So one captured launch serves any adapters.
+The number of a tile's shares is proportional to the bytes of its adapter's factors and of its rows, so that
+all programs move about as many. The lists are on the device at fixed addresses, and a share names the table
+of its adapter, which has addresses and ranks. So one captured launch serves any adapters.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from hearth.kernels.jit import HAS_TRITON, tl, triton
 
 
 def _for_kernels(value: int) -> int:
-    """Return a number as kernels may read it."""
     return tl.constexpr(value) if HAS_TRITON else value
 
 
-#: Where a target's numbers lie in an adapter's table, behind the address of `a`: for each of three slices the
-#: address of its `b`, its rank, where its outputs begin, how many they are; then all ranks together.
+#: Columns of an adapter's table after the address of `a`: for each of three slices the address of its `b`,
+#: its rank, its first output, the number of its outputs; then the sum of the ranks.
 FIRST_B, FIRST_RANK, FIRST_BEGIN, FIRST_SIZE, TOTAL_RANK = map(_for_kernels, (1, 4, 7, 10, 13))
 FIELDS, SHARE_FIELDS = map(_for_kernels, (TARGET_FIELDS, ADAPTER_SHARE_FIELDS))
 FACTOR_ALIGNMENT, MAX_RANKS = map(_for_kernels, (FACTOR_ROW_ALIGNMENT, MAX_SHRUNK_RANK))
-#: Where the numbers of a share lie in its second word: the first row of its tile in the order, how many rows
-#: that has, which part of its work the share is, and of how many parts (which begin at bit 0).
+#: Bits of a share's second word: the first row of its tile in the order, the number of rows, the index of the
+#: part, and from bit 0 the number of parts.
 BEGIN_BIT, NUM_BIT, PART_BIT = 40, 32, 16
 _BEGIN, _NUM, _PART = map(_for_kernels, (BEGIN_BIT, NUM_BIT, PART_BIT))
 
@@ -51,8 +50,8 @@ _BEGIN, _NUM, _PART = map(_for_kernels, (BEGIN_BIT, NUM_BIT, PART_BIT))
 class SliceFactor:
     """The second factor of some outputs of a projection."""
 
-    begin: int  #: the first of them
-    b: torch.Tensor  #: [rank, outputs], whose rows lie a multiple of FACTOR_ROW_ALIGNMENT numbers apart
+    begin: int  #: the first output
+    b: torch.Tensor  #: [rank, outputs]; the stride of rows is a multiple of FACTOR_ROW_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class AdapterGroup:
     rows: npt.NDArray[np.int64]
     #: The size of all its factors by projection, in any unit.
     weights: tuple[int, ...] = (1,) * ADAPTER_PROJECTIONS
-    #: The size of what is read and written of each row but the first, likewise.
+    #: The size of the reads and writes of each row but the first, likewise.
     row_weights: tuple[int, ...] = (0,) * ADAPTER_PROJECTIONS
 
 
@@ -81,10 +80,10 @@ class AdapterRows:
     """Which rows of a step have which adapter."""
 
     groups: tuple[AdapterGroup, ...]  #: for the torch reference
-    #: The same for kernels. int64 [rows]: those that have an adapter, by adapter.
+    #: For kernels. int64 [rows]: rows that have an adapter, by adapter.
     order: torch.Tensor
     #: int64 [ADAPTER_PROJECTIONS, capacity, ADAPTER_SHARE_FIELDS]: the address of a table, and the other
-    #: numbers of a share in one word. Zeros where there are fewer shares.
+    #: numbers of a share in one word. Unused shares are zero.
     shares: torch.Tensor
     tile_rows: int  #: of a whole tile
 
@@ -96,7 +95,7 @@ class AdapterRows:
         *,
         min_shares: int = ADAPTER_SHARES,
     ) -> AdapterRows:
-        """Lists with memory of their own, just as long as they must be."""
+        """Allocate lists of the needed length."""
         order = np.concatenate([*(group.rows for group in groups), np.empty(0, np.int64)])
         counts, addresses = (
             np.array(column, np.int64)
@@ -119,9 +118,9 @@ def cut_adapter_shares(
 ) -> npt.NDArray[np.int64]:
     """Return the shares of all groups of rows, [ADAPTER_PROJECTIONS, shares, ADAPTER_SHARE_FIELDS].
 
-    Each group has so many rows, which lie behind those of the group before in the order, its adapter's table
-    at an address, and `weights` [groups, 2, ADAPTER_PROJECTIONS]: of the factors, and of each row but the
-    first. Where the former is 0 it has no share.
+    By group: `counts` of rows, which follow those of the previous group in the order; `addresses` of the
+    adapters' tables; `weights` [groups, 2, ADAPTER_PROJECTIONS] of the factors, and of each row but the
+    first. A group without factors has no share.
     """
     num_tiles = -(-counts // tile_rows)
     num_shares = adapter_shares(int(num_tiles.sum()), min_shares)
@@ -135,7 +134,7 @@ def cut_adapter_shares(
     rows = first << BEGIN_BIT | num_rows << NUM_BIT
     of_factors, of_row = weights[group].transpose(1, 2, 0)
     weight = np.where(of_factors > 0, of_factors + (num_rows - 1) * of_row, 0)
-    # Rounded up, so that no share weighs more than this and there is room for all of them.
+    # The largest weight of a share, rounded up so that there is room for all of them.
     most = np.maximum(1, -(-weight.sum(1, keepdims=True) // (num_shares - len(group))))
     parts = -(-weight // most)
     for projection, count in enumerate(parts):
@@ -149,14 +148,14 @@ def cut_adapter_shares(
 
 
 def _numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return for each of so many things of each owner the owner, and its number among the owner's."""
+    """Return for each item its owner, and its index among the owner's items."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 @triton.jit
 def load_share(shares):
-    """The share of this program: the address of a table, or 0, and the numbers in the second word."""
+    """The share of this program: the address of a table, or 0, and the fields of the second word."""
     share = shares + tl.program_id(0) * SHARE_FIELDS
     table = tl.load(share)
     word = tl.load(share + 1)

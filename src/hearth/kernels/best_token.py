@@ -1,6 +1,6 @@
-"""The highest logit of each row and its token, chunk by chunk in one launch and merged in a second.
+"""The highest logit of each row and its token: by chunk in one launch, merged in a second.
 
-Both have fixed addresses for all that they read and write, so that they end a captured step.
+All memory is at fixed addresses, so that both are part of a captured step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def best_tokens(
 ) -> None:
     """Set `chosen[row]` (int32 [rows, 2]) to the token of the highest logit and its bits in float32.
 
-    Of equals it is the first; NaN is higher than all. The token of a row is also the last one of its slot, in
-    `last_tokens` (int64). `parts` is scratch, of `sampler_buffers`. There may be more slots than rows.
+    Of equals it is the first; NaN is higher than all. The token is also written to the row's slot of
+    `last_tokens` (int64). `parts` is scratch of `sampler_buffers`. There may be more slots than rows.
     """
     impl = best_tokens_triton if runs_triton(logits) else best_tokens_reference
     impl(logits, slots, chosen=chosen, last_tokens=last_tokens, parts=parts)
@@ -115,7 +115,7 @@ def _best_of_chunk_kernel(
     for at in range(begin, end, BLOCK):
         token = at + lane
         logit = tl.load(logits + row * stride + token, token < end, other=-float("inf")).to(tl.float32)
-        # NaN stays, once it is there.
+        # NaN is kept.
         is_better = ((logit > best) | (logit != logit)) & (best == best)
         best = tl.where(is_better, logit, best)
         best_token = tl.where(is_better, token, best_token)
@@ -144,7 +144,7 @@ def _best_token_kernel(
 
 @triton.jit
 def _highest(logits, tokens, most):
-    """Return the highest logit, NaN if one is, and the first of its tokens, which are up to `most`."""
+    """Return the highest logit, NaN if there is one, and the first of its tokens, which are up to `most`."""
     is_nan = logits != logits
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
     highest = tl.max(tl.where(is_nan, -float("inf"), logits), 0)

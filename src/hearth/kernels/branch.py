@@ -1,7 +1,7 @@
-"""Work side by side in captured graphs. Knows no kernel.
+"""Parallel branches in captured graphs.
 
-A graph keeps which launch waits for which. Work that is captured on a second stream waits only for what came
-before it, and whoever comes behind waits for both, so that the device may compute them at the same time.
+A graph keeps the dependencies between launches. Work that is captured on a second stream depends only on what
+came before, and later launches depend on both streams, so the device may run the two branches at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 def run_beside(device: torch.device, main: Callable[[], object], branch: Callable[[], object]) -> None:
     """Queue two pieces of work, neither of which writes what the other reads or writes.
 
-    The device places `main` first, and `branch` where that leaves room. Outside of a capture one runs behind
+    The device schedules `main` first, and `branch` where there is room. Outside of a capture one runs after
     the other: events would cost the host more than they gain. `branch` must not use cuBLAS, whose workspaces
     belong to streams.
     """
@@ -33,5 +33,5 @@ def run_beside(device: torch.device, main: Callable[[], object], branch: Callabl
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of all captures on a device, of which there is one at a time."""
+    """Return the second stream of captures on a device, of which one runs at a time."""
     return torch.cuda.Stream(device)

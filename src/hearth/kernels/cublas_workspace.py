@@ -1,12 +1,12 @@
-"""Whether torch keeps the memory of cuBLAS for as long as captured steps use it. Allocates none.
+"""Whether torch keeps cuBLAS workspaces for as long as captured steps use them.
 
-cuBLAS computes with scratch memory that torch keeps for each stream, and a captured step remembers where it
-lay. All captures share a stream, so one model's steps rely on it for as long as any model is there.
+Torch allocates a workspace per stream, and captured steps keep its address. All captures share a stream, so
+it must live as long as any model.
 """
 
 from __future__ import annotations
 
-#: From this version on torch frees it with any graph that was captured on the stream.
+#: From this version on torch frees it with any graph captured on the stream.
 _FIRST_THAT_FREES = (2, 12)
 
 

@@ -1,14 +1,14 @@
-"""Attention of one query token per sequence over its paged KV (decode). Knows shapes and pointers only.
+"""Attention of one query token per sequence over its paged KV (decode).
 
     tiles of KV:   | row 0, head 0 | row 0, head 1 | ... | row 1, head 0 | ...      a tile: BLOCK_N tokens
     programs:      |   0   |   1   |   2   |   3   |   4   | ...                    as many tiles each
 
-A program attends to a run of tiles, wherever heads and rows begin and end in it, so long and short contexts
-share the device evenly. The run is one loop, so that the first tile of a head is on its way while the last of
-the head before is computed. Where a head's tiles are of more than one program, each leaves a part of the
-result, and the one that finishes last merges the parts, in the order of the tiles: the result does not depend
-on which one that was. How many rows there are and how long is read on the device, so one captured launch
-serves them all, and a launch without rows costs next to nothing.
+A program attends to a run of tiles across heads and rows, so that long and short contexts share the device
+evenly. The run is one loop: the first tile of a head is loaded while the last tile of the previous head is
+computed. If a head's tiles belong to several programs, each writes a partial result, and the program that
+finishes last merges them in the order of the tiles, so the result does not depend on timing. The number of
+rows and their lengths are read on the device, so one captured launch serves all, and a launch without rows
+costs next to nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Memory in which programs leave parts of results. Counters are zero between launches."""
+    """Memory for partial results of programs. Counters are zero between launches."""
 
-    num_programs: int  #: of a launch, at most
+    num_programs: int  #: limit of a launch
     partial: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][dim]
     stats: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][maximum, sum]
     counters: torch.Tensor  #: int32, flat: [row][kv head][part of its q heads]
@@ -58,8 +58,8 @@ def decode_attention(
 ) -> None:
     """Attend from each row to its sequence up to itself, or to the last `window` tokens of that.
 
-    `num_rows` (int32 [1], on the device) is how many of the rows there are in this step; the others are left
-    alone. None: all of them are there. Only the CUDA path knows rows that are not there.
+    `num_rows` (int32 [1], on the device): only so many of the first rows are computed; None: all. Only the
+    CUDA path uses it.
 
     q is the head of each row of `qkv`; k and v are read from `kv` [blocks, 2, block_tokens, kv_heads, dim].
     """
@@ -82,7 +82,7 @@ def decode_attention_reference(
     out: torch.Tensor,
 ) -> None:
     context = rows.context(kv.shape[2], window)
-    # The q heads that share a k head are the rows of one query, so the library reads each k and v once.
+    # The q heads that share a k head are the rows of one query, so that each k and v is read once.
     q = qkv[:, : heads.num_q * heads.dim].view(len(qkv), heads.num_kv, -1, heads.dim)
     k, v = map(context.read, kv.unbind(1))
     out.view(q.shape).copy_(F.scaled_dot_product_attention(q, k, v, context.seen))
@@ -90,19 +90,19 @@ def decode_attention_reference(
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How many tokens a program reads at a time, and with what."""
+    """Tokens that a program reads at a time, and launch parameters."""
 
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  #: of a thread; None: what the compiler takes
-    per_processor: int = 4  #: programs that are launched for each multiprocessor, of four that have scratch
+    max_registers: int | None = None  #: per thread; None: the compiler chooses
+    per_processor: int = 4  #: programs per multiprocessor; scratch is for four
 
 
 def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
-    """Return the tile for heads and numbers like these, such that all programs fit on the device at once.
+    """Return a tile for these heads and dtypes with which all programs fit on the device at once.
 
-    From Hopper on there is shared memory for larger ones, or for more that are on their way.
+    Hopper and later have shared memory for larger tiles, or for more stages.
     """
     group = heads.num_q // heads.num_kv
     members = cdiv(group, num_subgroups(group))
@@ -111,9 +111,9 @@ def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
         return TileShape(64, num_warps=4, num_stages=2, per_processor=2)
     if has_room and heads.dim <= 64 and members > 32:
         return TileShape(128, num_warps=4, num_stages=2, per_processor=2)
-    # So many tokens that k and v of two bytes have 16 KB together.
+    # k and v of two bytes take 16 KB together.
     block_n = 16 if heads.dim > 128 else 32 if heads.dim > 64 or dtype == torch.float32 else 64
-    if members > 16:  # queries and results take as much room as k and v
+    if members > 16:  # queries and results take as much memory as k and v
         per_processor = 4 if members <= 32 else 3 if heads.dim <= 64 else 2
         return TileShape(block_n, num_warps=4, num_stages=2, per_processor=per_processor)
     if has_room and heads.dim <= 64:
@@ -166,7 +166,7 @@ def decode_attention_triton(
         GROUP=group,
         SUBGROUPS=subgroups,
         MEMBERS=members,
-        GROUP_PAD=max(16, next_power_of_2(members)),  # what tensor cores take
+        GROUP_PAD=max(16, next_power_of_2(members)),  # the minimum of tensor cores
         MERGE_PAD=next_power_of_2(members),
         DIM=heads.dim,
         DIM_PAD=max(16, next_power_of_2(heads.dim)),
@@ -214,9 +214,9 @@ def _decode_attention_kernel(
     COUNTS_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    # Heads of KV, once for each part of the q heads that share them.
+    # KV heads, once per part of the q heads that share them.
     NUM_HEADS: tl.constexpr = NUM_KV * SUBGROUPS
-    # Lengths are those of the whole step, so they are read while the kernel in front still runs.
+    # Lengths do not change during a step, so they are read while the previous kernel runs.
     first_rows = tl.arange(0, BLOCK_ROWS)
     first_tiles = _tiles_of(positions, first_rows, max_rows, WINDOW, BLOCK_N)
     if COUNTS_ROWS:
@@ -226,15 +226,15 @@ def _decode_attention_kernel(
     for at in range(BLOCK_ROWS, max_rows, BLOCK_ROWS):
         num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
         total += tl.sum(num_tiles, 0)
-    # One program merges the parts of a head, so a mean length is cut into 64 of them at most, and into no
-    # more than 16 while they are of less than four tiles.
+    # One program merges the parts of a head, so a mean length is cut into at most 64 parts, and into at most
+    # 16 if they have less than four tiles.
     mean = tl.cdiv(total, tl.maximum(max_rows, 1))
     least = tl.maximum(tl.minimum(tl.cdiv(mean, 16), 4), tl.cdiv(mean, 64))
     total *= NUM_HEADS
     share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), tl.maximum(least, 1))
     first_tile = tl.program_id(0) * share
     last_tile = tl.minimum(first_tile + share, total)
-    # The row that the first tile is of, and how many tiles lie before that row.
+    # The row of the first tile, and the number of tiles before that row.
     row, before = 0, 0
     if (first_tile < last_tile) & (max_rows > 1):
         first_tiles *= NUM_HEADS
@@ -253,8 +253,8 @@ def _decode_attention_kernel(
 
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
-    # Of a tile: its row and head, its number among the head's tiles, its tokens and the pages that they are
-    # in. All of it is known one tile ahead, and of the row behind it what a first tile of that would need.
+    # Of a tile: row, head, index among the head's tiles, tokens and their pages. All of it is known one tile
+    # ahead, and of the next row what its first tile would need.
     last_row = tl.maximum(max_rows - 1, 0)
     end = tl.load(positions + row) + 1
     row_table = table + tl.load(slots + row).to(tl.int64) * table_stride
@@ -270,7 +270,7 @@ def _decode_attention_kernel(
     wait_for_inputs(OVERLAPS)
 
     opening_row, opening_head, opening_at, opening_tiles = row, head, at, num_tiles
-    first = at  # among the tiles of the head at hand, that this program has
+    first = at  # of this program's tiles of the current head
     best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total_p = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -288,7 +288,7 @@ def _decode_attention_kernel(
         k = tl.load(k_at, in_tile, other=0.0)
         v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
 
-        # Step on, and ask for the next tile's pages: what they hold cannot be asked for before.
+        # Advance, and load the next tile's pages: their contents can be loaded only after that.
         out_row, out_head = row, head
         ends_head = at == num_tiles - 1
         ends_row = ends_head & (head == NUM_HEADS - 1)
@@ -320,7 +320,7 @@ def _decode_attention_kernel(
                 whole_head = _q_head(out_head, GROUP, MEMBERS, SUBGROUPS) + member
                 out_at = _out_at(out, out_row, whole_head, dim, NUM_KV * GROUP, DIM)
                 tl.store(out_at, (acc / total_p[:, None]).to(q.dtype), out_in_q)
-            else:  # leave this part: of the head that the program ends in as the last, of others as the first
+            else:  # write a partial result: last for the head that the program ends in, else first
                 place = (tl.program_id(0) * 2 + tl.where(first == 0, 1, 0)) * MEMBERS + member
                 tl.store(partial + place[:, None] * DIM + dim[None, :], acc, out_in_q)
                 tl.store(stats + place * 2, best, out_in_group)
@@ -330,8 +330,8 @@ def _decode_attention_kernel(
             acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
             first = 0
 
-    # Parts were left of the head of the first tile and of that of the last, unless all of it is here. Whoever
-    # leaves the last part of a head merges all of them.
+    # Partial results exist for the heads of the first and of the last tile, unless this program has all of
+    # their tiles. The program that writes the last part of a head merges all of them.
     is_same = (row == opening_row) & (head == opening_head)
     num_heads = tl.where(first_tile < last_tile, tl.where((at > 0) & (is_same == 0), 2, 1), 0)
     for which in range(num_heads):
@@ -372,7 +372,7 @@ def _merge(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
-    """Put together a head of which programs from `opens` on have left parts."""
+    """Merge a head, of which programs from `opens` on have written parts."""
     member = tl.arange(0, MERGE_PAD)
     dim = tl.arange(0, DIM_PAD)
     in_group = _in_group(member, head, GROUP, MEMBERS, SUBGROUPS)
@@ -398,7 +398,7 @@ def _merge(
 
 @triton.jit
 def _in_group(member, head, GROUP: tl.constexpr, MEMBERS: tl.constexpr, SUBGROUPS: tl.constexpr):
-    """Which members are there: the last part of a group may have less of them than others."""
+    """Mask of members: the last part of a group may have fewer than others."""
     in_group = member < MEMBERS
     if GROUP % MEMBERS != 0:
         in_group = in_group & (member < GROUP - head % SUBGROUPS * MEMBERS)
@@ -415,33 +415,33 @@ def _q_head(head, GROUP: tl.constexpr, MEMBERS: tl.constexpr, SUBGROUPS: tl.cons
 
 @triton.jit
 def _page_of(token, BLOCK_TOKENS: tl.constexpr):
-    """The number of a token's page among those of its row; to divide what has no sign takes less."""
+    """The index of a token's page in its row. Unsigned division is faster."""
     return token.to(tl.uint32) // BLOCK_TOKENS
 
 
 @triton.jit
 def _unit(page, token, kv_stride, TOKEN_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Where a token of a page lies."""
+    """Offset of a token of a page."""
     offset = (token.to(tl.uint32) % BLOCK_TOKENS).to(tl.int32) * TOKEN_STRIDE
     return page.to(tl.uint32).to(tl.int64) * kv_stride + offset
 
 
 @triton.jit
 def _begin(end, WINDOW: tl.constexpr):
-    """The first token that a row attends to whose tokens end there."""
+    """The first token that a row of this length attends to."""
     return tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
 
 
 @triton.jit
 def _out_at(out, row, q_head, dim, NUM_Q: tl.constexpr, DIM: tl.constexpr):
-    """Where the results of some heads are stored."""
+    """Offsets of the results of some heads."""
     at = tl.cast(row, tl.int64) * NUM_Q + q_head
     return out + at[:, None] * DIM + dim[None, :]
 
 
 @triton.jit
 def _tiles_of(positions, rows, num_rows, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many tiles each row has for a head; none from `num_rows` on."""
+    """Tiles per head of each row; none from `num_rows` on."""
     length = tl.load(positions + rows, rows < num_rows, other=-1) + 1
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW)

@@ -1,12 +1,12 @@
 """Draws the tokens of random requests from their logits: temperature, top-k, top-p, min-p, Gumbel noise.
 
-The torch reference sorts each row to see which tokens top-k and top-p keep. The kernels do not: they draw
-from all tokens, and then look whether the drawn one would have been kept, which takes one more look at the
-row. The draw is the highest sum of logit and noise, so one that is kept is the highest of those kept as well:
-just what the reference draws. One that is not kept shows that neither is any token that is not more likely,
-and the next draw is from the others. With a top-p of 0.9 nine of ten first draws are good.
+The torch reference sorts each row to find which tokens top-k and top-p keep. The kernels do not: they draw
+from all tokens, and then check whether the drawn token is kept, which takes one more pass over the row. The
+draw is the highest sum of logit and noise, so if it is kept it is also the highest of those kept: the token
+that the reference draws. If it is not kept, neither is any token that is no more likely, and the next draw is
+from the others. With a top-p of 0.9, nine of ten first draws are kept.
 
-    x        logit less the highest one, over the temperature: 0 or less
+    x        (logit - highest logit) / temperature: 0 or less
     above    the tokens with a higher x: their number, and their mass, the sum of exp(x)
     kept     fewer than top-k are above, and with less mass than top-p of all that top-k keeps
 """
@@ -38,11 +38,11 @@ def draw_tokens(
 ) -> None:
     """Set `chosen[row, 0]` and `last_tokens[slot]` to a token drawn from a row of float32 `logits`.
 
-    `chosen` (int32 [rows, 2]) has the bits of the highest logit of each row behind the token. Of each slot
-    `knobs` are temperature, top-k, top-p and the log of min-p, which are the vocabulary size, infinity and
-    minus infinity where they are off; at temperature 0 nothing is drawn, and the row stays as it is. The
-    noise is that of the slot's seed and of the position behind the row's, `positions`. There may be more
-    slots and positions than rows.
+    `chosen` (int32 [rows, 2]) has the bits of the highest logit of each row after the token. `knobs` of a
+    slot are temperature, top-k, top-p and the log of min-p; the last three are the vocabulary size, infinity
+    and minus infinity if off. At temperature 0 nothing is drawn, and the row is unchanged. The noise depends
+    on the slot's seed and on the position after the row's, `positions`. There may be more slots and positions
+    than rows.
     """
     impl = draw_tokens_triton if runs_triton(logits) else draw_tokens_reference
     impl(logits, slots, positions, knobs, seeds, chosen=chosen, last_tokens=last_tokens)
@@ -65,7 +65,7 @@ def draw_tokens_reference(
     own_slots = own_slots[rows]
     temperature, top_k, top_p, log_min_p = knobs[own_slots].unsqueeze(-1).unbind(1)
     best = chosen[rows, 1].view(torch.float32).unsqueeze(-1)
-    # With the best at 0, min-p is a cutoff as it stands, and no temperature makes the best infinite.
+    # With the best at 0, log(min-p) is the cutoff, and no temperature makes the best infinite.
     scaled = ((logits if len(rows) == len(logits) else logits[rows]) - best).div_(temperature)
     cutoff = log_min_p
     topped = ((top_k < vocab_size) | top_p.isfinite()).flatten().nonzero().flatten()
@@ -101,15 +101,20 @@ def draw_tokens_triton(
     assert chosen.stride(0) == 2, f"{chosen.stride()=}"
     if not num_rows:
         return
-    # Chunks do not depend on the number of rows: a sum has the same last bits whoever shares the step.
+    # Chunks do not depend on the number of rows: sums are bitwise the same in any batch.
     num_chunks = cdiv(vocab_size, LOGIT_CHUNK)
-    # Of each chunk: the score of its draw, the x and the id of that token, the mass of all.
+    # Per chunk: score, x and id of the drawn token, and the mass of all tokens.
     firsts = torch.empty((num_rows, num_chunks, 4), dtype=torch.float32, device=logits.device)
     launch(
         _first_draw_kernel,
         (num_rows, num_chunks),
         firsts,
-        *(logits, chosen, slots, positions, knobs, seeds),
+        logits,
+        chosen,
+        slots,
+        positions,
+        knobs,
+        seeds,
         logits.stride(0),
         vocab_size,
         CHUNK=LOGIT_CHUNK,
@@ -120,7 +125,13 @@ def draw_tokens_triton(
         _draw_kernel,
         (num_rows,),
         chosen,
-        *(last_tokens, firsts, logits, slots, positions, knobs, seeds),
+        last_tokens,
+        firsts,
+        logits,
+        slots,
+        positions,
+        knobs,
+        seeds,
         logits.stride(0),
         vocab_size,
         num_chunks,
@@ -181,7 +192,7 @@ def _draw_kernel(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take the first draw of a row, or draw again until a token is drawn that top-k and top-p keep."""
+    """Take the first draw of a row, or draw again until top-k and top-p keep the token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     temperature = tl.load(knobs + 4 * slot)
@@ -206,7 +217,7 @@ def _draw_kernel(
         has_top_k, has_top_p = top_k < vocab_size, top_p < float("inf")
         if has_top_k & has_top_p:
             mass = _mass_of_top_k(source, best, temperature, vocab_size, top_k, BLOCK)
-        # Sums that are not finite, of a row that is broken, leave nothing to draw, and the loop ends.
+        # If sums are not finite, nothing can be drawn, and the loop ends.
         is_open = (has_top_k | has_top_p) & (x < 0.0) & (x > -float("inf"))
         while is_open:
             num_above, mass_above = _above(source, best, temperature, vocab_size, x, BLOCK)
@@ -228,8 +239,7 @@ def _draw_kernel(
 def _draw_between(source, best, temperature, key, begin, end, floor, beyond, BLOCK: tl.constexpr):
     """Return score, x and id of the token with the highest score, and the mass of all from `begin` to `end`.
 
-    Only tokens with an x of at least `floor` and more than `beyond` are drawn; if there is none, the x is
-    minus infinity.
+    Only tokens with x >= `floor` and x > `beyond` are drawn; if there is none, x is minus infinity.
     """
     lane = tl.arange(0, BLOCK)
     best_score = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -246,7 +256,7 @@ def _draw_between(source, best, temperature, key, begin, end, floor, beyond, BLO
         best_x = tl.where(is_better, x, best_x)
         best_token = tl.where(is_better, token, best_token)
     score = tl.max(best_score, 0)
-    # Of equals the first, as `max` has it.
+    # Of equals the first, like `max`.
     found = tl.min(tl.where(best_score == score, best_token, end - 1), 0)
     x = tl.max(tl.where((best_score == score) & (best_token == found), best_x, -float("inf")), 0)
     return score, x, found, tl.sum(masses, 0)
@@ -269,9 +279,9 @@ def _above(source, best, temperature, vocab_size, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass_of_top_k(source, best, temperature, vocab_size, top_k, BLOCK: tl.constexpr):
-    """Return the mass of the `top_k` tokens with the highest x, just as many where some are equal.
+    """Return the mass of the `top_k` tokens with the highest x, exactly as many also with ties.
 
-    Bisects the bits of -x, which as integers are in the order of the numbers.
+    Bisects the bits of -x, whose order as integers is that of the numbers.
     """
     low = tl.zeros((), tl.int32)  # no more than top_k are above this one
     high = tl.full((), 0x7F800000, tl.int32)  # more than top_k are above this one, or it is infinite
@@ -286,7 +296,7 @@ def _mass_of_top_k(source, best, temperature, vocab_size, top_k, BLOCK: tl.const
         is_open = (low < high - 1) & (num_above != top_k)
     x = -low.to(tl.float32, bitcast=True)
     num_above, mass_above = _above(source, best, temperature, vocab_size, x, BLOCK)
-    # Where fewer are above, those that are missing are equals.
+    # If fewer are above, the rest are ties.
     return mass_above + (top_k - num_above) * tl.exp(x)
 
 
@@ -306,7 +316,7 @@ def _mix64(x):
 
 @triton.jit
 def _gumbel(key, token):
-    """As `noise.gumbel`. No library has log1p everywhere, so it is a series where v is small."""
+    """As `noise.gumbel`. log1p is not available everywhere, so small v use a series."""
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     bits = _mix32(_mix32(token.to(tl.uint32) ^ low) ^ high) & 0x7FFFFFFF
     v = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * 2.0**-31, 1.0 - 2.0**-24)

@@ -1,7 +1,7 @@
-"""Reads pinned host memory by a kernel, for numbers that a step needs at once. Not for bulk.
+"""Reads small amounts of pinned host memory by a kernel.
 
-All copies from the host share one engine of the device and wait there for each other, so a copy of a few
-bytes may stand behind megabytes of another model's weights. A kernel reads the host's memory by itself.
+All copies from the host share one copy engine, so a copy of a few bytes may queue behind megabytes of another
+model's weights. A kernel reads host memory directly.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import torch
 from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
-#: False: small numbers travel as copies, like everything else.
+#: False: by copies.
 READS_HOST = True
 
 
 def read_host(out: torch.Tensor, pinned: torch.Tensor, count: int | None = None) -> None:
-    """Set `out = pinned` in stream order, without waiting; both contiguous, of numbers of 4 or 8 bytes.
+    """Set `out = pinned` in stream order, without blocking; both contiguous, of 4 or 8 byte numbers.
 
-    `count`: only so many of the first numbers. What lies in `pinned` must stay until the device has read it.
-    Torch does not know of this read: it would give the memory of a tensor that is let go to the next one at
-    once.
+    `count`: only the first numbers. `pinned` must stay alive and unchanged until the device has read it:
+    torch does not know of this read, and would reuse the memory of a freed tensor at once.
     """
     impl = read_host_triton if READS_HOST and runs_triton(out) else read_host_reference
     impl(out, pinned, count)
@@ -33,7 +32,7 @@ def read_host_reference(out: torch.Tensor, pinned: torch.Tensor, count: int | No
 def read_host_triton(out: torch.Tensor, pinned: torch.Tensor, count: int | None = None) -> None:
     assert out.dtype == pinned.dtype, f"{out.dtype=} {pinned.dtype=}"
     assert out.numel() == pinned.numel(), f"{out.shape=} {pinned.shape=}"
-    # As words, so that one compiled kernel does for every dtype and length.
+    # As words, so that one compiled kernel serves every dtype and length.
     num_words = (out.numel() if count is None else count) * (out.itemsize // 4)
     target, source = (one if one.dtype == torch.int32 else one.view(torch.int32) for one in (out, pinned))
     block = 1024

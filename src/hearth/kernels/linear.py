@@ -1,6 +1,6 @@
-"""Products with weight matrices: the library's, and ours on CUDA where they are faster.
+"""Products with weight matrices: the library's, and Hearth's kernels on CUDA where they are faster.
 
-Those of one row read faster, those of few rows and small matrices start earlier.
+The kernel for one row reads memory faster; the one for few rows and small matrices starts earlier.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, 
 
 
 def add_linear(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> bool:
-    """Compute `out += x @ weight.T` in one pass, whose sum is rounded once; False: not with so many rows.
+    """Compute `out += x @ weight.T` in one pass, rounded once.
 
-    Where nothing is computed `linear` is faster, with a sum behind it.
+    False: nothing is computed, because `linear` and a sum are faster for so many rows.
     """
     if _is_skinny(x) or _is_flipped(x):
         return False
@@ -44,13 +44,13 @@ def _is_skinny(x: torch.Tensor) -> bool:
 
 
 def _is_narrow(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return True where programs of a few outputs are done before the library's kernel has started up."""
+    """Return True where programs of a few outputs finish before the library's kernel has started."""
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if rows > MAX_NARROW_ROWS or outputs > MAX_NARROW_OUTPUTS or inputs > narrow_tile(rows).max_inputs:
         return False
     if x.dtype == torch.float32 or not runs_triton(x) or not can_overlap() or not has_large_memory():
         return False
-    return inputs % 8 == 0 and weight.data_ptr() % 16 == 0  # as the device can be asked for memory
+    return inputs % 8 == 0 and weight.data_ptr() % 16 == 0  # alignment of device loads
 
 
 def _is_flipped(x: torch.Tensor) -> bool:
@@ -66,7 +66,7 @@ def linear_reference(
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-#: Rows at which a CPU's library (OpenBLAS) is faster with factors swapped: 1.4 times at 16, 1.05 at 64.
+#: Rows for which the CPU's library (OpenBLAS) is faster with factors swapped: 1.4 times at 16, 1.05 at 64.
 FLIPPED_ROWS = range(9, 65)
 
 
@@ -79,7 +79,7 @@ def flipped_linear(
         out.add_(bias)
 
 
-#: Up to so many rows our kernel beats cuBLAS (bench/engine/kernels.py).
+#: Up to so many rows Hearth's kernel beats cuBLAS (bench/engine/kernels.py).
 MAX_SKINNY_ROWS = 1
 
 
@@ -95,7 +95,7 @@ def skinny_linear_triton(
 ) -> None:
     n, k = weight.shape
     if block_n is None:
-        # With so few inputs, two outputs are read sooner than programs are started: a head of 152k words and
+        # With few inputs, two outputs are read faster than programs start: a head of 152k words and
         # 896 inputs takes 95 us by two, 78 by four. With more inputs two are better.
         block_n = 4 if k <= block_k else 2
     launch(
@@ -154,16 +154,16 @@ def _skinny_linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class NarrowTile:
-    """All rows of a few outputs, whose inputs a program reads so many at a time."""
+    """Block sizes of a program, which computes all rows of a few outputs."""
 
     block_m: int
     block_n: int
     block_k: int
     num_stages: int
-    max_inputs: int = 1024  #: up to which this was found to be faster than the library (docs/log.md)
+    max_inputs: int = 1024  #: up to which this is faster than the library (docs/log.md)
 
 
-#: Tiles by the most rows that they are meant for.
+#: Tiles by their largest number of rows.
 NARROW_TILES = {
     16: NarrowTile(16, 32, 256, num_stages=4),
     32: NarrowTile(64, 16, 128, num_stages=6),
@@ -186,7 +186,7 @@ def narrow_linear_triton(
     adds: bool = False,
     tile: NarrowTile | None = None,
 ) -> None:
-    """Compute as `linear`, or with `adds` as `add_linear`. No sum has parts: bits depend on sizes alone."""
+    """Compute as `linear`, or with `adds` as `add_linear`. Sums are not split: bits depend on sizes alone."""
     rows, (n, k) = x.shape[0], weight.shape
     tile = narrow_tile(rows) if tile is None else tile
     launch(
@@ -205,7 +205,7 @@ def narrow_linear_triton(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         EVEN_K=k % tile.block_k == 0,
-        FETCHES=not x.is_cpu,  # the interpreter knows no assembly
+        FETCHES=not x.is_cpu,  # the interpreter has no assembly
         num_warps=4,
         num_stages=tile.num_stages,
     )
@@ -230,7 +230,7 @@ def _narrow_linear_kernel(
     OVERLAPS: tl.constexpr,
 ):
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What lies beyond the last output or row is computed from that one, and dropped: no load has a mask.
+    # Beyond the last output or row, that one is computed again and dropped: loads need no mask.
     weight_at = weight + tl.minimum(outputs, n - 1).to(tl.int64) * k
     if FETCHES:
         _fetch(weight_at, k * weight.dtype.element_ty.primitive_bitwidth // 8)
@@ -250,7 +250,7 @@ def _narrow_linear_kernel(
     inside = (tokens[:, None] < rows) & (outputs[None, :] < n)
     if HAS_BIAS:
         acc += tl.load(bias + outputs, outputs < n, other=0.0).to(tl.float32)[None, :]
-    # As many rows of what is there are added, all or none: one variant serves both.
+    # All rows of the old output are added, or none: one variant serves both.
     is_added = (tokens[:, None] < added_rows) & (outputs[None, :] < n)
     acc += tl.load(out_at, is_added, other=0.0).to(tl.float32)
     tl.store(out_at, acc.to(out.dtype.element_ty), inside)
@@ -258,7 +258,7 @@ def _narrow_linear_kernel(
 
 @triton.jit
 def _fetch(pointers, num_bytes):
-    """Bring memory into the device's cache, so many bytes from each pointer on, and do not wait for them."""
+    """Prefetch memory into the L2 cache, `num_bytes` from each pointer."""
     tl.inline_asm_elementwise(
         """
         {

@@ -1,16 +1,15 @@
-"""Adds what adapters say to the output of a projection, for rows of many adapters and of none at once.
+"""Adds adapters to the output of a projection, for rows of many adapters, or none, at once.
 
-An adapter multiplies twice, `a @ x` of few numbers and `b` times these, so there are two launches for all of
-a projection: the first shrinks the rows of each tile and leaves the result in scratch, in parts where many
-programs share one sum; the second adds up the parts, expands them and adds that to the output. The first
-needs nothing of the projection's own product. In steps of few rows, which wait for memory, a captured graph
-has both side by side: the library's kernels leave multiprocessors idle.
+An adapter is two products, `a @ x` with few outputs and `b` times those, so a projection takes two launches:
+the first shrinks the rows of each tile and writes the result to scratch, as partial sums where several
+programs share one; the second adds up the parts, expands them and adds the result to the output. The first is
+independent of the projection's own product. In steps of few rows, which are bound by memory, a captured graph
+runs both in parallel: the library's kernels leave multiprocessors idle.
 
-Lists of rows and shares lie on the device at fixed addresses, and a share names the table of its adapter, by
-which a program finds factors and their ranks. So one captured launch serves any adapters, of any ranks, and
-no rank is filled up to another. A program has one share of one tile's factors, all of which are about as
-large (`adapter_rows.py`). Tiles of one row, which most are while requests decode, have a way of their own:
-then all that counts is to have enough bytes on their way from memory at any time.
+Lists of rows and shares are on the device at fixed addresses, and a share names the table of its adapter,
+which has factors and ranks. So one captured launch serves adapters of any ranks, without padding. A program
+has one share of one tile's factors, all of about the same size (`adapter_rows.py`). Tiles of one row, the
+most frequent while requests decode, have their own code path, whose aim is to keep enough bytes in flight.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def project_with_adapters(
 ) -> None:
     """Run `product`, which sets `out`, and add `b @ (a @ x)` to rows whose adapter has factors for `target`.
 
-    x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat) is for the CUDA path, and nothing
-    that `product` reads or writes: it has room for MAX_SHRUNK_RANK numbers a row, and that ADAPTER_SPLITS
-    times where tiles are of few rows.
+    x is [rows, inputs] and out [rows, outputs]. `scratch` (float32, flat) is for the CUDA path, and must not
+    overlap memory of `product`: it has MAX_SHRUNK_RANK numbers per row, ADAPTER_SPLITS times as many for
+    tiles of few rows.
     """
     if not runs_triton(x):
         product()
@@ -77,7 +76,7 @@ def add_adapters_triton(
     blocks: AdapterBlocks | None = None,
     product: Callable[[], object] | None = None,
 ) -> None:
-    """`product` sets `out`, beside the first product of adapters."""
+    """Run `product`, which sets `out`, in parallel to the first product of adapters."""
     blocks = adapter_blocks(x.shape[1], rows.tile_rows, x.dtype) if blocks is None else blocks
     num_needed = len(x) * blocks.shrunk_room
     assert scratch.numel() >= num_needed, f"{scratch.numel()=} {num_needed=} for {x.shape=}"

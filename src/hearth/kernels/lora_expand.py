@@ -1,4 +1,4 @@
-"""The second product of adapters, added to the output of a projection. Knows shapes and pointers only."""
+"""The second product of adapters, added to the output of a projection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expand_triton(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Add `b` times what `shrink_triton` has left to the rows of `out`."""
+    """Add `b` times the result of `shrink_triton` to the rows of `out`."""
     _, n = out.shape
     assert out.is_contiguous(), f"{out.stride()=}"
     shares = rows.shares[target % ADAPTER_PROJECTIONS]
@@ -54,7 +54,7 @@ def expand_triton(
         ROW_N=blocks.expand_outputs,
         STAGES=blocks.num_stages,
         num_warps=blocks.num_warps,
-        num_stages=1,  # but where a loop says more
+        num_stages=1,  # unless a loop sets more
         maxnreg=blocks.max_registers,
     )
 
@@ -79,7 +79,7 @@ def _expand_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    # Before the wait, for lists and tables are the same in all of a step (`overlap.py`).
+    # Before the wait: lists and tables do not change during a step (`overlap.py`).
     table, begin, num, part, parts = load_share(shares)
     has_table = table != 0
     fields = table.to(tl.pointer_type(tl.int64)) + target * FIELDS
@@ -91,7 +91,7 @@ def _expand_kernel(
     apart = tl.load(fields + TOTAL_RANK, has_table, other=0).to(tl.int32)
     wait_for_inputs(OVERLAPS)
     if has_table:
-        # So many numbers of all slices behind each other are this program's, from `first` on.
+        # This program has so many numbers of all slices, concatenated, from `first` on.
         own = tl.cdiv(total, parts)
         first = own * part
         left = scratch + begin * ROOM
@@ -164,7 +164,7 @@ def _expand_kernel(
                     rows = out + tl.load(order + begin + member, in_rows, other=0)[:, None] * n
                     rows_left = left + member[:, None] * ROOM
                     if (to % FACTOR_ALIGNMENT == 0) & (size % FACTOR_ALIGNMENT == 0):
-                        # Multiples that the compiler sees, so that a thread moves 16 bytes at a time.
+                        # Multiples that the compiler can see, so that a thread moves 16 bytes at a time.
                         rows += to // FACTOR_ALIGNMENT * FACTOR_ALIGNMENT
                         for first_rank in range(0, rank, ROW_R):
                             _expand_rows(
@@ -204,15 +204,15 @@ def _expand_kernel(
 
 @triton.jit
 def _numbers_of_output(rank, num_rows):
-    """How many numbers are moved for an output of a slice: its factors, and each row but the first twice."""
+    """Numbers that are moved per output of a slice: its factors, and each row but the first twice."""
     return tl.where(rank > 0, rank + 2 * (num_rows - 1), 0)
 
 
 @triton.jit
 def _outputs_before(numbers, numbers_of_output, size):
-    """How many outputs of a slice lie before so many numbers, in groups of 32.
+    """Outputs of a slice before so many numbers, in groups of 32: a program starts at an aligned address.
 
-    So a program begins where memory is read anew. The last of a slice takes what its rows are filled with.
+    The last program of a slice also gets its padding.
     """
     outputs = tl.cdiv(tl.maximum(numbers, 0), 32 * tl.maximum(numbers_of_output, 1)) * 32
     end = tl.cdiv(size, FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
@@ -221,7 +221,7 @@ def _outputs_before(numbers, numbers_of_output, size):
 
 @triton.jit
 def _load_shrunk(left, apart, ranks, in_rank, SPLITS: tl.constexpr, ROOM: tl.constexpr):
-    """The sum of all parts that the first product has left of some ranks, `apart` from each other."""
+    """The sum of the first product's parts of some ranks, which are `apart` from each other."""
     shrunk = tl.load(left + ranks, in_rank, other=0.0)
     are_parts = in_rank
     if ROOM < SPLITS * MAX_RANKS:
@@ -262,8 +262,8 @@ def _expand_low_row(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            # The compiler would rather wait for each load in turn than have registers for all of them. Behind
-            # a barrier it cannot read what it multiplies them by before all are under way.
+            # Without a barrier the compiler waits for each load in turn, to save registers. After one it
+            # cannot read the other factor before all loads are in flight.
             tl.debug_barrier()
             shrunk = _load_shrunk(left, apart, ranks, in_rank, SPLITS, ROOM).to(factor.dtype).to(tl.float32)
             acc += tl.sum(factor.to(tl.float32) * shrunk[:, None], 0)
@@ -289,8 +289,8 @@ def _expand_row(
 ):
     """Add outputs from `first` to `last` of a slice of at most RANKS ranks to one row.
 
-    Factors of the next outputs are on their way meanwhile. With tensor cores it takes half the instructions,
-    though they multiply 15 rows of zeros besides.
+    Factors of the next outputs are loaded meanwhile. Tensor cores take half the instructions, although they
+    multiply 15 more rows of zeros.
     """
     ranks = tl.arange(0, RANKS)
     in_rank = ranks < rank
@@ -325,7 +325,7 @@ def _expand_wide_row(
 ):
     """Add outputs from `first` to `last` of a slice of any rank to one row, as `_expand_row`.
 
-    RANKS of it are multiplied at a time, and outputs are stored behind the last of them.
+    RANKS of it are multiplied at a time, and outputs are stored after the last.
     """
     rounds = tl.cdiv(rank, RANKS)
     acc = tl.zeros([OUTPUTS], tl.float32)
@@ -365,7 +365,7 @@ def _expand_rows(
     """Add outputs from `first` to `last` of a slice, of its first RANKS ranks, to the rows of a tile.
 
     These and the outputs' addresses are multiples of FACTOR_ALIGNMENT numbers. Factors of the next outputs
-    are on their way meanwhile.
+    are loaded meanwhile.
     """
     ranks = tl.arange(0, RANKS)
     in_rank = ranks < rank
@@ -396,9 +396,9 @@ def _expand_odd_rows(
     SPLITS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Add outputs from `first` to `last` of a slice to the rows of a tile, wherever they begin and end.
+    """Add outputs from `first` to `last` of a slice, without alignment, to the rows of a tile.
 
-    Models whose slices do so are rare. Blocks are small, for their registers are missed by the other ways.
+    Few models need it. Blocks are small, to leave registers to the other code paths.
     """
     BLOCK_R: tl.constexpr = 16
     BLOCK_N: tl.constexpr = 16

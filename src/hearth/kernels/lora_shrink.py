@@ -1,4 +1,4 @@
-"""The first product of adapters, `a @ x`, of all rows that have one. Knows shapes and pointers only."""
+"""The first product of adapters, `a @ x`, of all rows that have one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def shrink_triton(
     out: torch.Tensor,
     is_beside: bool = False,
 ) -> None:
-    """Leave `a @ x` in `out`, [rows of the order, room of a row] (`AdapterBlocks.shrunk_room`).
+    """Write `a @ x` to `out`, [rows of the order, `AdapterBlocks.shrunk_room`].
 
-    A row has parts of its sums behind each other, which add up to that, unless there is no room for them.
+    A row has partial sums one after the other, if there is room for them.
 
-    `is_beside`: the model's own product runs at the same time. Programs that have started and wait would keep
-    multiprocessors from that one, which needs whole ones.
+    `is_beside`: the model's own product runs at the same time. Then programs do not start early: while they
+    wait, they would occupy multiprocessors that it needs.
     """
     _, k = x.shape
     assert x.is_contiguous(), f"{x.stride()=}"
@@ -39,7 +39,7 @@ def shrink_triton(
         shares,
         target,
         k,
-        # Of whole blocks, so that each split begins where a row is aligned.
+        # In whole blocks, so that each split begins at an aligned address.
         cdiv(cdiv(k, blocks.num_splits), blocks.inputs) * blocks.inputs,
         SPLITS=blocks.num_splits,
         ROOM=blocks.shrunk_room,
@@ -121,7 +121,7 @@ def _shrink_kernel(
 
 @triton.jit
 def _part_of(count, part, parts):
-    """Where a part of so many things begins and ends, where all parts are as large but for one."""
+    """Begin and end of a part of `count` items, of which all parts but one have the same size."""
     return count * part // parts, count * (part + 1) // parts
 
 
@@ -138,7 +138,7 @@ def _shrink_row(
     ROW_R: tl.constexpr,
     ROW_K: tl.constexpr,
 ):
-    """Leave sums of one row, from `first` to `last` of the first split's ranks, the second's and so on."""
+    """Write sums of one row, from `first` to `last` of the ranks of the first split, the second and so on."""
     while first < last:
         split = first // rank
         ranks = first - split * rank + tl.arange(0, ROW_R)
@@ -175,7 +175,7 @@ def _shrink_tile(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Leave some ranks of the rows of a tile, of their inputs from `first` to `end`."""
+    """Write some ranks of the rows of a tile, summed over inputs from `first` to `end`."""
     ranks = block * BLOCK_R + tl.arange(0, BLOCK_R)
     in_rank = ranks < rank
     inputs = tl.arange(0, BLOCK_K)

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of seed, position and token id. Keeps no state and chooses no token.
+"""Random numbers that are a function of seed, position and token id, without state.
 
 Gumbel noise added to logits makes the highest sum a draw from their softmax. Each number is a hash, so a
 request draws the same noise in any batch, in any slot, on any device and after any preemption.
@@ -36,9 +36,9 @@ def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     bits = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) ^ low
     _mix32_(bits).bitwise_xor_(high)
     _mix32_(bits).bitwise_and_(0x7FFFFFFF)
-    # v lies in (0, 1) and -log(-log(1 - v)) is Gumbel. The winners are the smallest v, where float32 is
-    # finest: 31 bits reach 22, while -log(-log(v)) of a v near 1 would end at 16 in coarse steps. Large v
-    # would round to 1, that is to minus infinity, so they stop one float below.
+    # v is in (0, 1) and -log(-log(1 - v)) is Gumbel. The winners are the smallest v, where float32 is finest:
+    # 31 bits reach 22, while -log(-log(v)) of a v near 1 would end at 16 in coarse steps. Large v would round
+    # to 1, which is minus infinity, so they stop one float below.
     minus_v = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1.0 - 2.0**-24))
     return minus_v.log1p_().neg_().log_().neg_()
 

@@ -1,4 +1,4 @@
-"""Residual add and normalisation in one pass over the hidden states. Knows shapes, not layers."""
+"""Residual add and normalisation in one pass over the hidden states."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def add_norm(
 ) -> None:
     """Compute `residual += delta`, then `out = norm(residual)`; `out` may be `residual` itself (post-norm).
 
-    `more` is added behind `delta`. Sums are rounded to the tensors' dtype before they are normalised, so a
-    layer range that hands its hidden states on gives the same bits as one that runs through.
+    `more` is added after `delta`. Sums are rounded to the tensors' dtype before they are normalised, so
+    passing hidden states between layer ranges does not change bits.
     """
     impl = add_norm_triton if runs_triton(residual) else add_norm_reference
     impl(delta, residual, weight, bias, eps, is_rms=is_rms, out=out, more=more)
@@ -111,7 +111,7 @@ def _add_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * hidden
     cols = tl.arange(0, BLOCK)
     inside = cols < hidden
-    # Asked for first: nobody writes weights, and behind a sum over the row they would be waited for.
+    # Loaded first: weights do not change, and after the sum over the row the load would be waited for.
     if HAS_WEIGHT:
         w = tl.load(weight + cols, inside, other=0.0)
     if HAS_BIAS:

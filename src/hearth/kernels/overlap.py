@@ -1,15 +1,14 @@
 """Waiting, in kernels that start while the one before them drains (programmatic dependent launch).
 
-A kernel that takes the constexpr `OVERLAPS` is launched so by `jit.launch`, which knows the device. Its
-programs may run before the kernel in front of it has ended, so each of them calls `wait_for_inputs`: before
-it reads what other kernels of the step write, and before it writes. As every program waits, a kernel ends
-only when all kernels in front of it have ended, not just the last one.
+`jit.launch` launches a kernel that takes the constexpr `OVERLAPS` in this way, where the device supports it.
+Its programs may run before the previous kernel has ended, so each of them calls `wait_for_inputs` before it
+reads what other kernels of the step write, and before it writes. As every program waits, a kernel ends only
+when all kernels before it have ended.
 
-What is the same in all of a step may be read before that: weights, rotary angles, positions, slots, block
-tables, and which rows have which adapter. A step begins with launches that do not overlap, tokens and their
-embedding, and none of its kernels starts before those have begun, and so before all that was queued in front
-of them has ended. For weights that still arrive the stream waits, and so no kernel behind is started before
-they are there.
+Inputs that do not change during a step may be read before that: weights, rotary angles, positions, slots,
+block tables, and the lists of adapters. A step begins with launches that do not overlap, tokens and their
+embedding; its other kernels start after those have begun, and so after all earlier work has ended. While
+weights are loaded the stream waits for them, so no later kernel starts before they are there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The rows of a step: each is a token of a sequence whose KV lies in blocks. Attends to nothing.
+"""The rows of a step: each is a token of a sequence whose KV is in blocks.
 
     one KV layer:  [block][k|v][token][kv head][dim]      blocks `stride(0)` elements apart
 
-The Triton kernels follow the block table as they go. The torch references would find the same in every
-layer, so this is derived once and kept with the rows, which last for one step.
+The Triton kernels read the block table. The torch references need tensors that are the same in every layer,
+so these are derived once and kept with the rows, which last for one step.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class Context:
     num_rows: int
     num_tokens: int  #: of the longest row
     blocks: torch.Tensor  #: int64 [rows * blocks]
-    seen: torch.Tensor | None  #: bool [rows, 1, 1, tokens]; None if every row looks at all tokens
-    unseen: torch.Tensor | None  #: where `seen` is false, counted through all blocks
+    seen: torch.Tensor | None  #: bool [rows, 1, 1, tokens]; None: every row attends to all tokens
+    unseen: torch.Tensor | None  #: indices where `seen` is false, over all blocks
 
     def read(self, kv: torch.Tensor) -> torch.Tensor:
         """Gather k or v as [rows, kv_heads, tokens, dim] from `kv` [blocks, block_tokens, kv_heads, dim]."""
         gathered = kv.index_select(0, self.blocks)
         if self.unseen is not None:
-            # What lies in unwritten or recycled memory may be NaN, and 0 times NaN is NaN.
+            # Unwritten or recycled memory may hold NaN, and 0 times NaN is NaN.
             gathered.flatten(0, 1).index_fill_(0, self.unseen, 0)
         return gathered.view(self.num_rows, -1, *kv.shape[2:])[:, : self.num_tokens].transpose(1, 2)
 
 
 @dataclass(slots=True, eq=False)
 class PagedRows:
-    """The rows of a step and where they stand in paged KV.
+    """The rows of a step and their place in paged KV.
 
-    Mutable only in that derived tensors are kept: all layers of a step share table and block size.
+    Mutable only by caching derived tensors: all layers of a step share table and block size.
     """
 
     positions: torch.Tensor  #: int32 [rows], of the token in its sequence

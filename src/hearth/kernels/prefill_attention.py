@@ -1,7 +1,7 @@
 """Causal attention of runs of query tokens over their paged KV (prefill, whole or in chunks).
 
-The KV of the run itself has been written before; whatever precedes it in the sequence is read from the
-same blocks, so a first chunk, a later chunk and a prefix hit are one case. Knows shapes and pointers only.
+The KV of the run itself has been written before; the tokens before it are read from the same blocks, so a
+first chunk, a later chunk and a prefix hit are one case.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def prefill_attention(
 ) -> None:
     """Attend from each row of a span to its sequence up to itself, or to the last `window` tokens of that.
 
-    `tiles` say on the device what `spans` say on the host, which only the torch reference reads. Rows outside
-    of all spans are left alone.
+    `tiles` on the device equal `spans` on the host, which only the torch reference reads. Rows outside of all
+    spans are not written.
     """
     if not runs_triton(qkv):
         prefill_attention_reference(qkv, heads, rows, spans, kv, window=window, out=out)
@@ -62,14 +62,14 @@ def prefill_attention(
 
 @dataclass(frozen=True, slots=True)
 class PromptKernel:
-    """Which of the CUDA kernels attends over prompts."""
+    """The CUDA kernel that attends over prompts."""
 
     name: Literal["hopper", "triton"]
     slow_reason: str | None  #: why it is not the fastest for this device; None: it is
 
 
 def prompt_kernel(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) -> PromptKernel:
-    """Say which kernel attends over prompts with such heads on the current CUDA device."""
+    """Return the kernel for such heads on the current CUDA device."""
     if not is_hopper():
         return PromptKernel("triton", None)
     obstacle = hopper_obstacle(heads, dtype, block_tokens)
@@ -102,7 +102,7 @@ def prefill_attention_reference(
 
 
 def prompt_tile_tokens(heads: Heads, dtype: torch.dtype, num_rows: int, block_tokens: int = 16) -> int:
-    """Return by how many query tokens the prompts of a step of `num_rows` rows, with padding, are cut."""
+    """Return the query tokens per tile for a step of `num_rows` rows, padding included."""
     if prompt_kernel(heads, dtype, block_tokens).name == "hopper":
         return hopper_tile_tokens(heads)
     if heads.dim > 128 or dtype == torch.float32:
@@ -118,8 +118,8 @@ _SMALL_STEP_ROWS = 1024
 class PromptTileShape:
     """How a program of the Triton kernel computes one tile."""
 
-    num_packed: int  #: heads of a group that a tile's tokens are attended with together
-    num_keys: int  #: tokens of the context that are looked at together
+    num_packed: int  #: heads of a group per tile
+    num_keys: int  #: tokens of the context per iteration
     num_warps: int
     num_stages: int
 
@@ -138,7 +138,7 @@ class PromptTileShape:
         return PromptTileShape(1, 64, 8, 3)
 
 
-#: The Triton kernel has at most so many programs for each multiprocessor, which take turns if there is more.
+#: The Triton kernel has at most so many programs per multiprocessor, each of which loops over tiles.
 _PROGRAMS_PER_PROCESSOR = 16
 
 
@@ -154,7 +154,7 @@ def prefill_attention_triton(
     shape: PromptTileShape | None = None,
     max_programs: int | None = None,
 ) -> None:
-    """Run the kernel that is right for every shape; `shape` and `max_programs` are for those who measure."""
+    """Run the kernel for any shape; `shape` and `max_programs` are for benchmarks."""
     if shape is None:
         shape = PromptTileShape.of(heads, tiles.tile_tokens, len(qkv))
     num_items = len(tiles.items) * (heads.num_q // shape.num_packed)
@@ -224,9 +224,9 @@ def _prefill_attention_kernel(
     in_dim = dim < DIM
     num_items = tl.load(num_tiles) * GROUPS
     num_rounds = tl.cdiv(num_items, num_programs)
-    # What is the same in every turn is computed in every turn: kept, it would take registers.
+    # Values that are the same in every iteration are recomputed, to save registers.
     for turn in tl.range(0, num_rounds, disable_licm=True):
-        # There and back like a snake: who had the longest of one round has the shortest of the next.
+        # Back and forth: the program with the longest tile of one round has the shortest of the next.
         item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
         if item < num_items:
             fields = tiles + item // GROUPS * 4
@@ -303,7 +303,7 @@ def _attend(
 ):
     """Attend to the tokens from `first` to `last`.
 
-    The blocks of tokens are looked up one iteration ahead, so that k and v never wait for the table.
+    Blocks are looked up one iteration ahead, so that k and v never wait for the table.
     """
     dim = tl.arange(0, DIM_PAD)
     token = first + tl.arange(0, BLOCK_N)
@@ -315,7 +315,7 @@ def _attend(
         v_at = k_at + BLOCK_TOKENS * NUM_KV * DIM
         following = token + BLOCK_N
         page = tl.load(row_table + following // BLOCK_TOKENS, following < end, other=0)
-        # Behind the end memory may hold NaN, and 0 times NaN is NaN.
+        # Beyond the end memory may hold NaN, and 0 times NaN is NaN.
         if MASKED:
             in_tile = (token < end)[:, None] & (dim < DIM)[None, :]
             k = tl.load(k_at, in_tile, other=0.0)

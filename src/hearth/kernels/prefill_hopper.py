@@ -1,15 +1,15 @@
-"""Causal attention over prompts for devices of the Hopper generation, in Gluon. Takes some shapes only.
+"""Causal attention over prompts on Hopper devices, in Gluon, for some shapes.
 
 Of a program's nine warps one copies, and two groups of four compute 64 rows each:
 
-    copier    q | K0 | V0 | K1 | V1 | K2 | ...             pages of KV, to where the tensor cores want them
+    copier    q | K0 | V0 | K1 | V1 | K2 | ...             pages of KV, into shared memory
     group 0     | Q K0 | softmax 0 | Q K1, P0 V0 | softmax 1 beside P0 V0 | Q K2, P1 V1 | ...
     group 1     the same for the other rows, over the same K and V
 
 The rows of both groups are 128 tokens of one head, or 64 tokens of two heads that share K and V; the context
-is taken in tiles of `BLOCK_N` tokens. A tile of query tokens with a head, or with two, is an item. There are
-as many programs as multiprocessors, each of which works off several items; the copier goes on to the next
-one while the groups finish the one before.
+is read in tiles of `BLOCK_N` tokens. A tile of query tokens with one head, or two, is an item. There are as
+many programs as multiprocessors, each of which computes several items; the copier starts the next item while
+the groups finish the previous one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    # Renamed in Triton 3.9, in whose names they are called here.
+    # Renamed in Triton 3.9, whose names are used here.
     _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
     _memory = gl.shared_memory_descriptor
     _reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
@@ -57,16 +57,16 @@ except (ImportError, AttributeError):  # no Triton, or one whose Gluon has other
 _LOG2E = 1.4426950408889634
 #: Query rows of a warp group, and of both.
 _GROUP_ROWS, _TILE_ROWS = 64, 128
-#: Columns of a box that is copied at once: 128 bytes, as the tensor cores want them.
+#: Columns of a box that is copied at once: 128 bytes, the layout of tensor cores.
 _BOX_COLUMNS = 64
-#: By head size: tokens of the context that are looked at together, and how many such tiles are on their way.
+#: By head size: tokens of a context tile, and number of tiles in flight.
 _CONTEXT_TILES = {64: (128, 4), 128: (128, 3), 256: (64, 2)}
 _DTYPES = (torch.bfloat16, torch.float16)
 _BLOCK_TOKENS = (8, 16, 32, 64)
 
 
 def is_hopper() -> bool:
-    """Return True if kernels are compiled for the generation that this kernel is written for."""
+    """Return True if kernels are compiled for Hopper."""
     return capability() // 10 == 9
 
 
@@ -95,7 +95,7 @@ def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int) -> str 
 
 
 def hopper_tile_tokens(heads: Heads) -> int:
-    """Return by how many query tokens prompts are cut for this kernel."""
+    """Return the query tokens per tile."""
     return _TILE_ROWS // num_packed(heads)
 
 
@@ -111,7 +111,7 @@ def prefill_attention_hopper(
     num_stages: int | None = None,
     max_programs: int | None = None,
 ) -> None:
-    """Run the kernel; `num_stages` and `max_programs` are for those who measure."""
+    """Run the kernel; `num_stages` and `max_programs` are for benchmarks."""
     packed, dtype = _TILE_ROWS // tiles.tile_tokens, qkv.dtype
     block_n, usual_stages = _CONTEXT_TILES[heads.dim]
     block_tokens, kv_row = kv.shape[2], heads.num_kv * heads.dim
@@ -150,7 +150,7 @@ def prefill_attention_hopper(
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """A tensor's memory without the tensor, so that whoever keeps the address does not keep the memory."""
+    """The address of a tensor, which does not keep its memory alive."""
 
     address: int
     dtype: torch.dtype
@@ -159,7 +159,7 @@ class _Address:
         return self.address
 
 
-@lru_cache(maxsize=4096)  # a matrix of each layer and size of step; making one takes as long as a launch
+@lru_cache(maxsize=4096)  # one per layer and step size; making one takes as long as a launch
 def _boxes(
     address: int,
     dtype: torch.dtype,
@@ -169,7 +169,7 @@ def _boxes(
     box_rows: int,
     box_columns: int,
 ) -> TensorDescriptor:
-    """Describe a matrix of 16-bit numbers from which boxes are copied. Outside of it there are zeros."""
+    """Describe a matrix of 16-bit numbers from which boxes are copied. Outside of it, zeros are read."""
     layout = gl.NVMMASharedLayout(128, 16, 2)
     shape, strides, box = [num_rows, num_columns], [stride, 1], [box_rows, box_columns]
     return TensorDescriptor(_Address(address, dtype), shape, strides, box, layout)
@@ -206,7 +206,7 @@ def _prefill_hopper_kernel(
     q_tiles = gl.allocate_shared_memory(q_boxes.dtype, [2, ROWS, DIM], swizzled)
     k_tiles = gl.allocate_shared_memory(q_boxes.dtype, [STAGES, BLOCK_N, DIM], swizzled)
     v_tiles = gl.allocate_shared_memory(q_boxes.dtype, [STAGES, BLOCK_N, DIM], swizzled)
-    # `full`: the copies have come. `free`: both groups have read them.
+    # `full`: the copies are done. `free`: both groups have read them.
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -254,7 +254,7 @@ def _prefill_hopper_kernel(
 
 @gluon.jit
 def _num_turns(num_tiles, NUM_Q: gl.constexpr, PACKED: gl.constexpr):
-    """Return how many items this program works off."""
+    """Return the number of this program's items."""
     num_items = gl.load(num_tiles) * (NUM_Q // PACKED)
     num_programs = gl.num_programs(0)
     num_whole = num_items // num_programs
@@ -263,7 +263,7 @@ def _num_turns(num_tiles, NUM_Q: gl.constexpr, PACKED: gl.constexpr):
 
 @gluon.jit
 def _item(turn):
-    """Return an item of this program. Who had the longest of one turn has the shortest of the next."""
+    """Return an item of this program. The longest of one round is followed by the shortest of the next."""
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     return turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
@@ -363,7 +363,7 @@ def _copy_pages(
     BLOCK_TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Copy k or v of a tile: all tokens of the first 64 columns, behind them those of the next columns."""
+    """Copy k or v of a tile: all tokens of the first 64 columns, then those of the next columns."""
     PAGES: gl.constexpr = BLOCK_N // BLOCK_TOKENS
     BOXES: gl.constexpr = DIM // 64
     mbarrier.expect(full, BLOCK_N * DIM * 2)
@@ -372,7 +372,7 @@ def _copy_pages(
     for p in gl.static_range(PAGES):
         page = j * PAGES + p
         row = gl.load(row_table + gl.minimum(page, num_pages - 1)) * block_rows + side_row
-        # Behind the end nothing is read: outside of the matrix there are zeros.
+        # Beyond the end nothing is read: outside of the matrix there are zeros.
         row = gl.where(page < num_pages, row, num_kv_rows)
         for box in gl.static_range(BOXES):
             _fetch(kv_boxes, [row, column + box * 64], full, boxes.index(box * PAGES + p))
@@ -415,7 +415,7 @@ def _attend(
         index = tile + gl.arange(0, ROWS, gl.SliceLayout(1, by_key))
         position = start + index
         last = (end + BLOCK_N - 1) // BLOCK_N
-        # Every row sees all tokens of the tiles before this one; with a window, of those from another on.
+        # Every row sees all tokens of the tiles before this one; with a window, also from a first tile on.
         unmasked_end = gl.minimum((start + tile + 1) // BLOCK_N, last)
         q = q_tiles.index(half)
         acc = gl.full([ROWS, DIM], 0.0, gl.float32, by_dim)
@@ -543,9 +543,9 @@ def _soften(score, best, total, scale, HAS_WINDOW: gl.constexpr):
 
 @gluon.jit
 def _clear_tail(v_tile, end, DIM: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Clear v behind `end` in the last page, where memory may hold NaN: 0 times NaN is NaN.
+    """Clear v beyond `end` in the last page, where memory may hold NaN: 0 times NaN is NaN.
 
-    Both groups do so before they read, and write the same.
+    Both groups write the same zeros before they read.
     """
     PAGES: gl.constexpr = BLOCK_N // BLOCK_TOKENS
     boxed: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -1,9 +1,9 @@
-"""Prompts of a step cut into tiles of query tokens, longest context first. Attends to nothing.
+"""Prompts of a step cut into tiles of query tokens, longest context first.
 
-    rows of a step:   | decode rows | span | span | ... | padding |    a span: a run of one sequence's prompt
+    rows of a step:   | decode rows | span | span | ... | padding |    a span: part of one sequence's prompt
 
-The list of tiles lies on the device at a fixed address, and a launch of attention takes all that it needs
-from there. So one captured launch serves every mix of spans that fits into its capacity.
+The list of tiles is on the device at a fixed address, and attention reads all that it needs from there. So
+one captured launch serves every mix of spans that fits its capacity.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class PromptTiles:
-    """The tiles of all spans of a step, as a launch of attention reads them."""
+    """The tiles of all spans of a step, as attention reads them."""
 
     #: int32 [capacity, TILE_FIELDS]: first row of the tile's span, tokens of the span, position of the span's
     #: first token in its sequence, first token of the tile within the span.
     items: torch.Tensor
-    count: torch.Tensor  #: int32 [1]: how many of them there are in this step
+    count: torch.Tensor  #: int32 [1]: the number of tiles in this step
     tile_tokens: int  #: query tokens of a whole tile
 
     @staticmethod
     def of(spans: Sequence[PrefillSpan], tile_tokens: int, device: torch.device | str) -> PromptTiles:
-        """Tiles with memory of their own, just as many as there are."""
+        """Allocate a list of the needed length."""
         items = torch.from_numpy(cut_tiles(spans, tile_tokens)).to(device).view(-1, TILE_FIELDS)
         return PromptTiles(items, torch.tensor([len(items)], dtype=torch.int32, device=device), tile_tokens)
 
 
 def num_packed(heads: Heads) -> int:
-    """Return how many query heads of a group share a tile, and so each load of k and v: one, or two."""
+    """Return how many query heads of a group, 1 or 2, share a tile, and so each load of k and v."""
     return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
 
 
 def cut_tiles(spans: Sequence[PrefillSpan], tile_tokens: int) -> npt.NDArray[np.int32]:
-    """Return the fields of all tiles behind each other, those that attend to the longest context first."""
+    """Return the concatenated fields of all tiles, those with the longest context first."""
     begins, lengths, starts = (
         np.array([getattr(span, name) for span in spans], np.int64)
         for name in ("begin", "num_tokens", "start")
@@ -69,7 +69,7 @@ def tiles_of(
     starts: npt.NDArray[np.int64],
     tile_tokens: int,
 ) -> npt.NDArray[np.int32]:
-    """Return the same as `cut_tiles` for spans in columns: of hundreds, in the time that a few take."""
+    """Return the same as `cut_tiles` for spans as arrays, which is faster for hundreds."""
     counts = -(-lengths // tile_tokens)
     ends = counts.cumsum()
     num_tiles = int(ends[-1]) if len(ends) else 0

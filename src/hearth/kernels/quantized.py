@@ -1,19 +1,19 @@
-"""Products with weight matrices of eight bits and activations of sixteen or more (W8A16).
+"""Products of 8-bit weight matrices and activations of 16 bits or more (W8A16).
 
     out[row, j] = scale[j] * sum(x[row, i] * weight[j, i]) + bias[j]
 
-The weight stays in eight bits until it is in registers, where int8 and float8_e4m3fn become the
-activations' dtype without loss; sums are float32 and are scaled once. Quantises nothing.
+The weight stays in 8 bits until it is in registers, where int8 and float8_e4m3fn are converted to the
+activations' dtype without loss; sums are float32 and are scaled once.
 
 Up to 256 rows, where memory is the limit, the work is shared evenly, whatever the weight's shape:
 
     steps:      | tile 0               | tile 1               | ...      a step: BLOCK_K inputs of a tile
-    programs:   |   0           |   1           |   2          | ...      as many steps each
+    programs:   |   0           |   1           |   2          | ...      the same number of steps each
 
-Where a tile is of more than one program, each leaves a part of its sums, and the one that finishes last adds
-the parts up in the order of the inputs: the result does not depend on which one that was. There are as many
-programs as multiprocessors have room for. They start when the kernel before has ended: those that start early
-are put where there is room just then, too many of them on some multiprocessors.
+If a tile belongs to several programs, each writes partial sums, and the one that finishes last adds them up
+in the order of the inputs, so the result does not depend on timing. There are as many programs as fit on the
+multiprocessors. They start after the previous kernel has ended: programs that start early are distributed
+unevenly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from hearth.kernels.jit import capability, cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
-#: Up to so many rows a program for each row beats tensor cores.
+#: Up to so many rows a program per row beats tensor cores.
 MAX_SKINNY_ROWS = 1
 
 
@@ -40,7 +40,7 @@ def quantized_linear(
 ) -> None:
     """Compute `out = (x @ weight.T) * scale + bias` for x [rows, k], weight [n, k] and scale [n].
 
-    Without `scratch`, or with too little of it for one program on each multiprocessor, no two share a sum.
+    Without `scratch`, or with too little for one program per multiprocessor, programs share no sums.
     """
     if not runs_triton(x):
         quantized_linear_reference(x, weight, scale, bias, out=out)
@@ -58,7 +58,7 @@ def quantized_linear_reference(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Compute in float32, because sums that are not yet scaled may pass float16's largest number."""
+    """Compute in float32, because sums before scaling may exceed float16's range."""
     product = torch.mm(x.float(), weight.float().t()).mul_(scale)
     out.copy_(product if bias is None else product.add_(bias))
 
@@ -122,8 +122,8 @@ def _skinny_kernel(
     outputs = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = outputs < n
     weight_at = weight + outputs.to(tl.int64)[:, None] * k
-    # Each thread loads 16 weights at a time and adds up their products alone. To have the same 16 of x,
-    # and not through shared memory, x must be loaded in the shape of the weights.
+    # Each thread loads 16 weights at a time and adds up their products. To have the same 16 of x without
+    # shared memory, x is loaded in the shape of the weights.
     acc = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
     inputs = tl.arange(0, BLOCK_K)[None, :]
     x_at = tl.broadcast_to(x + row * k + inputs, [BLOCK_N, BLOCK_K])
@@ -183,26 +183,26 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
-    per_processor: int = 0  #: programs that share all steps evenly; 0: one for each tile
+    per_processor: int = 0  #: programs that share all steps evenly; 0: one per tile
 
 
 @dataclass(frozen=True, slots=True)
 class ProductScratch:
-    """Memory in which programs leave parts of sums. Counters are zero between launches."""
+    """Memory for partial sums of programs. Counters are zero between launches."""
 
     num_processors: int  #: of the device
     partial: torch.Tensor  #: float32, flat: [program][first, last][tile]
     counters: torch.Tensor  #: int32, flat: [program]
 
     def num_programs(self, tile: Tile) -> int:
-        """Return how many programs share the steps of a tile: as many on each multiprocessor, at most as many
-        as have room here for two parts of tiles; 0: none, and each tile has a program of its own."""
+        """Return how many programs share the steps: the same number per multiprocessor, each with room for
+        two parts of tiles; 0: each tile has its own program."""
         room = min(len(self.counters), len(self.partial) // (2 * tile.block_m * tile.block_n))
         return min(tile.per_processor, room // self.num_processors) * self.num_processors
 
 
-#: Tiles by the most rows that they are meant for; the last serves all that are larger. So many programs share
-#: that a multiprocessor has room for no more, each of one warp group (docs/log.md: others gave wrong sums).
+#: Tiles by their largest number of rows; the last serves all larger ones. Programs fill a multiprocessor,
+#: each with one warp group (docs/log.md: others gave wrong sums).
 TILES = {
     16: Tile(16, 64, 128, num_warps=4, num_stages=5, per_processor=3),
     32: Tile(32, 64, 128, num_warps=4, num_stages=4, per_processor=3),
@@ -214,7 +214,7 @@ TILES = {
 #: The tile for float32, which tensor cores would round.
 FLOAT32_TILE = Tile(16, 32, 32, num_warps=4, num_stages=2)
 
-#: How many weight tiles are in the L2 cache at a time while all rows pass over them.
+#: Weight tiles in the L2 cache at a time, while all rows use them.
 GROUP_N = 8
 
 
@@ -225,7 +225,7 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
 
 
 def sharing_obstacle(scratch: ProductScratch, max_rows: int, dtype: torch.dtype) -> str | None:
-    """Say which products of up to so many rows are slower for want of scratch; None: no product."""
+    """Say which products of up to `max_rows` rows are slower for lack of scratch; None: none."""
     fewest = MAX_SKINNY_ROWS + 1
     for most, tile in TILES.items():
         if fewest > max_rows or not tile.per_processor or dtype == torch.float32:
@@ -305,7 +305,7 @@ def _tiled_kernel(
     BY_PAIRS: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
 ):
-    # A program has a run of steps, or one tile; what is known of that when it is compiled saves registers.
+    # A program has a run of steps, or one tile; knowing which at compile time saves registers.
     num_k = tl.cdiv(k, BLOCK_K)
     first, end, share = tl.program_id(0), tl.program_id(0) + 1, 1
     if SHARES:
@@ -316,11 +316,11 @@ def _tiled_kernel(
     inputs = tl.arange(0, BLOCK_K)
     while first < end:
         tile, begin, num_steps = first, 0, num_k
-        if SHARES:  # as much of a tile as is this program's: its steps from `begin` on
+        if SHARES:  # this program's steps of the tile, from `begin` on
             tile, begin = first // num_k, first % num_k
             num_steps = tl.minimum(num_k - begin, end - first)
         outputs, tokens = _place(tile, rows, n, BLOCK_M, BLOCK_N, GROUP_N)
-        # What lies beyond the last output or row is computed from that one, and dropped: no load has a mask.
+        # Beyond the last output or row, that one is computed again and dropped: loads need no mask.
         weight_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * k + inputs[None, :]
         x_at = x + tl.minimum(tokens, rows - 1).to(tl.int64)[None, :] * k + inputs[:, None]
         # Transposed, out.T = weight @ x.T: the factor on the left may be converted in registers.
@@ -338,14 +338,14 @@ def _tiled_kernel(
         if SHARES:
             is_whole = num_steps == num_k
             if num_steps < num_k:
-                # The first part of a tile is the last that its program has, and the others are first ones.
+                # The first part of a tile is its program's last; other parts are their programs' first.
                 tl.store(_part_at(partial, tl.program_id(0), begin == 0, BLOCK_M, BLOCK_N), acc)
                 opens = tile * num_k // share
                 num_parts = (tile * num_k + num_k - 1) // share - opens + 1
                 tl.debug_barrier()
                 is_whole = tl.atomic_add(counters + opens, 1, sem="acq_rel") == num_parts - 1
                 tl.debug_barrier()
-                if is_whole:  # all parts are there: add them up in their order
+                if is_whole:  # all parts are written: add them up in order
                     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                     for part in range(num_parts):
                         part_at = _part_at(partial, opens + part, part == 0, BLOCK_M, BLOCK_N)
@@ -362,7 +362,7 @@ def _tiled_kernel(
 
 @triton.jit
 def _place(tile, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr):
-    """The outputs and the rows of a tile. Neighbours have a group of weight tiles in common."""
+    """The outputs and the rows of a tile. Neighbours share a group of weight tiles."""
     per_group = GROUP_N * tl.cdiv(rows, BLOCK_M)
     first_n = tile // per_group * GROUP_N
     num_in_group = tl.minimum(tl.cdiv(n, BLOCK_N) - first_n, GROUP_N)
@@ -373,7 +373,7 @@ def _place(tile, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_N:
 
 @triton.jit
 def _part_at(partial, program, is_first, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a program leaves a part of a tile, which may be the tile's first."""
+    """Offset of a program's part of a tile, which may be the tile's first."""
     slot = (program * 2 + tl.where(is_first, 1, 0)).to(tl.int64)
     in_tile = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     return partial + slot * (BLOCK_N * BLOCK_M) + in_tile
@@ -383,7 +383,7 @@ def _part_at(partial, program, is_first, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 def _factor(w, dtype: tl.constexpr, BY_PAIRS: tl.constexpr, AS_MANTISSAS: tl.constexpr):
     """Eight bits as a factor of a product with `dtype`, without loss. With BY_PAIRS integers become bfloat16
     two at a time: seven bits under the exponent of 128, less 128 for positive and 256 for negative ones."""
-    # One return: of two, Triton 3.6 wants the same type, also where it is known which one it will be.
+    # One return: Triton 3.6 requires the same type of two, even in branches that are not compiled.
     if not BY_PAIRS or dtype != tl.bfloat16 or w.dtype.is_floating():
         # By way of float32: the direct conversions are slow instructions.
         factor = _widened(w, AS_MANTISSAS).to(dtype)

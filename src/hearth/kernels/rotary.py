@@ -2,7 +2,7 @@
 
     a row of qkv:  | q heads | k heads | v heads |        each head head_dim wide
 
-Where a token goes follows from its slot and position through the block table. Knows nothing of layers.
+Slot, position and block table determine where a token's k and v are written.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def rotate_and_store(
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
 ) -> None:
-    """Norm and rotate q in place and k on its way, with v, to `kv` [blocks, 2, block_tokens, kv_heads, dim].
+    """Norm and rotate q in place; norm and rotate k, and write it with v to `kv`.
 
-    Nobody reads k of `qkv` after that: there it may be as it was, or as it is stored. `cos_sin` is
-    [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated.
+    `kv` is [blocks, 2, block_tokens, kv_heads, dim]. k in `qkv` is undefined afterwards. `cos_sin` is
+    [positions, 2, rotary_dim / 2] in float32; None: q and k are not rotated.
     """
     impl = rotate_and_store_triton if runs_triton(qkv) else rotate_and_store_reference
     impl(qkv, heads, rows, kv, cos_sin=cos_sin, norms=norms)
@@ -62,7 +62,7 @@ def rotate_and_store_reference(
     targets = rows.kv_targets(block_tokens=kv.shape[2])
     written = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
     if kv.is_contiguous():
-        # With one layer torch takes all memory from the first block to the last for the target of the write.
+        # With one layer torch treats all memory from the first block to the last as the target of the write.
         written = written.clone()
     kv.transpose(1, 2).index_put_((targets.blocks, targets.offsets), written)
 
@@ -82,9 +82,9 @@ def _rotate(x: torch.Tensor, factors: RotaryFactors) -> None:
 
 
 def heads_per_program(heads: Heads) -> int:
-    """Return how many heads a program has: those of which each of 128 threads reads 16 bytes of a half.
+    """Return the heads per program: as many as let each of 128 threads read 16 bytes of a half.
 
-    Programs wait for positions, blocks and angles one after the other, so each should have much to move.
+    Programs wait for positions, blocks and angles in turn, so each should move many bytes.
     """
     return min(32, max(1, 2048 // next_power_of_2(heads.dim)))
 
@@ -163,7 +163,7 @@ def _rotate_and_store_kernel(
     is_q = head < NUM_Q
     is_v = head >= NUM_Q + NUM_KV
     half_dims = tl.arange(0, HALF_PAD)[None, :]
-    # Where the token goes, and by which angles it is turned, is read while the kernel in front still runs.
+    # The token's target and angles are read while the previous kernel runs.
     position = tl.load(positions + token)
     slot = tl.load(slots + token).to(tl.int64)
     block = tl.load(table + slot * table_stride + position // BLOCK_TOKENS).to(tl.int64)
@@ -179,7 +179,7 @@ def _rotate_and_store_kernel(
     side, kv_head = kv_head // NUM_KV, kv_head % NUM_KV
     target = side * (BLOCK_TOKENS * NUM_KV * DIM) + (position % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
     target = kv + block * kv_stride + target[:, None]
-    leaves = is_head & (is_q == 0)  # written to the cache; q stays where it is
+    leaves = is_head & (is_q == 0)  # written to the cache; q stays in place
     rest_dims = tl.arange(0, REST_PAD)[None, :]
     squares = tl.zeros([HEADS], tl.float32)
     if HALF > 0:

@@ -1,7 +1,6 @@
-"""Reads the inputs of a step from pinned host memory, and what has changed in the block table, by one launch.
+"""Reads the inputs of a step, and changes of the block table, from pinned host memory in one launch.
 
-Why by a kernel is said in `host_read.py`. Two launches would be one more that stands before the first token
-of a prompt. Knows nothing of what the inputs are.
+`host_read.py` says why by a kernel. A second launch would delay the first token of a prompt.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ def read_step(
 ) -> None:
     """Set `out[:count] = pinned[:count]` and write to `table`, all int32 and contiguous.
 
-    `writes` [2, n], pinned: places in the flattened table, each once, and what is written there. What lies in
-    either must stay until the device has read it, as for `read_host`.
+    `writes` [2, n], pinned: unique indices of the flattened table, and the values. Both pinned tensors must
+    stay unchanged until the device has read them, as for `read_host`.
     """
     assert writes is None or writes.shape[0] == 2, f"{writes.shape=}"
     impl = read_step_triton if host_read.READS_HOST and runs_triton(out) else read_step_reference
@@ -76,7 +75,7 @@ def _read_step_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_input = at < count
     tl.store(out + at, tl.load(pinned + at, is_input, other=0), is_input)
-    # The programs behind those that read inputs have writes of the table.
+    # The programs after those that read inputs write the table.
     write = at - tl.cdiv(count, BLOCK) * BLOCK
     is_write = (write >= 0) & (write < num_writes)
     place = tl.load(writes + write, is_write, other=0)

@@ -1,4 +1,4 @@
-"""Top-k and top-p as one cutoff per row. Chooses no token and knows no slots."""
+"""Top-k and top-p as one cutoff per row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from hearth.core.sizes import sampled_pieces
 
-#: How many logits to rank at first where a look at the result costs nothing. A nucleus seldom holds more.
+#: How many logits to rank at first on a CPU, where reading the result is cheap. A nucleus seldom has more.
 _FIRST_WIDTHS = (1024, 8192)
 
 
@@ -18,9 +18,8 @@ def rank_cutoff(
 ) -> torch.Tensor:
     """Return the lowest logit that top-k and then top-p keep in each row: [n, 1].
 
-    Logits that tie with it are kept too, so the outcome does not hang on how a sort orders equals.
-    `top_k` and `top_p` are [n, 1], the vocabulary size and infinity where they are off; `top_ks` is what
-    the host knows of `top_k`.
+    Ties with it are kept too, so the result does not depend on how a sort orders equals. `top_k` and `top_p`
+    are [n, 1], the vocabulary size and infinity if off; `top_ks` is `top_k` on the host.
     """
     return torch.cat(
         [
@@ -33,7 +32,7 @@ def rank_cutoff(
 def _rank(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, top_ks: Sequence[int]
 ) -> torch.Tensor:
-    """Return the cutoffs of rows of which all temporaries may be there at a time."""
+    """Return the cutoffs of rows whose temporaries fit in memory together."""
     vocab_size = logits.shape[-1]
     log_sum = logits.logsumexp(-1, keepdim=True) if max(top_ks) == vocab_size else None
     widths = _widths(top_ks, vocab_size, logits.device)
@@ -50,10 +49,10 @@ def _rank(
 
 
 def _widths(top_ks: Sequence[int], vocab_size: int, device: torch.device) -> tuple[int, ...]:
-    """Return how many logits to rank at the first try and each further one, until the last is not kept.
+    """Return how many logits to rank at the first and each further attempt, until the last is not kept.
 
-    A row without top-k may keep every token. The CPU tries few at first; elsewhere a look at the result
-    would wait for the device, so all are ranked at once.
+    A row without top-k may keep every token. The CPU tries few at first; elsewhere reading the result would
+    block on the device, so all are ranked at once.
     """
     widest = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)
     if max(top_ks) < vocab_size:
