@@ -13,8 +13,6 @@ from hearth.kernels.jit import next_power_of_2
 
 @dataclass(frozen=True, slots=True)
 class AdapterBlocks:
-    """Block sizes of one launch."""
-
     #: Of tiles of several rows: inputs, outputs and ranks.
     inputs: int
     outputs: int

@@ -56,8 +56,6 @@ class SliceFactor:
 
 @dataclass(frozen=True, slots=True)
 class TargetFactors:
-    """The factors by which an adapter changes a projection."""
-
     a: torch.Tensor  #: [ranks of all slices, inputs]
     slices: tuple[SliceFactor, ...]  #: in order
 
@@ -77,8 +75,6 @@ class AdapterGroup:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Which rows of a step have which adapter."""
-
     groups: tuple[AdapterGroup, ...]  #: for the torch reference
     #: For kernels. int64 [rows]: rows that have an adapter, by adapter.
     order: torch.Tensor
@@ -95,7 +91,6 @@ class AdapterRows:
         *,
         min_shares: int = ADAPTER_SHARES,
     ) -> AdapterRows:
-        """Allocate lists of the needed length."""
         order = np.concatenate([*(group.rows for group in groups), np.empty(0, np.int64)])
         counts, addresses = (
             np.array(column, np.int64)

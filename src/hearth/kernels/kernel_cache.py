@@ -58,8 +58,6 @@ class CachedVariant:
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """The size of a kernel cache."""
-
     path: str
     num_entries: int
     num_bytes: int
@@ -67,8 +65,6 @@ class CacheUsage:
 
 @dataclass(frozen=True, slots=True)
 class KernelCache:
-    """A directory of compiled kernels."""
-
     path: Path
 
     @staticmethod
@@ -140,7 +136,6 @@ class KernelCache:
         return len(found)
 
     def save(self, key: str, variants: Sequence[CachedVariant]) -> None:
-        """Write a list, all of whose variants are compiled."""
         _write_json(self._list_path(key), [asdict(one) for one in variants])
 
     @contextmanager
@@ -236,7 +231,6 @@ def know_compiler(cache: KernelCache) -> threading.Thread | None:
 
 
 def _compiler_state() -> str:
-    """Return a hash of the names, sizes and times of Triton's code files."""
     found = hashlib.sha256()
     for directory, names, files in os.walk(Path(triton.__file__).parent, followlinks=True):
         names.sort()

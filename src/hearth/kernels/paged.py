@@ -15,8 +15,6 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The numbers and the size of attention heads."""
-
     num_q: int
     num_kv: int
     dim: int

@@ -62,14 +62,11 @@ def prefill_attention(
 
 @dataclass(frozen=True, slots=True)
 class PromptKernel:
-    """The CUDA kernel that attends over prompts."""
-
     name: Literal["hopper", "triton"]
     slow_reason: str | None  #: why it is not the fastest for this device; None: it is
 
 
 def prompt_kernel(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) -> PromptKernel:
-    """Return the kernel for such heads on the current CUDA device."""
     if not is_hopper():
         return PromptKernel("triton", None)
     obstacle = hopper_obstacle(heads, dtype, block_tokens)
@@ -116,8 +113,6 @@ _SMALL_STEP_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PromptTileShape:
-    """How a program of the Triton kernel computes one tile."""
-
     num_packed: int  #: heads of a group per tile
     num_keys: int  #: tokens of the context per iteration
     num_warps: int

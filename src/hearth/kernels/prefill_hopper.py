@@ -66,7 +66,6 @@ _BLOCK_TOKENS = (8, 16, 32, 64)
 
 
 def is_hopper() -> bool:
-    """Return True if kernels are compiled for Hopper."""
     return capability() // 10 == 9
 
 
@@ -95,7 +94,6 @@ def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int) -> str 
 
 
 def hopper_tile_tokens(heads: Heads) -> int:
-    """Return the query tokens per tile."""
     return _TILE_ROWS // num_packed(heads)
 
 

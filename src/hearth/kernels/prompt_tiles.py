@@ -44,7 +44,6 @@ class PromptTiles:
 
     @staticmethod
     def of(spans: Sequence[PrefillSpan], tile_tokens: int, device: torch.device | str) -> PromptTiles:
-        """Allocate a list of the needed length."""
         items = torch.from_numpy(cut_tiles(spans, tile_tokens)).to(device).view(-1, TILE_FIELDS)
         return PromptTiles(items, torch.tensor([len(items)], dtype=torch.int32, device=device), tile_tokens)
 

@@ -22,8 +22,6 @@ _PACKAGE = "hearth.kernels."
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel, and what it is compiled for."""
-
     module: str
     kernel: str
     specialization: str  #: as Triton serializes it

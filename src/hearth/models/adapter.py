@@ -46,7 +46,6 @@ def target_index(layer: int, projection: Projection) -> int:
 
 
 def projection_shape(dimensions: Dimensions, projection: Projection) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs."""
     match projection:
         case Projection.QKV:
             return dimensions.qkv_size, dimensions.hidden_size
@@ -94,8 +93,6 @@ class AdapterTarget:
 
 @dataclass(frozen=True, slots=True)
 class FactorPlaces:
-    """The offsets of a target's factors in an adapter's bytes."""
-
     target: AdapterTarget
     a: int
     b: tuple[int, ...]  #: by slice

@@ -45,8 +45,6 @@ LoraModules = Mapping[str, LoraModule]
 
 @dataclass(frozen=True, slots=True)
 class _ModulePlace:
-    """The position of a module's outputs among those of a projection."""
-
     layer: int
     projection: Projection
     begin: int

@@ -27,15 +27,11 @@ MAX_LAYERS = 10_000
 
 
 class Norm(StrEnum):
-    """How hidden states are normalised."""
-
     RMS = "rms"
     LAYER = "layer"
 
 
 class Activation(StrEnum):
-    """The nonlinearity of an MLP."""
-
     SILU = "silu"
     GELU = "gelu"  #: the exact one, by erf
     GELU_TANH = "gelu_tanh"
@@ -43,8 +39,6 @@ class Activation(StrEnum):
 
 
 class Residual(StrEnum):
-    """How attention and MLP are added to the residual stream."""
-
     PRE = "pre"  #: x += attn(norm(x)); x += mlp(norm(x))
     POST = "post"  #: x = norm(x + attn(x)); x = norm(x + mlp(x))
     PARALLEL = "parallel"  #: x += attn(norm(x)) + mlp(norm'(x))
@@ -52,8 +46,6 @@ class Residual(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3's scaling of the low rotary frequencies."""
-
     factor: float
     low_freq_factor: float
     high_freq_factor: float
@@ -72,8 +64,6 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """The architecture of a model."""
-
     family: str
     vocab_size: int
     hidden_size: int

@@ -20,7 +20,6 @@ _DTYPES = {
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, as in `Buffer.dtype`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -76,7 +76,6 @@ class Fields:
         return Fields(self.family, value, where=f"{self.where}: `{name}`")
 
     def unsupported(self, name: str, why: str) -> UnsupportedModel:
-        """Return the error for a field whose value the decoder does not support."""
         return UnsupportedModel(f"{self.where}: `{name}` is {brief(self.values.get(name))}: {why}")
 
     def _required(self, name: str) -> object:

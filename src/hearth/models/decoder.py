@@ -96,7 +96,6 @@ class Decoder:
         return Decoder(self.arch, weights, self._workspace, self._cos_sin, layers, on_layer)
 
     def embed(self, step: StepInputs) -> torch.Tensor:
-        """Return the hidden states before the first layer."""
         weights, ws = self.weights, self._cut(step.tokens.shape[0])
         assert weights.embed is not None, f"no embedding before layer {self.layers.start}"
         hidden = ws.residual
@@ -267,7 +266,6 @@ class Decoder:
         return kept.kept_residual, kept.kept_normed, kept.kept_attended
 
     def _activated(self, layer: int, x: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
-        """Run the MLP up to its activation."""
         ws = self._cut(x.shape[0])
         up = self._adapted(Projection.UP, layer, x, self._weights_of(layer).up, ws.up, adapters)
         activate(up, self.arch.activation, gated=self.arch.gated, out=ws.activated)
@@ -298,7 +296,6 @@ class Decoder:
         out: torch.Tensor,
         adapters: AdapterRows | None,
     ) -> torch.Tensor:
-        """Run a projection, and add the adapters of the rows."""
         parts = self._qkv_scratch if projection is Projection.QKV else None
         product = partial(self._linear, x, weights, out, parts)
         if adapters is None:

@@ -20,8 +20,6 @@ from hearth.models.config_fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How configs of one family are read."""
-
     architecture: str  #: transformers' class, for a config without `model_type`
     read: Callable[[Fields], Arch]
     defaults: Mapping[str, object]  #: transformers' values for absent fields
@@ -53,7 +51,6 @@ def arch_from_config(config: Mapping[str, object], where: str = "config.json") -
 
 
 def _refuse_unsupported(config: Mapping[str, object], where: str) -> None:
-    """Raise UnsupportedModel at the first field that no family supports."""
     for refusal in REFUSALS:
         for key, value in config.items():
             if value is None or value in refusal.harmless:

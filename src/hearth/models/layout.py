@@ -34,8 +34,6 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A canonical tensor and its offset in a model's bytes."""
-
     name: str
     dtype: str
     shape: Shape
@@ -53,8 +51,6 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """The bytes of a model from `begin` up to `end`."""
-
     begin: int
     end: int
 

@@ -22,8 +22,6 @@ SLAB_ROWS = 4096
 
 
 class StoredTensor(Protocol):
-    """One tensor of a checkpoint."""
-
     @property
     def dtype(self) -> str:
         """The dtype to store the tensor as: its own, one of `DTYPES`, or bfloat16 if it is quantised.
@@ -43,8 +41,6 @@ Checkpoint: TypeAlias = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A canonical tensor, ready to be stored."""
-
     spec: TensorSpec
     tensor: torch.Tensor
 

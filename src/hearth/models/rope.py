@@ -78,7 +78,6 @@ def _llama3(fields: Fields, parameters: Fields) -> Llama3Scaling:
 
 
 def cos_sin_table(rope: Rope, num_positions: int, device: torch.device) -> torch.Tensor:
-    """Return a new table, as `write_cos_sin` fills it."""
     table = torch.empty((num_positions, 2, rope.dim // 2), dtype=torch.float32, device=device)
     write_cos_sin(rope, table)
     return table

@@ -16,8 +16,6 @@ from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one step, as the decoder reads them."""
-
     tokens: torch.Tensor  #: int32 or int64 [rows]
     rows: PagedRows
     #: The first of `rows`, which may decode; a captured step has more of them than usually do.

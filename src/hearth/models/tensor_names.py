@@ -17,8 +17,6 @@ from hearth.models.layout import Layout, Shape, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """How a family names its tensors."""
-
     prefixes: tuple[str, ...]  #: of all names but the head's; the first that the checkpoint uses
     modules: Mapping[str, tuple[str, ...]]
     head: str = "lm_head"
@@ -28,8 +26,6 @@ class NameMap:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a checkpoint, with the shape that it must have."""
-
     name: str
     shape: Shape
 

@@ -26,8 +26,6 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The weights of a linear layer."""
-
     weight: torch.Tensor
     scale: torch.Tensor | None  #: per row of a quantised weight
     bias: torch.Tensor | None
@@ -35,16 +33,12 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of a norm, if it has any."""
-
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer."""
-
     attn_norm: NormWeights
     qkv: Linear
     q_norm: torch.Tensor | None

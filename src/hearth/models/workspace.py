@@ -42,7 +42,6 @@ class Workspace:
     scratch: SplitScratch
 
     def cut(self, rows: int) -> Workspace:
-        """Return the same buffers, each cut to at most `rows`."""
         names = [f.name for f in fields(self) if f.name not in ("scratch", "shrunk")]
         return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 

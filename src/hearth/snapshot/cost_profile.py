@@ -26,8 +26,6 @@ ComputedDtype = Literal["bfloat16", "float16", "float32"]
 
 
 class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of step."""
-
     num_tokens: int  #: over all rows
     num_rows: int  #: sequences in it
     context_tokens: int  #: attended tokens, new ones included, summed over rows
@@ -45,8 +43,6 @@ class PartOrigin(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Origin(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a profile was measured."""
-
     command: str
     commit: str | None
     date: str
@@ -74,8 +70,6 @@ class MeasuredMapping(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MeasuredShape(Struct, frozen=True, forbid_unknown_fields=True):
-    """A model, and the steps that were measured with it."""
-
     name: Annotated[str, Meta(min_length=1)]
     model: str  #: that has this shape
     dtype: ComputedDtype

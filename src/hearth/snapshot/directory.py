@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEntry:
-    """A file of the directory."""
-
     path: Path
     model: str  #: digest of the model's manifest
     num_bytes: int
@@ -56,8 +54,6 @@ class SnapshotEntry:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDirectory:
-    """Snapshots of one installation on disk."""
-
     path: Path
     quota_bytes: int
     key: bytes

@@ -13,8 +13,6 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class FieldDifference:
-    """A field in which two fingerprints differ."""
-
     name: str
     here: str
     there: str

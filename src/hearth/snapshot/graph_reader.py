@@ -67,7 +67,6 @@ def read_graph(driver: CudaGraphs, graph: int, binary_by_function: Mapping[int, 
 
 
 def _in_order(driver: CudaGraphs, graph: int) -> npt.NDArray[np.uint64]:
-    """Return the nodes of a graph in topological order."""
     handles = driver.nodes(graph)
     sources, targets, _ = driver.edges(graph)
     waiting = dict.fromkeys(handles.tolist(), 0)
@@ -137,7 +136,6 @@ def _keep_parameters(
 def _structures(
     driver: CudaGraphs, handles: npt.NDArray[np.uint64], kinds: npt.NDArray[np.int32]
 ) -> dict[int, Table]:
-    """Return the driver's structures of copies and fills, by kind."""
     copies = driver.memcpy_nodes(handles[kinds == GRAPH_NODE_TYPE_MEMCPY])
     if copies["source_array"].any() or copies["target_array"].any():
         raise GraphUnreadable("the graph copies from or to an array, whose handle cannot be kept")

@@ -61,7 +61,6 @@ class KernelHandles:
         return np.array([found[kernel] for kernel in kernels], np.uint64)
 
     def has(self, kernels: Sequence[KernelId]) -> bool:
-        """True if this process has all of the kernels."""
         return all(function is not None for function in self._find_all(kernels).values())
 
     def _find_all(self, kernels: Sequence[KernelId]) -> dict[KernelId, int | None]:

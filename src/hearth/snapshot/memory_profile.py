@@ -21,7 +21,6 @@ class MemoryProfile(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def unbooked_bytes(self) -> int:
-        """Memory of the model's device besides the pool."""
         return self.torch_bytes + self.library_bytes or self.resident_bytes
 
     def pack(self) -> bytes:

@@ -54,8 +54,6 @@ def _reason(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RebuildTimes:
-    """Seconds of one graph, by phase."""
-
     check_s: float
     nodes_s: float
     attributes_s: float
@@ -65,8 +63,6 @@ class RebuildTimes:
 
 
 class _Rebuilt(ctypes.Structure):
-    """The result that the C file fills in."""
-
     _fields_ = (
         ("executable", ctypes.c_void_p),
         ("num_nodes", ctypes.c_uint64),

@@ -12,8 +12,6 @@ THIS_PROCESS = Path("/proc/self")
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """The directory of a cgroup, with one file per limit."""
-
     directory: Path
     is_v2: bool  #: one hierarchy for all controllers, and other file names
 
@@ -44,14 +42,11 @@ def lines_of(path: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    """A hierarchy of cgroups as this process sees it."""
-
     controller: str  #: empty in version 2
     root: PurePosixPath  #: the cgroup at `point`: in a container usually the container's own
     point: Path
 
     def directories(self, cgroup: PurePosixPath) -> Iterator[Path]:
-        """Yield the directory of a cgroup and of its visible ancestors."""
         inside = cgroup.relative_to(self.root) if cgroup.is_relative_to(self.root) else PurePosixPath()
         at = inside if ".." not in inside.parts else PurePosixPath()
         yield self.point / at

@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WaitPolicy:
-    """How OpenMP's threads wait in this process."""
-
     spin_reason: str | None  #: why threads may spin, and the remedy; None: they sleep
     is_chosen: bool = False  #: by the user, through the environment
 
@@ -84,8 +82,6 @@ def queued_s(pid: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Processor time that a cgroup may use per period."""
-
     quota_us: int
     period_us: int
 

@@ -44,8 +44,6 @@ class _Outcome(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class ByteCopy:
-    """A copy from host memory to the device, by addresses."""
-
     destination: int
     source: int
     num_bytes: int
@@ -133,7 +131,6 @@ class CudaBatches:
         self._library.hearth_destroy_events(self._calls, events, ctypes.c_int64(len(events)))
 
     def check(self, outcome: _Outcome) -> None:
-        """Raise DeviceError if a call of the driver failed."""
         if outcome.code:
             self.driver.refused(_CALLS[outcome.call], _NUM_ARGUMENTS[outcome.call], outcome.code)
 
@@ -215,7 +212,6 @@ def native_calls(cache: Path | None = None) -> ctypes.CDLL | None:
 
 
 def batches_of(driver: CudaDriver) -> CudaBatches | None:
-    """Return the batched calls of a driver; None: there is no C compiler."""
     library = native_calls()
     return None if library is None else CudaBatches(driver, library)
 

@@ -93,7 +93,6 @@ class CudaDriver:
         return value.value != 0
 
     def granularity_bytes(self, *, is_exportable: bool, is_rdma_capable: bool) -> int:
-        """Return the unit of handle sizes."""
         properties, value = self._properties(is_exportable, is_rdma_capable), ctypes.c_size_t()
         minimum = ctypes.c_int(MEM_ALLOC_GRANULARITY_MINIMUM)
         self.call("cuMemGetAllocationGranularity", ctypes.byref(value), ctypes.byref(properties), minimum)
@@ -237,7 +236,6 @@ class CudaDriver:
                 self._check(code, name, arguments)
 
     def address(self, name: str) -> int:
-        """Return the address of a driver call, for native code."""
         return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
 
     def enter_context(self) -> int:

@@ -144,7 +144,6 @@ class CudaGraphs:
         return sources, targets, data
 
     def kinds(self, nodes: Handles) -> npt.NDArray[np.int32]:
-        """Return the type of each node, such as `GRAPH_NODE_TYPE_KERNEL`."""
         kinds = np.zeros(len(nodes), np.int32)
         self._driver.call_each("cuGraphNodeGetType", zip(nodes.tolist(), _rows(kinds), strict=True))
         return kinds
@@ -222,7 +221,6 @@ class CudaGraphs:
             self._driver.call("cuGraphAddDependencies_v2", graph, *arrays, len(sources))
 
     def instantiate(self, graph: int) -> int:
-        """Return an executable graph, which is independent of the graph."""
         executable = c_void_p()
         self._driver.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
         return executable.value or 0
@@ -245,7 +243,6 @@ class CudaGraphs:
         return self._driver.enter_context()
 
     def refused(self, call: str, code: int) -> NoReturn:
-        """Raise the DeviceError of a call that native code has made."""
         self._driver.refused(call, len(_CALLS[call]), code)
 
     # Functions.
@@ -261,13 +258,11 @@ class CudaGraphs:
         self._driver.call("cuFuncLoad", function)
 
     def name(self, function: int) -> str:
-        """Return the mangled name of a function."""
         name = ctypes.c_char_p()
         self._driver.call("cuFuncGetName", ctypes.byref(name), function)
         return (name.value or b"").decode()
 
     def parameters(self, function: int) -> list[tuple[int, int]]:
-        """Return offset and size of each parameter of a function."""
         found = list[tuple[int, int]]()
         offset, size = c_size_t(), c_size_t()
         while self._driver.succeeds(
@@ -277,7 +272,6 @@ class CudaGraphs:
         return found
 
     def function_attribute(self, function: int, attribute: int) -> int:
-        """Return an attribute of a loaded function."""
         value = c_int()
         self._driver.call("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
         return value.value
