@@ -1,10 +1,9 @@
-/* Makes a packed graph (graph_nodes.py) again by the driver's calls, without the interpreter.
+/* Rebuilds a packed graph (graph_nodes.py) by driver calls, without the interpreter.
  *
- * Through Python a node costs as much again as in the driver, and whoever else needs the interpreter waits.
- * In here a whole graph is one call: its packed bytes are checked, and the driver's structures point straight
- * into them. The driver copies what it is shown, so that nothing is kept.
+ * In Python a node costs twice as much as in the driver, and other threads wait for the interpreter. Here a
+ * whole graph is one call: the driver's structures point into the packed bytes, and the driver copies them.
  *
- * The functions of the driver come as pointers. All numbers and structures are those of CUDA 13.0's cuda.h.
+ * The driver's functions are passed as pointers. Constants and structures are those of CUDA 13.0's cuda.h.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -15,7 +14,7 @@
 
 enum { KERNEL = 0, MEMCPY = 1, MEMSET = 2, EMPTY = 5 };
 enum { PARAM_END = 0, PARAM_BUFFER_POINTER = 1, PARAM_BUFFER_SIZE = 2 };
-enum { ATTRIBUTE_BYTES = 64, MEMCPY_BYTES = 200, MEMSET_BYTES = 40 };
+enum { ATTRIBUTE_BYTES = 64 };
 
 typedef struct {
     uint64_t function;
@@ -98,20 +97,17 @@ typedef struct {
     const attribute_row *attributes;
     const edge_row *edges;
     const char *blobs;
-    uint64_t num_kernels, num_parameters, num_nodes, num_attributes, num_edges, num_blob_bytes;
+    uint64_t num_kernels, num_nodes, num_edges;
     uint32_t max_parameters; /* of any kernel */
 } packed_graph;
 
 static const uint64_t ROW_BYTES[NUM_SECTIONS] = {
     sizeof(kernel_row), sizeof(parameter_row), 1, sizeof(node_row), sizeof(attribute_row), sizeof(edge_row), 1,
 };
-/* Attributes that nodes may have: NODE_ATTRIBUTES of system/cuda/graphs.py, a bit each. */
-static const uint32_t NODE_ATTRIBUTES =
-    1u << 1 | 1u << 2 | 1u << 4 | 1u << 5 | 1u << 8 | 1u << 9 | 1u << 10 | 1u << 11 | 1u << 14;
 
 static uint64_t aligned(uint64_t count) { return (count + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
-/* Find the sections. Returns 0 where they are not what the header tells of. */
+/* Find the sections. Returns 0 if they do not have the lengths that the header says. */
 static int find_sections(const char *packed, uint64_t num_bytes, packed_graph *graph) {
     const header *head = (const header *)packed;
     const char *begins[NUM_SECTIONS];
@@ -135,78 +131,16 @@ static int find_sections(const char *packed, uint64_t num_bytes, packed_graph *g
         .edges = (const edge_row *)begins[EDGES],
         .blobs = begins[BLOBS],
         .num_kernels = head->counts[KERNELS],
-        .num_parameters = head->counts[PARAMETERS],
         .num_nodes = head->counts[NODES],
-        .num_attributes = head->counts[ATTRIBUTES],
         .num_edges = head->counts[EDGES],
-        .num_blob_bytes = head->counts[BLOBS],
     };
+    for (uint64_t kernel = 0; kernel < graph->num_kernels; kernel++)
+        if (graph->kernels[kernel].num_parameters > graph->max_parameters)
+            graph->max_parameters = graph->kernels[kernel].num_parameters;
     return at == num_bytes;
 }
 
-/* Returns 0 where a node is not whole, or refers to what is not there. `ends`: of the parameters by kernel. */
-static int is_node_sound(const packed_graph *graph, const node_row *node, const uint64_t *ends) {
-    uint64_t least = 0, most = UINT32_MAX;
-    switch (node->kind) {
-    case KERNEL:
-        if (node->kernel >= graph->num_kernels)
-            return 0;
-        least = ends[node->kernel];
-        break;
-    case MEMCPY:
-        least = most = MEMCPY_BYTES;
-        break;
-    case MEMSET:
-        least = most = MEMSET_BYTES;
-        break;
-    case EMPTY:
-        most = 0;
-        break;
-    default:
-        return 0;
-    }
-    return least <= node->blob_bytes && node->blob_bytes <= most && node->blob % ALIGNMENT == 0 &&
-           (uint64_t)node->blob + node->blob_bytes <= graph->num_blob_bytes &&
-           (uint64_t)node->first_attribute + node->num_attributes <= graph->num_attributes &&
-           node->num_attributes <= (uint32_t)__builtin_popcount(NODE_ATTRIBUTES);
-}
-
-/* Returns 0 where an index is out of bounds or a row is not whole, as `GraphNodes._check` does. `ends` gets the
- * bytes that the parameters of each kernel take. */
-static int is_sound(packed_graph *graph, uint64_t *ends) {
-    uint64_t next_parameter = 0;
-    for (uint64_t at = 0; at < graph->num_kernels; at++) {
-        const kernel_row *kernel = &graph->kernels[at];
-        if (kernel->first_parameter != next_parameter ||
-            kernel->num_parameters > graph->num_parameters - next_parameter)
-            return 0;
-        next_parameter += kernel->num_parameters;
-        ends[at] = 0;
-        for (uint32_t index = 0; index < kernel->num_parameters; index++) {
-            const parameter_row *own = &graph->parameters[kernel->first_parameter + index];
-            uint64_t end = (uint64_t)own->offset + own->num_bytes;
-            ends[at] = end > ends[at] ? end : ends[at];
-        }
-        if (kernel->num_parameters > graph->max_parameters)
-            graph->max_parameters = kernel->num_parameters;
-    }
-    if (graph->num_kernels && next_parameter != graph->num_parameters)
-        return 0;
-    for (uint64_t at = 0; at < graph->num_nodes; at++)
-        if (!is_node_sound(graph, &graph->nodes[at], ends))
-            return 0;
-    for (uint64_t at = 0; at < graph->num_attributes; at++)
-        if (graph->attributes[at].id >= 32 || !(NODE_ATTRIBUTES >> graph->attributes[at].id & 1))
-            return 0;
-    for (uint64_t at = 0; at < graph->num_edges; at++) {
-        const edge_row *edge = &graph->edges[at];
-        if (edge->target >= graph->num_nodes || edge->source >= edge->target)
-            return 0;
-    }
-    return 1;
-}
-
-/* Making it again. */
+/* Rebuilding. */
 
 enum { BUILT, DAMAGED, REFUSED, OUT_OF_MEMORY };
 
@@ -214,7 +148,7 @@ typedef struct {
     void *executable; /* the caller's to destroy, if the graph was built */
     uint64_t num_nodes;
     int32_t call, code; /* of the driver's last refusal */
-    double check_s, nodes_s, attributes_s, edges_s, instantiate_s, destroy_s;
+    double nodes_s, attributes_s, edges_s, instantiate_s, destroy_s;
 } rebuilt;
 
 typedef struct {
@@ -288,7 +222,7 @@ static int add_nodes(builder *build, const packed_graph *graph) {
     return 1;
 }
 
-/* Set the attributes of one node of each kind, and copy them to all that are like it in one call each. */
+/* Set the attributes of one node of each kind, and copy them to the others in one call each. */
 static int set_attributes(builder *build, const packed_graph *graph) {
     uint64_t num_models = 0;
     for (uint64_t at = 0; at < graph->num_nodes; at++) {
@@ -333,7 +267,7 @@ static int add_edges(builder *build, const packed_graph *graph) {
                                                       graph->num_edges));
 }
 
-/* Build a graph and make it executable. Nothing stays of one that the driver refuses. */
+/* Build a graph and make it executable. If the driver refuses, nothing remains. */
 static int rebuild(builder *build, const packed_graph *graph) {
     rebuilt *result = build->result;
     int is_built;
@@ -361,44 +295,36 @@ static int rebuild(builder *build, const packed_graph *graph) {
     return is_built ? BUILT : REFUSED;
 }
 
-/* Make a graph again of its packed bytes, which begin at a multiple of 64. `functions`: of its kernels. Returns
- * BUILT and fills in `result`, or what else came of it. The context is current on this thread. */
+/* Rebuild a graph of packed bytes, which begin at a multiple of 64. `functions`: of its kernels. Returns BUILT and
+ * fills in `result`, or why not. The context is current on this thread. */
 int hearth_rebuild_graph(const driver_calls *calls, void *context, const char *packed, uint64_t num_bytes,
                          const uint64_t *functions, uint64_t num_functions, rebuilt *result) {
     packed_graph graph;
-    double began_s = now_s();
-    int outcome = DAMAGED;
+    int outcome;
     memset(result, 0, sizeof *result);
     if (!find_sections(packed, num_bytes, &graph) || num_functions != graph.num_kernels)
         return DAMAGED;
-    uint64_t *ends = calloc(graph.num_kernels + 1, sizeof *ends);
-    if (ends == NULL)
-        return OUT_OF_MEMORY;
-    if (is_sound(&graph, ends)) {
-        builder build = {
-            .calls = calls,
-            .context = context,
-            .functions = functions,
-            .nodes = calloc(graph.num_nodes + 1, sizeof *build.nodes),
-            .pointers = calloc(graph.max_parameters + 1, sizeof *build.pointers),
-            .sources = calloc(graph.num_edges + 1, sizeof *build.sources),
-            .targets = calloc(graph.num_edges + 1, sizeof *build.targets),
-            .data = calloc(graph.num_edges + 1, sizeof *build.data),
-            .models = calloc(graph.num_nodes + 1, sizeof *build.models),
-            .result = result,
-        };
-        result->num_nodes = graph.num_nodes;
-        result->check_s = now_s() - began_s;
-        outcome = build.nodes && build.pointers && build.sources && build.targets && build.data && build.models
-                      ? rebuild(&build, &graph)
-                      : OUT_OF_MEMORY;
-        free(build.nodes);
-        free(build.pointers);
-        free(build.sources);
-        free(build.targets);
-        free(build.data);
-        free(build.models);
-    }
-    free(ends);
+    builder build = {
+        .calls = calls,
+        .context = context,
+        .functions = functions,
+        .nodes = calloc(graph.num_nodes + 1, sizeof *build.nodes),
+        .pointers = calloc(graph.max_parameters + 1, sizeof *build.pointers),
+        .sources = calloc(graph.num_edges + 1, sizeof *build.sources),
+        .targets = calloc(graph.num_edges + 1, sizeof *build.targets),
+        .data = calloc(graph.num_edges + 1, sizeof *build.data),
+        .models = calloc(graph.num_nodes + 1, sizeof *build.models),
+        .result = result,
+    };
+    result->num_nodes = graph.num_nodes;
+    outcome = build.nodes && build.pointers && build.sources && build.targets && build.data && build.models
+                  ? rebuild(&build, &graph)
+                  : OUT_OF_MEMORY;
+    free(build.nodes);
+    free(build.pointers);
+    free(build.sources);
+    free(build.targets);
+    free(build.data);
+    free(build.models);
     return outcome;
 }

@@ -54,7 +54,6 @@ def _reason(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RebuildTimes:
-    check_s: float
     nodes_s: float
     attributes_s: float
     edges_s: float
