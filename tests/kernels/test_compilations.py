@@ -1,4 +1,4 @@
-"""Compilations are counted by whether somebody waited for them, and those are logged."""
+"""Compilations are counted by whether a step waited for them, and those are logged."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def cache(tmp_path: Path) -> KernelCache:
 
 
 def age(path: Path, seconds: float) -> None:
-    """Make a file or directory, with all that is in it, look as if nobody had used it for so long."""
+    """Make a file or directory, with all that is in it, look unused for so long."""
     then_s = time.time() - seconds
     for one in (path, *path.rglob("*")):
         os.utime(one, (then_s, then_s))
@@ -193,7 +193,7 @@ def test_the_hash_of_a_compiler_that_has_changed_is_found_anew(
     cache: KernelCache, hashing: list[str], tmp_path: Path, change: str
 ) -> None:
     first = know_compiler(cache)
-    assert first is not None, "nobody knows it"
+    assert first is not None, "it is not known"
     first.join(60.0)
     match change:
         case "content":

@@ -86,7 +86,7 @@ def groups_of(case: Case, device: str, dtype: torch.dtype) -> tuple[list[Adapter
 
 CASES = {
     "one row of rank 1": Case(8, 5, [[(0, 5, 1)]], [0]),
-    "nobody has one": Case(64, 48, [[(0, 48, 4)]], [None, None]),
+    "no row has one": Case(64, 48, [[(0, 48, 4)]], [None, None]),
     "no factors here": Case(64, 48, [[], [(0, 48, 4)]], [0, 1, 0]),
     "three slices": Case(96, 240, [[(0, 130, 3), (130, 50, 17), (180, 60, 8)]], [0, None, 0, 0]),
     "gaps between slices": Case(300, 200, [[(0, 64, 8), (150, 40, 5)], [(70, 33, 2)]], [1, 0, None, 1, 1]),

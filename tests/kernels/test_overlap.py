@@ -21,8 +21,20 @@ FOLDER = Path(jit.__file__).parent
 WRITES_MEMORY = ("tl.store", "tl.atomic_")
 #: Arguments that kernels may use before they wait: numbers, and what no kernel of a step writes.
 STEADY = {
-    *("positions", "slots", "table", "num_rows", "cos_sin", "weight", "bias"),
-    *("table_stride", "max_rows", "hidden", "shares", "target", "n", "k"),
+    "positions",
+    "slots",
+    "table",
+    "num_rows",
+    "cos_sin",
+    "weight",
+    "bias",
+    "table_stride",
+    "max_rows",
+    "hidden",
+    "shares",
+    "target",
+    "n",
+    "k",
 }
 
 

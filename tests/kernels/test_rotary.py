@@ -48,7 +48,7 @@ def test_kernel_equals_reference(
     rotate_and_store_triton(qkv, heads, found.rows(positions), found.kv, cos_sin=cos_sin, norms=norms)
 
     assert_close(qkv[:, :num_q], expected_qkv[:, :num_q])
-    assert torch.equal(qkv[:, num_q:], given_qkv[:, num_q:]), "k and v were written back, which nobody reads"
+    assert torch.equal(qkv[:, num_q:], given_qkv[:, num_q:]), "k and v were written back without need"
     written = ~expected.kv.isnan()
     assert int(written.sum()) == 2 * len(lengths) * heads.num_kv * heads.dim
     assert torch.equal(written, ~found.kv.isnan()), "the kernel wrote elsewhere"

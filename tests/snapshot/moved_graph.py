@@ -61,8 +61,12 @@ class Toy:
 
         return Toy(
             driver,
-            *(take(ROWS, WIDTH), take(ROWS, WIDTH), take(WIDTH), take(ROWS, WIDTH)),
-            *(take(2 * WIDTH, WIDTH), take(ROWS, 2 * WIDTH)),
+            take(ROWS, WIDTH),
+            take(ROWS, WIDTH),
+            take(WIDTH),
+            take(ROWS, WIDTH),
+            take(2 * WIDTH, WIDTH),
+            take(ROWS, 2 * WIDTH),
             *(take(ROWS, WIDTH, dtype=torch.float32) for _ in range(2)),
             take(WIDTH, dtype=torch.float32),
         )

@@ -28,7 +28,9 @@ def kernel_ids(draw: st.DrawFn, at: int) -> KernelId:
         f"{draw(st.text(max_size=8))}_{at}",
         binary and f"{binary}{at}",
         tuple(zip(ends, sizes, strict=False)),
-        *(draw(words), draw(words), draw(st.integers(0, 2**31 - 1))),
+        draw(words),
+        draw(words),
+        draw(st.integers(0, 2**31 - 1)),
         draw(st.booleans()),
     )
 

@@ -201,7 +201,7 @@ def test_what_was_never_finished_goes_and_all_else_stays(directory: SnapshotDire
     mark = f".{kept.stem}.12ab{trial_mark.SUFFIX}"
     for left in (kept.with_name(f".{kept.name}.123"), kept.with_name(mark), directory.path / ".key.123"):
         left.write_bytes(b"half")
-    (directory.path / ".profile").write_bytes(b"of somebody whose directory was named for snapshots")
+    (directory.path / ".profile").write_bytes(b"of a user who chose this directory")
     (directory.path / ".mounted").mkdir()
     remove_unfinished(directory.path)
     assert os.listdir(kept.parent) == [kept.name]
@@ -215,7 +215,7 @@ def test_what_lies_behind_a_link_is_neither_ours_nor_removed(
     home = tmp_path / "home"
     home.mkdir()
     for name in (".profile", f"my{SUFFIX}", f"{of('a').digest}{SUFFIX}"):
-        (home / name).write_bytes(b"of somebody")
+        (home / name).write_bytes(b"private")
     (directory.path / "a").symlink_to(home)
     remove_others(directory.path, ())
     remove_unfinished(directory.path)
@@ -224,7 +224,7 @@ def test_what_lies_behind_a_link_is_neither_ours_nor_removed(
     with pytest.raises(SnapshotError, match="through a link"):
         directory.save(of("a"), SECTIONS)
     assert directory.remove("a") == 0
-    assert {one.read_bytes() for one in home.iterdir()} == {b"of somebody"}
+    assert {one.read_bytes() for one in home.iterdir()} == {b"private"}
     assert not (directory.path / "a").is_symlink(), "the link itself goes"
     directory.save(of("a"), SECTIONS)
 
@@ -278,7 +278,7 @@ def test_looking_makes_no_key_and_without_one_nothing_is_authentic(directory: Sn
 
 
 def test_a_snapshot_of_another_start_under_this_name_is_refused(directory: SnapshotDirectory) -> None:
-    """An authentic one, such as an older one that somebody has put in its place."""
+    """An authentic one, such as an older file that was moved there."""
     older = directory.save(of("a", driver="1"), SECTIONS)
     older.rename(directory.path_of(of("a")))
     with pytest.raises(SnapshotForeign, match=r"`driver` is 570.86 here and 1 there"):
@@ -324,7 +324,7 @@ def test_a_snapshot_that_another_process_tries_is_used(directory: SnapshotDirect
 
 
 def test_a_new_snapshot_does_not_answer_for_the_one_before(directory: SnapshotDirectory) -> None:
-    """The old one went by the quota, before anybody looked for it again."""
+    """The quota removed the old one before the next start."""
     path = directory.save(of("a"), SECTIONS)
     die_in_a_trial_of(path)
     path.unlink()

@@ -311,7 +311,7 @@ def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: Path) -> None:
     assert run_script(DIE, path).returncode == -signal.SIGKILL
     assert path.read_bytes() == before
     (left,) = set(os.listdir(tmp_path)) - {"a.snapshot"}
-    assert left.startswith("."), "which nobody takes for a snapshot, and the next start removes"
+    assert left.startswith("."), "not taken for a snapshot, and removed by the next start"
 
 
 def test_of_several_who_write_at_once_all_of_one_stays(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_call_that_the_driver_refuses_is_told_alike_and_leaves_nothing(
             process.rebuild(packed, process.functions)
         told[way] = str(caught.value)
         assert not process.fake.executables
-        # Where it cannot be destroyed it stays, whoever asks.
+        # A graph that cannot be destroyed stays.
         assert bool(process.fake.graphs) == (call == "cuGraphDestroy")
     assert told["native"] == told["interpreted"]
     assert call in told["native"]

@@ -82,7 +82,7 @@ def sections_of(names: list[str]) -> dict[str, bytes]:
 def test_all_graphs_are_restored_the_smallest_first() -> None:
     names = ["decode-64", "mixed-512", "decode-8", "tail-1"]
     machine = Machine([1, 8, 64, 512])
-    graphs = machine.restored(sections_of(names) | {"memory_profile": b"of somebody else"})
+    graphs = machine.restored(sections_of(names) | {"memory_profile": b"other"})
     assert all(graphs.is_coming(name) for name in names)
     assert graphs.find("decode-8") is None
     graphs.restore(InterpretedRebuild(machine.driver), machine.rehearse, lambda: None)
@@ -297,7 +297,11 @@ def later(machine: Machine, views: Mapping[str, memoryview]) -> RestoredGraphs:
     """Graphs of a snapshot, those for adapters only once they are wanted."""
     mark = TrialMark(Path("nowhere.snapshot"))
     return RestoredGraphs(
-        *(machine.handles, views, mark, machine.reasons.append, is_for_adapters),
+        machine.handles,
+        views,
+        mark,
+        machine.reasons.append,
+        is_for_adapters,
         go_on=lambda graphs: graphs.restore(
             InterpretedRebuild(machine.driver), machine.rehearse, lambda: None
         ),

@@ -1,4 +1,4 @@
-"""When a process looks for garbage: while it is idle, or late, and a stranger's as its owner wants it."""
+"""When a process collects garbage: while it is idle, or late, and a user's process as the user has set it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hearth.system import garbage
 from hearth.system.garbage import LATE_COLLECTIONS, collect_when_idle, postponed
 
-OWNERS = (650, 9, 8)  #: thresholds that nobody else sets
+OWNERS = (650, 9, 8)  #: unusual thresholds
 
 
 class Cycle:

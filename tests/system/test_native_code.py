@@ -1,4 +1,4 @@
-"""C files of the package: compiled where they are needed, kept where nobody else may write, found again."""
+"""C files of the package: compiled on demand, kept in a private directory, found again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_kept_library_needs_no_compiler(source: Path, cache: Path, monkeypatch
     os.utime(kept, (0, 0))
     monkeypatch.setattr(native_code.subprocess, "run", None)
     assert native_library(source, cache).answer() == 42
-    assert kept.stat().st_mtime > 0, "a library in use would be removed as one that nobody uses"
+    assert kept.stat().st_mtime > 0, "a library in use would be pruned"
 
 
 def test_another_source_is_another_library(source: Path, cache: Path) -> None:

@@ -107,7 +107,7 @@ def test_an_task_for_which_there_can_be_no_thread_is_never_done(monkeypatch: pyt
 def test_an_task_is_done_and_ends_also_on_a_thread_that_cannot_begin(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As where its device is lost: whoever waits for the task would wait for ever."""
+    """As if its device were lost: other threads would wait for the task for ever."""
 
     def lost() -> None:
         raise RuntimeError("the device is lost")

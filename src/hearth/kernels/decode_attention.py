@@ -1,7 +1,7 @@
 """Attention of one query token per sequence over its paged KV (decode).
 
     tiles of KV:   | row 0, head 0 | row 0, head 1 | ... | row 1, head 0 | ...      a tile: BLOCK_N tokens
-    programs:      |   0   |   1   |   2   |   3   |   4   | ...                    as many tiles each
+    programs:      |   0   |   1   |   2   |   3   |   4   | ...                    equal numbers of tiles
 
 A program attends to a run of tiles across heads and rows, so that long and short contexts share the device
 evenly. The run is one loop: the first tile of a head is loaded while the last tile of the previous head is

@@ -113,7 +113,7 @@ def prefill_attention_hopper(
     packed, dtype = _TILE_ROWS // tiles.tile_tokens, qkv.dtype
     block_n, usual_stages = _CONTEXT_TILES[heads.dim]
     block_tokens, kv_row = kv.shape[2], heads.num_kv * heads.dim
-    # One layer's KV as a matrix of rows of all heads of a token: blocks are so many rows apart.
+    # One layer's KV as a matrix, a row per token with all heads; blocks have a stride in rows.
     block_rows = kv.stride(0) // kv_row
     num_kv_rows = (kv.shape[0] - 1) * block_rows + 2 * block_tokens
     q_width = heads.num_q * heads.dim
@@ -510,7 +510,7 @@ def _attend_tile(
     soft, best, total, shrink = _soften(score, best, total, scale, HAS_WINDOW)
     soft = gl.convert_layout(soft.to(q.dtype), operand)
     # This wait is here and not before the product that needs it, because it ends a basic block: else ptxas
-    # moves the softmax behind the wait that follows, and nothing runs beside it.
+    # moves the softmax after the next wait, and nothing overlaps.
     mbarrier.wait(k_full.index((step + 2) % STAGES), ((step + 2) // STAGES) & 1, pred=j + 1 < last)
     acc, p, soft = warpgroup_mma_wait(0, deps=(acc, p, soft))
     mbarrier.arrive(v_free.index(stage), count=1)

@@ -1,7 +1,7 @@
 """Marks on disk that a process is trying graphs of a snapshot.
 
 A graph that touches unmapped memory kills its process, and would kill each process that restores the snapshot
-after it. So a locked file lies beside the snapshot while a trial runs. A mark without a lock was left by a
+after it. So a locked file is beside the snapshot while a trial runs. A mark without a lock was left by a
 process that died during its trial. Marks need not survive the machine, so they are not flushed to disk.
 """
 

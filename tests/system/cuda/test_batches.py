@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 
 
 class Mapping(Protocol):
-    """Whoever maps pages."""
+    """A caller that maps pages."""
 
     def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None: ...
 

@@ -1,15 +1,15 @@
-/* Calls of CUDA's driver by the batch, without the interpreter.
+/* Batched calls of CUDA's driver, without the interpreter.
  *
- * Each call takes microseconds, but a thread that makes them from Python either holds the interpreter's lock,
- * which the thread of the steps needs, or lets go of it and waits to get it back. In here a thread makes all
- * calls for dozens of megabytes and waits for the bus without it.
+ * Each call takes microseconds, but a Python thread either holds the interpreter's lock, which the step thread
+ * needs, or releases it and waits to get it back. Here a thread makes all calls for dozens of megabytes without
+ * the lock.
  *
- * The driver's functions come as pointers, so no header of CUDA is needed.
+ * The driver's functions are passed as pointers, so no CUDA header is needed.
  */
 #include <stddef.h>
 #include <stdint.h>
 
-/* In the order of `_CALLS` in cuda_batches.py. */
+/* In the order of `_CALLS` in batches.py. */
 typedef struct {
     int (*map)(uint64_t address, size_t num_bytes, size_t offset, uint64_t handle, uint64_t flags);
     int (*set_access)(uint64_t address, size_t num_bytes, const void *access, size_t num_access);
@@ -40,7 +40,7 @@ static int fails(outcome *result, int call, int code) {
     return code;
 }
 
-/* Map handles one behind the other, and allow access to all of them; after a failure none is mapped. */
+/* Map handles to consecutive addresses, and allow access to all; after a failure none is mapped. */
 static int map(const driver_calls *driver, uint64_t address, size_t page_bytes, const uint64_t *handles,
                int64_t num_handles, const void *access, outcome *result) {
     int64_t num_mapped = 0;
@@ -50,7 +50,7 @@ static int map(const driver_calls *driver, uint64_t address, size_t page_bytes, 
         num_mapped++;
     if (!result->code)
         fails(result, SET_ACCESS, driver->set_access(address, num_mapped * page_bytes, access, 1));
-    if (result->code && num_mapped) /* that this fails is the worse news: something stays mapped */
+    if (result->code && num_mapped) /* a failure of this is worse: something stays mapped */
         fails(result, UNMAP, driver->unmap(address, num_mapped * page_bytes));
     return result->code;
 }
@@ -77,9 +77,9 @@ typedef struct {
     uint64_t destination, source, num_bytes;
 } byte_copy;
 
-/* Queue the copies of chunks, and an event behind those of each, while at most `max_queued` chunks are under
- * way. `copy_ends` has for each chunk the end of its copies, `events` room for those of all chunks of the load,
- * of which `first` came before. Ends early once `is_stopped`. */
+/* Queue the copies of chunks, each followed by an event, with at most `max_queued` chunks in flight. `copy_ends`
+ * has the end of each chunk's copies, `events` room for all chunks of the load, of which `first` were queued
+ * before. Ends early once `is_stopped`. */
 void hearth_copy_chunks(const driver_calls *driver, void *stream, const byte_copy *copies,
                         const int64_t *copy_ends, void **events, int64_t first, int64_t num_chunks,
                         int64_t max_queued, const volatile int *is_stopped, outcome *result) {
@@ -101,7 +101,7 @@ void hearth_copy_chunks(const driver_calls *driver, void *stream, const byte_cop
         if (!result->code)
             fails(result, RECORD_EVENT, driver->record_event(events[at], stream));
         if (result->code) {
-            driver->wait_for_stream(stream); /* some of the chunk's copies may be queued, and it is given back */
+            driver->wait_for_stream(stream); /* some of its copies may be queued, and its memory is returned */
             return;
         }
     }
