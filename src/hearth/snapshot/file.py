@@ -54,7 +54,7 @@ _HEAD, _MAC_BYTES = struct.Struct("<8sII"), 32
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class _Section(msgspec.Struct, frozen=True):
+class _SectionEntry(msgspec.Struct, frozen=True):
     num_bytes: int
     digest: bytes
 
@@ -62,7 +62,7 @@ class _Section(msgspec.Struct, frozen=True):
 class _Header(msgspec.Struct, frozen=True):
     created_at_s: float
     fingerprint: Fingerprint
-    sections: dict[str, _Section]  #: in the order of the file
+    sections: dict[str, _SectionEntry]  #: in the order of the file
 
 
 class OpenSnapshot(Mapping[str, memoryview]):
@@ -128,7 +128,7 @@ def write_snapshot(
         StoreFull: the file would have more than `max_bytes`, or the disk is full.
         SnapshotError: the file cannot be written.
     """
-    table = {name: _Section(len(data), blake3(data).digest()) for name, data in sections.items()}
+    table = {name: _SectionEntry(len(data), blake3(data).digest()) for name, data in sections.items()}
     header = msgspec.msgpack.encode(_Header(time.time(), fingerprint, table))
     assert len(header) <= MAX_HEADER_BYTES, f"{len(header)=}, limit: {MAX_HEADER_BYTES}"
     head = _HEAD.pack(MAGIC, VERSION, len(header))

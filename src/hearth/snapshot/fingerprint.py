@@ -1,4 +1,4 @@
-"""What a snapshot depends on: it is used only where every field is the same. Finds nothing out itself."""
+"""All that a snapshot depends on. A snapshot is used only where every field is the same."""
 
 from __future__ import annotations
 
