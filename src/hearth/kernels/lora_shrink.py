@@ -121,7 +121,7 @@ def _shrink_kernel(
 
 @triton.jit
 def _part_of(count, part, parts):
-    """Begin and end of a part of `count` items, of which all parts but one have the same size."""
+    """Begin and end of a part of `count` items. Sizes of parts differ by at most one."""
     return count * part // parts, count * (part + 1) // parts
 
 
