@@ -63,10 +63,7 @@ class Weights:
 
 
 class WeightGate(Protocol):
-    """Weights that are being loaded: each call makes the current stream wait for some of them.
-
-    A call raises if the load has failed.
-    """
+    """Weights that are being loaded: a call makes the current stream wait for some, or raises."""
 
     def is_open(self) -> bool:
         """Return True once all weights are loaded."""

@@ -60,11 +60,7 @@ class SnapshotDirectory:
 
     @staticmethod
     def open(path: Path, quota_bytes: int) -> SnapshotDirectory:
-        """Open the directory. It and its key are created if missing, readable by their owner alone.
-
-        Raises:
-            SnapshotError: it cannot be used.
-        """
+        """Open the directory; it and its key are created for their owner alone. Raises SnapshotError."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -73,11 +69,7 @@ class SnapshotDirectory:
 
     @staticmethod
     def find(path: Path) -> SnapshotDirectory | None:
-        """Open the directory for reading, which creates nothing; None: there is none.
-
-        Raises:
-            SnapshotError: it cannot be used.
-        """
+        """Open the directory for reading, without creating it; None: there is none. Raises SnapshotError."""
         if not path.is_dir():
             return None
         # Without the key no file is authentic: a random one refuses them all.
@@ -167,8 +159,7 @@ class SnapshotDirectory:
     def newest(self, model: str) -> OpenSnapshot | None:
         """Return the most recently used readable snapshot of a model; None: it has no snapshots.
 
-        Raises:
-            SnapshotError: none is readable, and this is the error of the most recently used one.
+        Raises SnapshotError: the error of the most recently used one, if none is readable.
         """
         refusal: SnapshotError | None = None
         for entry in sorted(self.entries(model), key=lambda one: one.used_at_s, reverse=True):
@@ -212,18 +203,12 @@ class SnapshotDirectory:
 
 
 def remove_others(path: Path, models: Collection[str]) -> int:
-    """Remove the snapshots of all models but these, and return their number.
-
-    The directory need not exist. Raises OSError.
-    """
+    """Remove the snapshots of all other models, if any, and return their number. Raises OSError."""
     return sum(_remove_model(one) for one in _model_directories(path) if one.name not in models)
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove temporary files from a directory, which need not exist and to which no process writes now.
-
-    Raises OSError.
-    """
+    """Remove temporary files, if any. No process may write to the directory now. Raises OSError."""
     for directory in (path, *_model_directories(path)):
         for file in directory.glob(".*"):
             if _UNFINISHED.fullmatch(file.name):
@@ -278,10 +263,7 @@ def _model_directories(path: Path) -> list[Path]:
 
 
 def _remove_model(directory: Path) -> int:
-    """Remove the directory of a model, or a symlink of its name; return how many snapshots it had.
-
-    Raises OSError.
-    """
+    """Remove a model's directory, or a symlink of its name; return its snapshots' number. Raises OSError."""
     if directory.is_symlink():
         directory.unlink()
         return 0

@@ -213,11 +213,7 @@ class GraphNodes:
 
 
 def packed_kernels(packed: memoryview) -> list[bytes]:
-    """Return the kernels of a packed graph, each as bytes that are the same in any graph.
-
-    Raises:
-        GraphUnreadable: the bytes are not those of a graph.
-    """
+    """Return the kernels of a packed graph, as bytes that are equal in all graphs. Raises GraphUnreadable."""
     rows, parameters, names, *_ = _sections(packed)
     offsets, text, at, kernels = parameters.tobytes(), names.tobytes(), 0, []
     for name_bytes, binary_bytes, first, count, *rest in _KERNEL_ROW.iter_unpack(rows.tobytes()):

@@ -13,10 +13,9 @@ from hearth.snapshot.file import KEY_BYTES, write_file
 
 
 def installation_key(path: Path) -> bytes:
-    """Return the key in a file, which is created if missing; processes may do so at the same time.
+    """Return the key in a file, which is created if missing; several processes may do so at once.
 
-    Raises:
-        SnapshotError: the file cannot be used, is damaged, or other users can read it.
+    Raises SnapshotError: the file cannot be used, is damaged, or other users can read it.
     """
     known = known_key(path)
     if known is None:

@@ -76,11 +76,7 @@ class InterpretedRebuild:
 
 
 def rebuild(driver: CudaGraphs, graph: GraphNodes, functions: npt.NDArray[np.uint64]) -> RestoredGraph:
-    """Rebuild a graph whose kernels have these `functions`, in the order of `graph.kernels`.
-
-    Raises:
-        DeviceError: the driver rejects a node or the graph.
-    """
+    """As `Rebuild`, of an unpacked graph."""
     handle = driver.create()
     try:
         nodes = _add_nodes(driver, handle, graph, functions)

@@ -72,10 +72,7 @@ def num_usable_cores(proc: Path = Path("/proc/self")) -> int:
 
 
 def queued_s(pid: int) -> float | None:
-    """Return how long the main thread of a process has waited for a core so far.
-
-    None: the process has ended, or the kernel does not count it.
-    """
+    """Return how long a process's main thread has waited for a core; None: it ended, or is not counted."""
     words = " ".join(lines_of(Path(f"/proc/{pid}/schedstat"))).split()
     return int(words[1]) / 1e9 if len(words) == 3 and words[1].isdecimal() else None
 

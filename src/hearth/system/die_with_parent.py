@@ -9,10 +9,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends; ignore Ctrl-C and SIGTERM.
-
-    A process that reads standard input also sees it close; this is for one that no longer reads.
-    """
+    """Have the kernel kill this process when the thread that started it ends; ignore Ctrl-C and SIGTERM."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A terminal and a service manager signal all processes, but the parent decides: it may have requests to
     # finish.

@@ -205,11 +205,7 @@ class CudaDriver:
         return properties
 
     def declare(self, types_by_call: Mapping[str, Sequence[type]]) -> None:
-        """Declare argument types, so that calls take plain numbers.
-
-        Raises:
-            DeviceError: the driver has no such call.
-        """
+        """Declare argument types, so that calls take plain numbers. Raises DeviceError: a call is missing."""
         for name, types in types_by_call.items():
             try:
                 getattr(self._library, name).argtypes = types
@@ -224,11 +220,7 @@ class CudaDriver:
         self._check(getattr(self._library, name)(*arguments), name, arguments)
 
     def call_each(self, name: str, calls: Iterable[tuple[object, ...]]) -> None:
-        """Make a call for each row of arguments, a few microseconds faster than by `call`.
-
-        Raises:
-            DeviceError: one failed; the rest is not called.
-        """
+        """Make a call per row of arguments, faster than by `call`. Raises DeviceError at a failure."""
         self._enter_context()
         function = getattr(self._library, name)
         for arguments in calls:
