@@ -419,16 +419,3 @@ def test_a_table_without_an_end_is_refused(repository: Path) -> None:
     (repository / "README.md").write_text("<!-- table: engine -->\nold\n")
     refused = tables("--root", str(repository))
     assert "close each by `<!-- end -->`" in refused.stderr
-
-
-def test_lines_that_a_benchmark_kept_are_quoted(repository: Path) -> None:
-    keep_results(repository)
-    path = repository / "bench" / "results" / "engine.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "asked": [{"lines": ["one", "  two "]}]}))
-    page = repository / "docs" / "page.md"
-    page.parent.mkdir(exist_ok=True)
-    page.write_text("<!-- quote: engine asked 0 lines -->\n<!-- end -->\n")
-
-    tables("--root", str(repository))
-
-    assert page.read_text().splitlines()[1:-1] == ["```text", "one", "  two", "```"]
