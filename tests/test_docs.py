@@ -239,6 +239,17 @@ def test_every_guide_is_listed() -> None:
     assert sorted(listed_guides) == guides
 
 
+def test_every_experiment_is_listed_in_the_log() -> None:
+    log = ROOT / "docs" / "log"
+    rows = re.findall(r"^\| \[(.+?)\]\((\S+?)#", (log / "README.md").read_text(), re.MULTILINE)
+    titles = [
+        (title, path.name)
+        for path in log.glob("2*.md")
+        for title in re.findall(r"^## (.+)$", path.read_text(), re.MULTILINE)
+    ]
+    assert sorted(rows) == sorted(titles)
+
+
 def test_the_references_are_fresh() -> None:
     script = str(ROOT / "scripts" / "reference")
     checked = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
