@@ -202,7 +202,7 @@ class ProductScratch:
 
 
 #: Tiles by the most rows that they are meant for; the last serves all that are larger. So many programs share
-#: that a multiprocessor has room for no more, each of one warp group (docs/log.md: others gave wrong sums).
+#: that a multiprocessor has room for no more, each of one warp group (docs/log: others gave wrong sums).
 TILES = {
     16: Tile(16, 64, 128, num_warps=4, num_stages=5, per_processor=3),
     32: Tile(32, 64, 128, num_warps=4, num_stages=4, per_processor=3),
