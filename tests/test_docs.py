@@ -239,6 +239,17 @@ def test_every_guide_is_listed() -> None:
     assert sorted(listed_guides) == guides
 
 
+def test_every_experiment_is_listed_in_the_log() -> None:
+    log = ROOT / "docs" / "log"
+    rows = re.findall(r"^\| \[(.+?)\]\((\S+?)#", (log / "README.md").read_text(), re.MULTILINE)
+    titles = [
+        (title, path.name)
+        for path in log.glob("2*.md")
+        for title in re.findall(r"^## (.+)$", path.read_text(), re.MULTILINE)
+    ]
+    assert sorted(rows) == sorted(titles)
+
+
 def test_the_references_are_fresh() -> None:
     script = str(ROOT / "scripts" / "reference")
     checked = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
@@ -413,16 +424,3 @@ def test_a_table_without_an_end_is_refused(repository: Path) -> None:
     (repository / "README.md").write_text("<!-- table: engine -->\nold\n")
     refused = tables("--root", str(repository))
     assert "close each by `<!-- end -->`" in refused.stderr
-
-
-def test_lines_that_a_benchmark_kept_are_quoted(repository: Path) -> None:
-    keep_results(repository)
-    path = repository / "bench" / "results" / "engine.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "asked": [{"lines": ["one", "  two "]}]}))
-    page = repository / "docs" / "page.md"
-    page.parent.mkdir(exist_ok=True)
-    page.write_text("<!-- quote: engine asked 0 lines -->\n<!-- end -->\n")
-
-    tables("--root", str(repository))
-
-    assert page.read_text().splitlines()[1:-1] == ["```text", "one", "  two", "```"]

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from bench.load import __main__ as load
-from bench.load import chunks, models
-from bench.load.contest import turns
+from bench.load import models
 from bench.load.models import recut, write_checkpoint
 from bench.load.parts import PARTS
 from bench.load.setting import QUICK
@@ -58,17 +57,6 @@ def test_every_part_of_the_benchmark_runs_and_gives_rows_for_the_table(
 
     assert list(result["results"]) == list(PARTS)
     assert any("safetensors" in name for row in result["rows"] for name in row["peers"])
-
-
-@pytest.mark.slow
-def test_the_curve_over_chunk_sizes_has_two_rows_for_each(quick: Quick) -> None:
-    assert len(quick(chunks.main)["rows"]) == 2 * len(QUICK.chunk_sizes)
-
-
-def test_every_round_of_a_contest_begins_with_another_one_and_changes_neighbours() -> None:
-    order = list(turns(["a", "b", "c"], num_rounds=3))
-
-    assert order == ["a", "b", "c", "b", "a", "c", "c", "a", "b"]
 
 
 def test_a_model_that_was_cut_again_is_whole_and_has_the_same_weights(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.service.harness import PATIENCE_S, Json, Service
 pytestmark = pytest.mark.e2e
 
 MODEL = "tiny-a"
-NUM_EXAMPLES = 10
+NUM_EXAMPLES = 4
 #: Each of these may start a process, of either of two routes.
 NUM_DEPLOYMENTS = 2
 #: A wish for more tokens or choices is cut to this, where it is a number at all.

@@ -160,7 +160,7 @@ class NarrowTile:
     block_n: int
     block_k: int
     num_stages: int
-    max_inputs: int = 1024  #: up to which this is faster than the library (docs/log.md)
+    max_inputs: int = 1024  #: up to which this is faster than the library (docs/log)
 
 
 #: Tiles by their largest number of rows.

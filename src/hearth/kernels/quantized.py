@@ -202,7 +202,7 @@ class ProductScratch:
 
 
 #: Tiles by their largest number of rows; the last serves all larger ones. Programs fill a multiprocessor,
-#: each with one warp group (docs/log.md: others gave wrong sums).
+#: each with one warp group (docs/log: others gave wrong sums).
 TILES = {
     16: Tile(16, 64, 128, num_warps=4, num_stages=5, per_processor=3),
     32: Tile(32, 64, 128, num_warps=4, num_stages=4, per_processor=3),

@@ -9,7 +9,7 @@ their file is the same and others may not write it (`local_hashes.py`): they cou
 
 What the page cache holds is copied from there, at 40 GB/s with 16 readers. The rest is read past it
 (O_DIRECT): a read through the cache copies every byte once more and pushes out what others need, 2.2 GB/s
-against 3.5 on a virtual SSD (docs/log.md). File systems that allow no direct reads get plain ones.
+against 3.5 on a virtual SSD (docs/log). File systems that allow no direct reads get plain ones.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from hearth.system.cpus import num_usable_cores
 from hearth.system.native_code import NativeCodeUnavailable, native_library
 
 #: Slots of a worker. What the processor's cache holds of them is copied from there: 48 GB/s, 40 with twice as
-#: many (docs/log.md). Four are given back at a time, as many are filled meanwhile, and two copied from.
+#: many (docs/log). Four are given back at a time, as many are filled meanwhile, and two copied from.
 NUM_SLOTS = 10
 #: Bytes that one thread reads at a time.
 PIECE_BYTES = 1 << 20
