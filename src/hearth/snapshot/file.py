@@ -21,7 +21,6 @@ import os
 import secrets
 import stat
 import struct
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -60,7 +59,6 @@ class _SectionEntry(msgspec.Struct, frozen=True):
 
 
 class _Header(msgspec.Struct, frozen=True):
-    created_at_s: float
     fingerprint: Fingerprint
     sections: dict[str, _SectionEntry]  #: in the order of the file
 
@@ -70,7 +68,7 @@ class OpenSnapshot(Mapping[str, memoryview]):
 
     def __init__(self, path: Path, file: int, header: _Header, header_end: int) -> None:
         """Take ownership of the descriptor `file`, which is closed with this object."""
-        self.path, self.created_at_s, self.fingerprint = path, header.created_at_s, header.fingerprint
+        self.path, self.fingerprint = path, header.fingerprint
         self._file, self._sections = file, header.sections
         *begins, self.num_bytes = accumulate(
             (one.num_bytes for one in header.sections.values()), initial=header_end
@@ -129,7 +127,7 @@ def write_snapshot(
         SnapshotError: the file cannot be written.
     """
     table = {name: _SectionEntry(len(data), blake3(data).digest()) for name, data in sections.items()}
-    header = msgspec.msgpack.encode(_Header(time.time(), fingerprint, table))
+    header = msgspec.msgpack.encode(_Header(fingerprint, table))
     assert len(header) <= MAX_HEADER_BYTES, f"{len(header)=}, limit: {MAX_HEADER_BYTES}"
     head = _HEAD.pack(MAGIC, VERSION, len(header))
     parts = [head, _mac(head + header, key), header, *sections.values()]
