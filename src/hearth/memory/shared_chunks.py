@@ -1,6 +1,6 @@
-"""Which pages hold which chunk of weights, whole and never to be written again. Knows no model.
+"""Which pages hold which chunk of weights, complete and never written again. Knows no model.
 
-Only chunks of one page can be shared: others have no page for themselves.
+Only chunks of exactly one page can be shared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from hearth.memory.pool import Shape
 
 
 class SharedChunks:
-    """Mutable; written only by the books. A chunk may have several pages: loads that ran at the same time."""
+    """Mutable; written only by the books. A chunk may have several pages, from loads that ran at the same
+    time."""
 
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
@@ -31,7 +32,7 @@ class SharedChunks:
                 del self._pages[shape.chunks[index]]
 
     def find(self, shape: Shape, indices: Iterable[int], excluded: Collection[int]) -> dict[int, int]:
-        """Pages that hold the chunks of these indices, each for one of them only."""
+        """Return pages that hold the chunks of these indices, each page for one index."""
         found: dict[int, int] = {}
         if shape.chunk_bytes != self._page_bytes:
             return found

@@ -24,6 +24,7 @@ from hearth.policy.memory.reclaim_orders import (
     ReclaimOrder,
     SpillTable,
     TakeWeights,
+    TakeWorkspaces,
     carry_out,
 )
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
@@ -126,12 +127,12 @@ class SimulatedReclaimer:
     def before_step(self, model: ModelId) -> None:
         """Give a model the KV that its next step wants, as far as it is to be had."""
         engine = self._hosted[model].engine
-        self._run(self.policy.before_step(model, engine.elastic, engine.batcher.kv_use()))
+        self._run(self.policy.before_step(model, engine.elastic, engine.batcher.kv.use()))
 
     def after_step(self, model: ModelId, *, has_let_go: bool) -> None:
         """Take back the KV that a model has not used for long, or does not use now that it is idle."""
         engine = self._hosted[model].engine
-        use, has_work = engine.batcher.kv_use(), engine.has_work
+        use, has_work = engine.batcher.kv.use(), engine.has_work
         self._run(
             self.policy.after_step(model, engine.elastic, use, has_work=has_work, has_let_go=has_let_go)
         )
@@ -170,7 +171,7 @@ class SimulatedReclaimer:
         return self._hosted[model].engine.extents()
 
     def cached_to_spare(self, model: ModelId) -> int:
-        return self._hosted[model].engine.batcher.cached_to_spare()
+        return self._hosted[model].engine.batcher.kv.cached_to_spare()
 
     def tables_of(self, _: ModelId) -> TablesView:
         return _NO_TABLES
@@ -209,8 +210,10 @@ class SimulatedReclaimer:
                 return self._clear(order)
             case TakeWeights():
                 return self._take(order)
-            case PlaceTable() | SpillTable() | DropTable() | PlaceAdapter() | DropAdapter():
-                raise AssertionError(f"no request of a simulation needs a table or an adapter: {order}")
+            case (
+                TakeWorkspaces() | PlaceTable() | SpillTable() | DropTable() | PlaceAdapter() | DropAdapter()
+            ):
+                raise AssertionError(f"not simulated: {order}")
             case _:
                 assert_never(order)
 

@@ -140,14 +140,14 @@ class SteppedEngine:
                 if num_pages is None or num_pages * self.kv.page_bytes > most_bytes:
                     break
                 self._num_kv_pages, end = num_pages, self.kv.num_blocks(num_pages)
-            self.batcher.add_blocks(range(self._num_kv_blocks, end))
+            self.batcher.kv.add(range(self._num_kv_blocks, end))
             self._num_kv_blocks = end
         return self._num_kv_blocks - num_before
 
     def clear(self, extent: range, *, may_preempt: bool, keeps_floor: bool) -> bool:
         """Give the last extent back; False, and nothing has changed, if that is not possible."""
         if (
-            self.batcher.clear(extent, may_move=True, may_preempt=may_preempt, keeps_floor=keeps_floor)
+            self.batcher.kv.clear(extent, may_move=True, may_preempt=may_preempt, keeps_floor=keeps_floor)
             is None
         ):
             return False
@@ -157,7 +157,7 @@ class SteppedEngine:
 
     def clear_all(self) -> None:
         """Give back all KV of an idle model, with the sink."""
-        self.batcher.remove_all_blocks()
+        self.batcher.kv.remove_all()
         self._num_kv_pages = self._num_kv_blocks = 0
 
     # Steps, one ahead of the device.
@@ -257,9 +257,9 @@ class SteppedEngine:
         for seconds in (self.flight.seconds, *steps[:-1]):
             if seconds.device_s is not None:
                 self._allowance.measured(num_rows, 0, seconds.device_s)
-        use = replace(self.batcher.kv_use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
+        use = replace(self.batcher.kv.use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
         self.grow(self.elastic.growth(use).now_blocks, free_bytes)
         plan = self.batcher.skip(num_steps, _TOKEN)
         assert plan is not None, f"{self.flight=}"
         self.flight = Flight(plan, steps[-1], flight_end_s)
-        self.elastic.skip(num_steps, self.batcher.kv_use())
+        self.elastic.skip(num_steps, self.batcher.kv.use())

@@ -213,7 +213,7 @@ class WorkerAdapters:
 
         With what pages lose on which not all of another piece fits.
         """
-        page_bytes, num_bytes = self._reclaimer.pool.page_bytes, 0
+        page_bytes, num_bytes = self._reclaimer.pool.pieces.page_bytes, 0
         for adapter in self.residency.run_by(base):
             if (found := self._found.get(adapter)) is not None:
                 layout = found.manifest.layout
@@ -314,7 +314,7 @@ class WorkerAdapters:
         wanted.wait_s = time.perf_counter() - wanted.asked_s
         pool = self._reclaimer.pool
         load_adapter(
-            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
+            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.pieces.prepare(adapter)),
             *(self._resources, self._post, asked),
         )
         self._pieces.split(adapter)

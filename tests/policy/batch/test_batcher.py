@@ -664,7 +664,7 @@ def test_who_gives_way_finds_its_own_output_again() -> None:
     for _ in range(9):
         launched(engine)
         engine.commit()
-    assert engine.batcher.clear(range(3, 4), may_move=False, may_preempt=True, keeps_floor=False) == []
+    assert engine.batcher.kv.clear(range(3, 4), may_move=False, may_preempt=True, keeps_floor=False) == []
     assert engine.batcher.num_running == 0
     assert [one.num_cached_tokens for one in launched(engine).admissions] == [8]
     engine.drain()

@@ -21,6 +21,7 @@ from hearth.policy.memory.reclaim_orders import (
     ReclaimOrder,
     SpillTable,
     TakeWeights,
+    TakeWorkspaces,
     carry_out,
 )
 from tests.policy.memory.simulated_pool import EXTENT_BLOCKS, SimulatedModel, SimulatedPool
@@ -464,11 +465,8 @@ def test_in_an_arena_workspaces_go_for_what_is_promised_after_all_kv_that_is_len
 
     assert pool.place(B) > 0, "there is not so much"
 
-    with_workspaces = [
-        order for order in pool.orders if isinstance(order, TakeWeights) and order.with_workspaces
-    ]
-    assert bool(with_workspaces) is not keeps_addresses
-    assert keeps_addresses or max(map(pool.orders.index, with_workspaces)) > max(
+    assert (TakeWorkspaces() in pool.orders) is not keeps_addresses
+    assert keeps_addresses or pool.orders.index(TakeWorkspaces()) > max(
         at for at, order in enumerate(pool.orders) if isinstance(order, ClearKv) and order.may_preempt
     )
 
@@ -614,9 +612,8 @@ def test_no_workspace_is_taken_for_an_adapter_which_is_promised_nothing() -> Non
 
     assert pool.bring_adapter(NEW, 5) is None
 
-    takes = [order for order in pool.orders if isinstance(order, TakeWeights)]
-    assert takes
-    assert not any(order.with_workspaces for order in takes)
+    assert any(isinstance(order, TakeWeights) for order in pool.orders)
+    assert TakeWorkspaces() not in pool.orders
 
 
 def test_running_requests_give_way_to_an_adapter_beyond_what_their_model_is_promised() -> None:

@@ -30,7 +30,7 @@ class DecodedSequences:
     rows: DecodeRows = field(default_factory=DecodeRows)
 
 
-NOBODY = DecodedSequences()
+NOTHING_DECODED = DecodedSequences()
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ from hearth.policy.memory.reclaim_orders import (
     PlaceTable,
     SpillTable,
     TakeWeights,
+    TakeWorkspaces,
 )
 
 #: How often memory may come free without being of use before a model gives up what it is not promised.
@@ -428,7 +429,7 @@ class ReclaimPolicy:
             )
         is_promised = may_preempt and not keeps_floor
         if freed < num_bytes and is_promised and not self._keeps_addresses:
-            freed += yield TakeWeights(num_bytes - freed, with_workspaces=True)
+            freed += yield TakeWorkspaces()
         if freed < num_bytes and is_promised:
             freed += yield from self._free_adapters(num_bytes - freed, is_promised=True)
         if freed < num_bytes and may_preempt:

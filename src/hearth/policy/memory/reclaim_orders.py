@@ -43,8 +43,15 @@ class TakeWeights:
     """
 
     num_bytes: int
-    below_s_per_byte: float = math.inf  #: only those whose reload cost is less
-    with_workspaces: bool = False  #: and the bytes that only the workspaces of these models need
+    below_s_per_byte: float = math.inf  #: only models whose reload cost is less
+
+
+@dataclass(frozen=True, slots=True)
+class TakeWorkspaces:
+    """Take the workspace bytes that only retained, warm and paused models need. Outcome: bytes freed.
+
+    For pools without fixed addresses; in the others all models share one workspace.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,15 @@ class DropAdapter:
 
 
 ReclaimOrder = (
-    GrowKv | ClearKv | TakeWeights | PlaceTable | SpillTable | DropTable | PlaceAdapter | DropAdapter
+    GrowKv
+    | ClearKv
+    | TakeWeights
+    | TakeWorkspaces
+    | PlaceTable
+    | SpillTable
+    | DropTable
+    | PlaceAdapter
+    | DropAdapter
 )
 #: Yields orders, is sent what came of each, and returns what came of all of them.
 Orders = Generator[ReclaimOrder, int, int]
