@@ -29,14 +29,14 @@ from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
     Event,
-    Footprint,
     ModelDeployed,
-    ModelProfile,
     RequestArrived,
     WorkerJoined,
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.residents import list_residents
 from hearth.sim.costs import CostModel
 from hearth.sim.simulator import Simulator
 
@@ -85,7 +85,7 @@ class TimedBrain:
     def describe_state(self) -> dict[str, int]:
         """Return how full the service is."""
         fleet = self.fleet
-        residents = fleet.residents(fleet.now_s)
+        residents = list_residents(fleet, fleet.now_s)
         return {
             "resident": len(residents),
             "running": fleet.queues.num_running,

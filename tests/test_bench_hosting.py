@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.hosting import hosted
-from hearth.policy.fleet.events import Footprint
+from hearth.policy.fleet.profile import Footprint
 
 FOOTPRINTS = st.builds(
     lambda weights, workspace, tables, kv: Footprint(weights + workspace + tables, kv, kv, workspace, tables),

@@ -22,8 +22,8 @@ from hearth.memory.regions import aligned
 from hearth.models.dtypes import STORED_DTYPES
 from hearth.models.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 from hearth.models.weights import TensorPlace
-from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.footprint import MAX_EXTENTS
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.memory.packing import Item, Packing, Region, merge_all, pack
 from tests.memory.resident_pages import PAGE_BYTES, resident_pages
 

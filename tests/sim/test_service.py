@@ -171,7 +171,7 @@ def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
         for worker in service.workers.values():
             assert worker.reclaimer.device.free_bytes >= 0
             assert worker.turns is not None
-            assert worker.turns.bound_bytes() <= MEMORY_BYTES
+            assert worker.turns.memory.bound_bytes() <= MEMORY_BYTES
 
     service = SimulatedService(SETTING, MACHINE, look)
     service.ask(requests)

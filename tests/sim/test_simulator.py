@@ -18,10 +18,8 @@ from hearth.policy.fleet.events import (
     DeviceReported,
     Dispatch,
     Event,
-    Footprint,
     LoadModel,
     ModelDeployed,
-    ModelProfile,
     ModelReady,
     RequestArrived,
     RequestCancelled,
@@ -30,6 +28,7 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.sim.costs import CostModel
 from hearth.sim.simulator import Simulator
 

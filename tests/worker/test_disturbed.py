@@ -27,7 +27,7 @@ from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ALIGNMENT_BYTES
-from hearth.policy.fleet.events import Promise
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.format.manifest import Manifest, read_manifest
 from tests.engine.harness import assert_greedy, prompts_for

@@ -20,7 +20,6 @@ from hearth.policy.fleet.events import (
     LoadModel,
     ModelDeployed,
     ModelFailed,
-    ModelProfile,
     ModelReady,
     ModelRemoved,
     Reject,
@@ -35,6 +34,7 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
     WorkerLost,
 )
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.sim.worker import SimulatedReplica, SimulatedWorker
 
 #: Decides what follows from an event; `step` over a fleet, perhaps timed or recorded.

@@ -28,7 +28,6 @@ from hearth.policy.fleet.events import (
     Evict,
     LoadModel,
     ModelDeployed,
-    ModelProfile,
     RefusePin,
     Reject,
     RequestArrived,
@@ -43,6 +42,7 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.profile import Profile
 from hearth.sim.setting import KIND, Policy, SimulationSetting

@@ -19,8 +19,8 @@ from hearth.core.sizes import (
 )
 from hearth.core.types import ModelId, Pace
 from hearth.policy.batch.step_limits import step_limits
-from hearth.policy.fleet.events import Footprint, ModelProfile
 from hearth.policy.fleet.footprint import PAGE_BYTES
+from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import ShapeProfile
 

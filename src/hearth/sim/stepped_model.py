@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from hearth.core.types import Hold, ModelId, Pace, RequestId
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
-from hearth.policy.fleet.events import LoadModel, ModelProfile
+from hearth.policy.fleet.events import LoadModel
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.sim.profile import ShapeProfile
 from hearth.sim.stepped_engine import SteppedEngine
 

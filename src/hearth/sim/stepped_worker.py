@@ -175,7 +175,7 @@ class SteppedWorker:
         device = self.reclaimer.device
         assert device.free_bytes >= 0, f"`{self.name}`: {device.free_bytes=}"
         if self.turns is not None:
-            bound_bytes = self.turns.bound_bytes()
+            bound_bytes = self.turns.memory.bound_bytes()
             assert bound_bytes <= device.budget_bytes, f"`{self.name}`: {bound_bytes=}"
         for model, hosted in self.hosted.items():
             hosted.engine.batcher.check()

@@ -16,7 +16,8 @@ from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.eviction import TAKEABLE
-from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.eviction_chain import KvView, TablesView
+from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,

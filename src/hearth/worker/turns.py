@@ -14,7 +14,7 @@ from typing import assert_never
 from hearth.core.messages import StartRequest
 from hearth.core.types import Hold, ModelId, RequestId, TurnEnd
 from hearth.memory.pool import Pool
-from hearth.policy.fleet.events import Promise
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.policy.turns.turn_policy import (
     BeginTurn,

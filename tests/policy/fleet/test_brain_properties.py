@@ -22,7 +22,8 @@ from hearth.policy.fleet.events import (
 from hearth.policy.fleet.evictions import plan_evictions
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Model, Replica, Worker
-from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place
+from hearth.policy.fleet.reserved_workers import ReservedWorkers
+from hearth.policy.fleet.routing import ReplicaPlace, choose_place
 from hearth.policy.fleet.serving import reserve_room
 from tests.policy.fleet.world import CONFIGS, KINDS, MANY_MOVES, Moves, World, begun, profile
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
-from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
+from hearth.policy.fleet.profile import Footprint, ModelProfile, Promise
 
 BUDGET_BYTES = 1000
 PROMISES = st.builds(

@@ -21,9 +21,9 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.known_adapters import MAX_KNOWN, KnownAdapters
-from hearth.policy.fleet.records import Request
-from hearth.policy.fleet.routing import MAX_OPTIONS, choose_replica, has_untried_place, routing_cost
+from hearth.policy.fleet.records import MAX_KNOWN, KnownAdapters, Request
+from hearth.policy.fleet.reserved_workers import MAX_OPTIONS
+from hearth.policy.fleet.routing import choose_replica, has_untried_place, routing_cost
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played, profile
 
 SECONDS = st.floats(0.0, 1e4)

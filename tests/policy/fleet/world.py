@@ -24,11 +24,9 @@ from hearth.policy.fleet.events import (
     End,
     Event,
     Evict,
-    Footprint,
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
-    ModelProfile,
     ModelReady,
     ModelRemoved,
     ModelStopped,
@@ -39,7 +37,6 @@ from hearth.policy.fleet.events import (
     RequestFinished,
     ResidencyReported,
     RungUse,
-    State,
     TimerFired,
     TurnBegan,
     TurnEnded,
@@ -47,6 +44,8 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.residents import State, list_residents
 from hearth.sim.cluster import SimulatedCluster
 from hearth.sim.worker import SimulatedReplica
 
@@ -93,7 +92,7 @@ class World:
         """Have an event happen, and check all that must be true after it."""
         pinned = {
             (resident.model, resident.worker)
-            for resident in self.fleet.residents(event.now_s)
+            for resident in list_residents(self.fleet, event.now_s)
             if resident.state is State.PINNED
         }
         actions = self.cluster.tell(event)

@@ -7,8 +7,8 @@ from itertools import islice
 
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import CapacityIndex, Promises
-from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.records import Model, Worker, share_for_batch
 
 

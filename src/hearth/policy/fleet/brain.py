@@ -31,7 +31,6 @@ from hearth.policy.fleet.events import (
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
-    ModelProfile,
     ModelReady,
     ModelRemoved,
     ModelStopped,
@@ -61,6 +60,7 @@ from hearth.policy.fleet.failures import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pins import grant_pins
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, share_for_batch
 from hearth.policy.fleet.refusals import (
     explain_misfit,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hearth.core.types import Hold, WorkerId
-from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
+from hearth.policy.fleet.profile import Footprint, ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 
 

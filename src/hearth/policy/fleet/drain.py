@@ -21,9 +21,9 @@ from itertools import islice
 
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.evictions import Victim, choose_fewest, price_victim
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Footprint
 from hearth.policy.fleet.records import Drain, Model, Replica, Worker
 
 #: Workers that are compared: those that lack the least.

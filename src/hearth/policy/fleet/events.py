@@ -10,64 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
+from hearth.policy.fleet.profile import NOTHING_PROMISED, ModelProfile, Promise
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """Device memory that a worker owes a model which it hosts."""
-
-    own_bytes: int  #: for the model alone
-    workspace_bytes: int  #: one for all models, as large as the largest needs, where the pool can share it
-    standing_bytes: int = 0  #: of `own_bytes`, what it has also while it waits for its turn
-
-    @property
-    def unshared(self) -> Promise:
-        """The same promise where the pool may have to give every model in turn its own workspace."""
-        return Promise(self.own_bytes + self.workspace_bytes, 0, self.standing_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Device memory that a model takes on one kind of device."""
-
-    fixed_bytes: int  #: weights, workspace and tables: all but KV
-    min_kv_bytes: int  #: promised to it, however much others want; below this it cannot be served
-    max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
-    workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
-    tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
-    sink_bytes: int = 0  #: of `min_kv_bytes`, what its engine never gives up
-    max_seqs: int = 1  #: requests that it runs at a time, for which its memory is sized
-
-    @property
-    def weights_bytes(self) -> int:
-        """Weights, with what is lost to them while they are loaded and where they lie."""
-        return self.fixed_bytes - self.workspace_bytes - self.tables_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """Bytes that a worker without other models must promise to host the model."""
-        return self.fixed_bytes + self.min_kv_bytes
-
-    @property
-    def promise(self) -> Promise:
-        """The least that a worker must promise to host the model beside others."""
-        standing_bytes = self.tables_bytes + self.sink_bytes
-        return Promise(self.least_bytes - self.workspace_bytes, self.workspace_bytes, standing_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelProfile:
-    """The facts of a deployed model that placement has to know."""
-
-    model: ModelId
-    num_bytes: int  #: to be loaded
-    footprints: Mapping[str, Footprint]  #: by kind of device
-    keep_alive_s: float  #: idle for longer, it is only retained
-    is_pinned: bool = False
-    weight: float = 1.0  #: how much a second of its start matters, in its reload cost
-    digest: str = ""  #: another one means other bytes under the same name
-
 
 # Events.
 
@@ -332,7 +276,7 @@ class LoadModel:
     worker: WorkerId
     kv_floor_bytes: int  #: of KV that it is promised
     max_kv_bytes: int  #: it never gets more
-    promise: Promise = Promise(0, 0)  #: all that it is owed, where turns are taken while it has one
+    promise: Promise = NOTHING_PROMISED  #: all that it is owed, where turns are taken while it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,37 +352,6 @@ class SetTimer:
 
 
 Action = Dispatch | LoadModel | Evict | SetHold | RefusePin | Reject | CancelRun | SetTimer
-
-
-# The brain's state, as others may see it.
-
-
-class State(StrEnum):
-    """The state of a model on a worker, for people."""
-
-    LOADING = "loading"
-    WAITING = "waiting"  #: for its first turn; nothing was loaded for it yet
-    PAUSED = "paused"  #: with requests, until its next turn
-    BUSY = "busy"
-    WARM = "warm"
-    RETAINED = "retained"
-    PINNED = "pinned"
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """A model on a worker, for people."""
-
-    model: ModelId
-    worker: WorkerId
-    state: State
-    num_bytes: int  #: of device memory that it is promised, KV included
-    loaded_bytes: int
-    total_bytes: int
-    num_running: int
-    expires_s: float | None  #: when a warm one becomes retained; None: busy, pinned or retained
-    is_pin_refused: bool = False  #: it should be pinned, and those beside it would have no room
-    max_seqs: int = 1  #: requests that it runs at a time
 
 
 @dataclass(frozen=True, slots=True)

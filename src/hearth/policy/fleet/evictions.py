@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.events import Footprint
+from hearth.policy.fleet.profile import Footprint
 from hearth.policy.fleet.records import Replica, Worker
 
 

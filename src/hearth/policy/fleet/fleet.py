@@ -18,7 +18,7 @@ from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
 from hearth.policy.fleet.device_bytes import forget_worker, rank_retired
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.events import BrainConfig, RequestArrived, Resident, State, WorkerJoined
+from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
 from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
@@ -79,11 +79,6 @@ class Fleet:
         """Yield every replica of every worker."""
         for worker in self.workers.values():
             yield from worker.replicas.values()
-
-    def residents(self, now_s: float) -> list[Resident]:
-        """Return what `hearth ps` shows: every model on every worker, in the order of their names."""
-        replicas = sorted(self.replicas(), key=lambda replica: (replica.worker.name, replica.model.name))
-        return [_describe_resident(replica, now_s) for replica in replicas]
 
     # Workers and replicas.
 
@@ -315,35 +310,3 @@ def _enter(books: dict[Name, Replica], name: Name, replica: Replica, *, is_in: b
         books[name] = replica
     else:
         books.pop(name, None)
-
-
-def _describe_resident(replica: Replica, now_s: float) -> Resident:
-    state = _describe_state(replica, now_s)
-    return Resident(
-        model=replica.model.name,
-        worker=replica.worker.name,
-        state=state,
-        num_bytes=replica.promise.own_bytes + replica.promise.workspace_bytes,
-        loaded_bytes=replica.loaded_bytes,
-        total_bytes=replica.total_bytes,
-        num_running=len(replica.running),
-        expires_s=replica.expires_s if state is State.WARM else None,
-        is_pin_refused=replica.is_pin_refused,
-        max_seqs=replica.max_seqs,
-    )
-
-
-def _describe_state(replica: Replica, now_s: float) -> State:
-    if not replica.is_ready and replica.is_in_turn:
-        return State.LOADING
-    match replica.hold:
-        case Hold.PINNED:
-            return State.PINNED
-        case Hold.BUSY:
-            return State.BUSY
-        case Hold.PAUSED:
-            return State.PAUSED if replica.is_ready else State.WAITING
-        case Hold.WARM if now_s < replica.expires_s:
-            return State.WARM
-        case _:
-            return State.RETAINED

@@ -16,10 +16,10 @@ from hearth.core.types import ModelId, WorkerId
 from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import record_bytes
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.events import BrainConfig, Promise, WorkerJoined
+from hearth.policy.fleet.events import BrainConfig, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.known_adapters import KnownAdapters
-from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
+from hearth.policy.fleet.profile import Promise
+from hearth.policy.fleet.records import Drain, KnownAdapters, Model, Replica, Request, Worker
 
 Facts = Mapping[str, object]  #: the stored fields of a record, by name
 

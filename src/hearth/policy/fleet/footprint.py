@@ -36,7 +36,7 @@ from hearth.core.sizes import (
     table_buffers,
     workspace_bytes,
 )
-from hearth.policy.fleet.events import Footprint
+from hearth.policy.fleet.profile import Footprint
 
 #: A conversation of this length is the least that makes sense.
 _MIN_CONTEXT = 2048

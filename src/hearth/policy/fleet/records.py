@@ -11,16 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import ModelProfile, Promise, WantedAdapter
-from hearth.policy.fleet.known_adapters import KnownAdapters
+from hearth.policy.fleet.events import WantedAdapter
+from hearth.policy.fleet.profile import ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 
 #: How long further replicas of a model that is kept for ever stay warm: for ever means one.
 SPARE_KEEP_ALIVE_S = 300.0
 #: One in so many slots of a replica, and places in the queue, is kept for interactive requests.
 INTERACTIVE_SHARE = 4
+#: So many are remembered for a worker: more than most devices have room for.
+MAX_KNOWN = 1024
 
 
 def share_for_batch(most: int) -> int:
@@ -277,6 +279,27 @@ class Replica:
         if self.running:
             return Hold.BUSY if self.is_in_turn else Hold.PAUSED
         return Hold.RETAINED if self.is_unwanted or self.expires_s <= now_s else Hold.WARM
+
+
+@dataclass(slots=True)
+class KnownAdapters:
+    """The adapters that a worker is thought to have on its device: those that requests brought there last.
+
+    Workers do not report evicted adapters: it happens all the time and costs the next request milliseconds.
+    """
+
+    #: The one that was used longest ago first.
+    used: dict[AdapterId, None] = field(default_factory=dict)
+
+    def __contains__(self, adapter: AdapterId) -> bool:
+        return adapter in self.used
+
+    def use(self, adapter: AdapterId) -> None:
+        """Note that a request with an adapter goes to the worker."""
+        self.used.pop(adapter, None)
+        self.used[adapter] = None
+        if len(self.used) > MAX_KNOWN:
+            del self.used[next(iter(self.used))]
 
 
 @dataclass(slots=True, eq=False)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hearth.core.types import Hold
-from hearth.policy.fleet.events import Action, Footprint, ModelProfile, Reject, RejectReason
+from hearth.policy.fleet.events import Action, Reject, RejectReason
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
 
 #: Names in a sentence for people.

@@ -31,7 +31,8 @@ from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needl
 from hearth.policy.fleet.events import Action, Dispatch, Evict, LoadModel, Option, SetTimer, Why
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Request
-from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place, choose_replica
+from hearth.policy.fleet.reserved_workers import ReservedWorkers
+from hearth.policy.fleet.routing import ReplicaPlace, choose_place, choose_replica
 
 #: Models that are looked at behind those that keep all room, or can have no worker drained.
 MAX_BEHIND = 8
