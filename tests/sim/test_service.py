@@ -28,8 +28,8 @@ from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import KIND, Policy, SimulationSetting
-from hearth.sim.stepped_model import StartOrder
-from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
+from hearth.sim.stepped_model import StartOrder, TokensSent, WorkerFact
+from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
 from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES, SLOW_HOST
 

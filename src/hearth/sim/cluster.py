@@ -107,7 +107,9 @@ class SimulatedCluster:
                 self.profiles.pop(model, None)
             case WorkerJoined(_, name, kind, budget_bytes, shares_workspace):
                 self.workers[name] = SimulatedWorker(
-                    *(name, kind, budget_bytes),
+                    name,
+                    kind,
+                    budget_bytes,
                     shares_workspace=shares_workspace,
                     takes_turns=self._takes_turns,
                 )

@@ -9,7 +9,7 @@ from hearth.sim.profile import Profile
 from hearth.sim.report import SimulationReport, report_of
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import SimulationSetting
-from hearth.sim.stepped_worker import WorkerFact
+from hearth.sim.stepped_model import WorkerFact
 from hearth.sim.traces import Trace
 
 

@@ -46,15 +46,16 @@ from hearth.policy.fleet.profile import ModelProfile
 from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.profile import Profile
 from hearth.sim.setting import KIND, Policy, SimulationSetting
-from hearth.sim.stepped_model import HostOrder, StartOrder
-from hearth.sim.stepped_worker import (
+from hearth.sim.stepped_model import (
+    HostOrder,
     Paused,
     RequestsStarted,
-    SteppedWorker,
+    StartOrder,
     TokensSent,
     WorkerFact,
     WorkerOrder,
 )
+from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
 
 
@@ -246,7 +247,11 @@ class SimulatedService:
                 self._profiles[profile.model] = profile
             case WorkerJoined(_, name, _, budget_bytes):
                 self.workers[name] = SteppedWorker(
-                    *(name, budget_bytes, self.profile, self.setting.limits, self.setting.max_step_s),
+                    name,
+                    budget_bytes,
+                    self.profile,
+                    self.setting.limits,
+                    self.setting.max_step_s,
                     rules=self.setting.rules if self.fleet.config.takes_turns else None,
                 )
             case WorkerLost(_, name):
@@ -281,7 +286,10 @@ class SimulatedService:
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
                 start = StartOrder(
-                    *(request_id, model, answer.num_prompt_tokens, answer.num_output_tokens),
+                    request_id,
+                    model,
+                    answer.num_prompt_tokens,
+                    answer.num_output_tokens,
                     pace=self.setting.pace,
                     arrived_s=answer.arrived_s,
                     num_sent=len(answer.token_s),

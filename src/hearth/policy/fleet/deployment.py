@@ -1,4 +1,4 @@
-"""Models that are deployed, removed and stopped, and what has to leave for that. Loads nothing."""
+"""Models that are deployed, removed and stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hearth.policy.fleet.refusals import explain_outdated, explain_removed, refu
 
 
 def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
-    """Enter a model or its new profile; replicas of other bytes, or of other sizes, serve nobody new."""
+    """Enter a model or its new profile. Replicas of other bytes or sizes take no new requests."""
     model = fleet.models.setdefault(profile.model, Model(profile.model))
     before, model.profile = model.profile, profile
     model.is_stopped = False
@@ -35,7 +35,7 @@ def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
 
 
 def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
-    """Forget a model: who waits for it is rejected, and what runs may finish."""
+    """Remove a model: waiting requests are rejected, running ones may finish."""
     model = fleet.models.get(name)
     if model is None or model.profile is None:
         return []
@@ -53,7 +53,7 @@ def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
 
 
 def stop_model(fleet: Fleet, event: ModelStopped) -> list[Action]:
-    """Have all replicas of a model become retained when idle, or leave if they are to be freed."""
+    """Make all replicas of a model retained when idle, or evict them if they are to be freed."""
     model = fleet.models.get(event.model)
     if model is None:
         return []
@@ -79,9 +79,9 @@ def evict_if_leaving(fleet: Fleet, replica: Replica) -> list[Action]:
 
 
 def _outdate(fleet: Fleet, model: Model, before: ModelProfile | None) -> list[Action]:
-    """Have replicas of an old version leave, idle ones now and busy ones when they are idle.
+    """Evict replicas of an old version, idle ones now and busy ones when they are idle.
 
-    So does what is left of earlier replicas, unless its bytes are those of the new version.
+    Bytes of earlier replicas go too, unless they are those of the new version.
     """
     actions: list[Action] = []
     after = model.profile

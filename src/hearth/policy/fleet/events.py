@@ -1,7 +1,4 @@
-"""Events that the brain is told and actions that it orders. Events are facts and carry their time.
-
-Decides nothing: that is `policy/fleet/brain.py`.
-"""
+"""Events for the brain and actions that it orders. Events are facts and carry their time."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 
 @dataclass(frozen=True, slots=True)
 class ModelDeployed:
-    """A model was deployed, or the profile of a known one has changed."""
+    """A model was deployed, or its profile changed."""
 
     now_s: float
     profile: ModelProfile
@@ -26,15 +23,13 @@ class ModelDeployed:
 
 @dataclass(frozen=True, slots=True)
 class ModelRemoved:
-    """A model is no longer deployed."""
-
     now_s: float
     model: ModelId
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStopped:
-    """A user wants a model idle: retained, or with `is_freed` out of memory. What runs may finish."""
+    """A user wants a model idle: retained, or with `is_freed` out of memory. Running requests may finish."""
 
     now_s: float
     model: ModelId
@@ -67,16 +62,12 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WantedAdapter:
-    """The adapter that a request runs with."""
-
     adapter: AdapterId
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A client wants an answer from a model."""
-
     now_s: float
     request_id: RequestId
     model: ModelId
@@ -89,8 +80,6 @@ class RequestArrived:
 
 
 class End(StrEnum):
-    """How a request ended."""
-
     DONE = "done"  #: its worker is through with it
     STOPPED = "stopped"  #: its answer is complete, but the worker does not know: a stop string
     FAILED = "failed"  #: on its worker, and nothing can be learnt from how long it ran
@@ -98,7 +87,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request that was dispatched has ended."""
+    """A dispatched request has ended."""
 
     now_s: float
     request_id: RequestId
@@ -116,8 +105,6 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgressed:
-    """A load has brought some more bytes to a worker."""
-
     now_s: float
     worker: WorkerId
     model: ModelId
@@ -135,7 +122,7 @@ class RungUse:
 
 @dataclass(frozen=True, slots=True)
 class ModelReady:
-    """All bytes of a model are on a worker, at its first load or after others had taken some."""
+    """All weights of a model are on a worker, at its first load or after some were evicted."""
 
     now_s: float
     worker: WorkerId
@@ -147,13 +134,13 @@ class ModelReady:
 
     @property
     def whole_s(self) -> float | None:
-        """The time in which the bytes of the rungs came, and no others; None: it is not known."""
+        """The time in which exactly the bytes of the rungs came; None: unknown."""
         return None if self.ahead_bytes or self.shared_bytes else self.total_s
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFailed:
-    """A model could not be loaded, or broke when it was ready. It has left the worker's memory."""
+    """A model could not be loaded, or failed later. It has left the worker's memory."""
 
     now_s: float
     worker: WorkerId
@@ -163,7 +150,7 @@ class ModelFailed:
 
 @dataclass(frozen=True, slots=True)
 class TurnBegan:
-    """A model is promised its memory on a worker from now on, and steps as soon as all of it is there."""
+    """A model is promised its memory on a worker, and steps as soon as its weights are loaded."""
 
     now_s: float
     worker: WorkerId
@@ -172,7 +159,7 @@ class TurnBegan:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A model is promised nothing on a worker any more; its requests, if it has any, wait there."""
+    """A model is no longer promised memory on a worker; its requests, if any, wait there."""
 
     now_s: float
     worker: WorkerId
@@ -191,9 +178,9 @@ class ResidencyReported:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReported:
-    """How much of the weights of each model lies in a worker's device memory, whether hosted or retired.
+    """How much of each model's weights lies in a worker's device memory, hosted or retired.
 
-    A full report, which replaces the one before: of a model that it does not name, nothing is there.
+    A full report, which replaces the one before.
     """
 
     now_s: float
@@ -246,7 +233,7 @@ class Option:
 
 
 class Why(StrEnum):
-    """Why a request went where it did."""
+    """Why a request went to its worker."""
 
     RESIDENT = "resident"  #: the model was there and had a free slot
     LOADING = "loading"  #: it was on its way there
@@ -258,7 +245,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Give a request to a worker; where the model is still loading there, it waits for it."""
+    """Give a request to a worker, where it may have to wait for its model to load."""
 
     request_id: RequestId
     model: ModelId
@@ -270,7 +257,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Host a model from now on, and load what is missing of it there, where turns are taken in its turn."""
+    """Host a model and load what is missing, in its turn if models take turns."""
 
     model: ModelId
     worker: WorkerId
@@ -281,10 +268,10 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Host an idle model no longer. Comes before what is promised its room.
+    """Stop hosting an idle model. Precedes the order that uses its room.
 
-    Its bytes stay until somebody needs their place, unless it `is_freed`; that may also come for what is left
-    of a model that was evicted before.
+    Its bytes stay until their memory is needed, unless `is_freed`; that also applies to models evicted
+    before.
     """
 
     model: ModelId
@@ -295,9 +282,9 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class SetHold:
-    """Hold a hosted model so while it has no requests: retained, warm or pinned.
+    """Set the hold of a hosted model while it has no requests: retained, warm or pinned.
 
-    A new model is warm, and so is a retained one that gets a request: nobody has to say so.
+    A new model is warm, and so is a retained one that gets a request, without an order.
     """
 
     model: ModelId
@@ -307,7 +294,7 @@ class SetHold:
 
 @dataclass(frozen=True, slots=True)
 class RefusePin:
-    """Tell people that a model is not pinned though it should be: it may give way to others for now."""
+    """Report that a model cannot be pinned for now."""
 
     model: ModelId
     worker: WorkerId
@@ -315,8 +302,6 @@ class RefusePin:
 
 
 class RejectReason(StrEnum):
-    """Why a request was refused."""
-
     UNKNOWN_MODEL = "unknown_model"
     QUEUE_FULL = "queue_full"
     NEVER_FITS = "never_fits"
@@ -338,7 +323,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class CancelRun:
-    """Stop a request that a worker has and nobody wants any more."""
+    """Stop a request on a worker."""
 
     request_id: RequestId
     worker: WorkerId
@@ -346,7 +331,7 @@ class CancelRun:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Have `TimerFired` posted at that time; a later order replaces this one."""
+    """Post `TimerFired` at that time; replaces the last timer."""
 
     at_s: float
 

@@ -1,6 +1,6 @@
-"""Which idle replicas of a worker are evicted for a model that needs room. Evicts nothing itself.
+"""Which idle replicas of a worker to evict for a model. Evicts none itself.
 
-Retained replicas go before warm ones, busy and pinned ones are not touched, and no more go than have to.
+Retained replicas go before warm ones; busy and pinned ones stay; no more go than necessary.
 """
 
 from __future__ import annotations
@@ -17,34 +17,31 @@ from hearth.policy.fleet.records import Replica, Worker
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A replica that may have to go."""
-
     replica: Replica
     cost_s: float  #: the reload cost of its weights
 
     @property
     def rank(self) -> tuple[Hold | None, float, str]:
-        """A key for sorting: first goes what is held least, then what costs least per byte."""
+        """A sort key: the least held first, then the cheapest per byte."""
         replica = self.replica
         return replica.hold, self.cost_s / max(1, replica.promise.own_bytes), replica.model.name
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """The replicas that have to go before a model has room on a worker; none if it has room already."""
+    """The replicas to evict before a model has room on a worker."""
 
     victims: tuple[Victim, ...]
 
     @property
     def evict_s(self) -> float:
-        """The reload costs of all victims together."""
         return sum(victim.cost_s for victim in self.victims)
 
 
 def plan_evictions(
     worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
 ) -> EvictionPlan | None:
-    """Return who has to go for a model; None if there is no room even if every idle replica went."""
+    """Return what to evict for a model; None if it has no room without any idle replica."""
     if not worker.promises.could_have_room(footprint, Hold.WARM):
         return None
     if worker.promises.has_room(footprint):
@@ -56,9 +53,9 @@ def plan_evictions(
 def plan_turn_evictions(
     worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
 ) -> EvictionPlan | None:
-    """Return who has to go for a model that takes turns with those that stay; None if it has no turn then.
+    """Return what to evict for a model that takes turns with the rest; None if it has no turn then.
 
-    Few have to: the weights of an idle model are lent anyway, and only what it keeps besides is in the way.
+    Few have to go: weights of idle models are lent anyway, and only what they keep besides is in the way.
     """
     if not worker.promises.could_take_turns(footprint):
         return None
@@ -67,12 +64,12 @@ def plan_turn_evictions(
 
 
 def find_idle(worker: Worker) -> list[Replica]:
-    """Return the replicas of a worker that have no requests and are not pinned."""
+    """Return the replicas of a worker without requests that are not pinned."""
     return [replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM)]
 
 
 def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
-    """Return a replica with its reload cost, which is 0 for an old version: nobody loads that again."""
+    """Return a replica with its reload cost, which is 0 for an old version."""
     model = replica.model
     if model.profile is None or replica.is_stale:
         return Victim(replica, 0.0)
@@ -84,7 +81,7 @@ def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim
 def choose_fewest(
     promises: Promises, victims: Iterable[Victim], has_room: Callable[[Promises], bool]
 ) -> tuple[Victim, ...]:
-    """Return the victims of lowest rank without which there is room, less those not needed after all."""
+    """Return the victims of lowest rank that make room, without those not needed after all."""
     promises = promises.copy()
     chosen: list[Victim] = []
     for victim in sorted(victims, key=lambda victim: victim.rank):

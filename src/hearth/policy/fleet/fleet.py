@@ -1,11 +1,9 @@
-"""The state of the brain: who waits, what runs, which model holds how much of which worker.
+"""The state of the brain: waiting and running requests, and what each model holds of each worker.
 
-Keeps the books and their indices; decides nothing.
-
-Every lookup that a decision needs is an index, so that no event costs a walk over all workers or models:
-workers of one kind are ranked by the room they have or could make (`capacity.py`), a model's replicas by the
-requests they run, models that wait by their first request (`queues.py`). `reindex` is the one place that
-carries a change of a replica into all of these.
+Decides nothing. Every lookup that a decision needs is an index, so that no event costs a walk over all
+workers or models: workers of one kind are ranked by their room (`capacity.py`), a model's replicas by their
+requests, waiting models by their first request (`queues.py`). `reindex` carries a change of a replica into
+all of these.
 """
 
 from __future__ import annotations
@@ -62,11 +60,11 @@ class Fleet:
 
     @property
     def is_complete(self) -> bool:
-        """True if no worker is missing: what cannot be done now cannot be done by waiting for one either."""
+        """True if no worker is missing: waiting for one would not help."""
         return 0 < self.most_workers == len(self.workers)
 
     def advance(self, now_s: float) -> None:
-        """Begin a step: time never goes back, and warm replicas whose time is over become retained."""
+        """Begin a step. Time never goes back; warm replicas expire."""
         self.step_number += 1
         self.now_s = max(self.now_s, now_s)
         while (replica := self.expiries.pop_due(self.now_s)) is not None:
@@ -76,14 +74,12 @@ class Fleet:
             self.queues.must_serve = True
 
     def replicas(self) -> Iterator[Replica]:
-        """Yield every replica of every worker."""
         for worker in self.workers.values():
             yield from worker.replicas.values()
 
     # Workers and replicas.
 
     def join(self, event: WorkerJoined) -> None:
-        """Enter a new worker, which has promised nothing yet."""
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
         promises = Promises(event.budget_bytes, event.shares_workspace)
         worker = Worker(event.worker, event.kind, promises)
@@ -97,7 +93,7 @@ class Fleet:
     ) -> list[Request]:
         """Remove a worker and its replicas; return its requests, which wait again, in order of arrival.
 
-        The loss counts against those of `suspects`, and of these against those `in_step` where that is known.
+        The loss counts against requests of `suspects`, and of these against those `in_step` if that is known.
         """
         requests = [request for replica in worker.replicas.values() for request in replica.running.values()]
         requests.sort(key=lambda request: request.number)
@@ -129,7 +125,7 @@ class Fleet:
         self.reindex(replica)
 
     def remove(self, replica: Replica) -> None:
-        """Remove an idle replica, and with the last one of a removed model the model."""
+        """Remove an idle replica, and its model if that was removed and this was the last one."""
         assert not replica.running, f"`{replica.model.name}` still runs {len(replica.running)} requests"
         model, worker = replica.model, replica.worker
         del model.replicas[worker.name], worker.replicas[model.name]
@@ -141,7 +137,7 @@ class Fleet:
             del self.models[model.name]
 
     def reindex(self, replica: Replica) -> None:
-        """Carry whatever has changed about a replica into the books."""
+        """Carry a change of a replica into the books."""
         self._reindex_one(replica)
         model = replica.model
         if model.replicas and model.is_pinned:  # Another one may be the oldest now.
@@ -152,12 +148,11 @@ class Fleet:
         self.update_unplaced(model)
 
     def reindex_model(self, model: Model) -> None:
-        """Carry a change that concerns every replica of a model into the books."""
         for replica in list(model.replicas.values()):
             self.reindex(replica)
 
     def update_unplaced(self, model: Model) -> None:
-        """Enter a model into `unplaced` if it has to be loaded unasked, else take it out."""
+        """Enter a model into `unplaced` if it must be loaded unasked, else remove it."""
         is_wanted = model.profile is not None and model.profile.is_pinned and not model.is_stopped
         if is_wanted and not any(not replica.is_stale for replica in model.replicas.values()):
             self.unplaced[model.name] = model
@@ -165,7 +160,7 @@ class Fleet:
             self.unplaced.pop(model.name, None)
 
     def _update_pin(self, replica: Replica) -> None:
-        """Have a replica pinned if it should be and can be; else enter it for `pins.py`, or take it out."""
+        """Pin a replica if it should and can be; else enter it for `pins.py`, or remove it."""
         model, worker = replica.model, replica.worker
         if not (model.is_pinned or replica.has_pin or self.refused_pins):
             return  # as it is with nearly all
@@ -181,7 +176,7 @@ class Fleet:
             replica.is_pin_refused = False
 
     def with_pin(self, replica: Replica) -> Promises:
-        """Return what a worker would have promised if one of its replicas were pinned."""
+        """Return the promises of a worker if one of its replicas were pinned."""
         promises = replica.worker.promises.copy()
         if replica.hold is not None:
             promises.release(replica.promise, replica.hold)
@@ -193,7 +188,7 @@ class Fleet:
         self.update_indexes(replica)
 
     def update_indexes(self, replica: Replica) -> None:
-        """Carry what is known of a replica into the books, without a decision about its pin."""
+        """Carry a replica into the books, without a decision about its pin."""
         model, worker = replica.model, replica.worker
         is_there = worker.replicas.get(model.name) is replica
         hold = replica.hold_at(self.now_s) if is_there else None
@@ -214,7 +209,7 @@ class Fleet:
         self.queues.line_up(model)
 
     def _change_hold(self, replica: Replica, hold: Hold | None) -> None:
-        """Move what a replica is promised to another hold; None: it is promised nothing any more."""
+        """Move the promise of a replica to another hold; None: it is promised nothing any more."""
         worker, before = replica.worker, replica.hold
         if before is not None:
             worker.promises.release(replica.promise, before)
@@ -231,7 +226,7 @@ class Fleet:
     # Requests.
 
     def accept(self, event: RequestArrived, model: Model) -> Request:
-        """Have a new request wait, if only for a moment; the caller decides whether `must_serve` follows."""
+        """Queue a new request, if only for a moment; the caller decides whether `must_serve` follows."""
         request = self.queues.accept(event, model, self.now_s)
         if model.is_stopped:
             model.is_stopped = False
@@ -265,7 +260,7 @@ class Fleet:
             self.reindex(replica)
 
     def end(self, request: Request) -> None:
-        """Free the slot or the place in the queue of a request that finished, is gone, or was refused."""
+        """Free the slot or the place in the queue of a request that ended."""
         self.queues.remove(request)
         if request.replica is not None:
             self._stop_running(request, request.replica)
@@ -275,9 +270,9 @@ class Fleet:
             self.queues.line_up(request.model)
 
     def requeue(self, request: Request, *, is_at_fault: bool) -> None:
-        """Put a request that lost its replica back to its place in the order of arrival.
+        """Return a request that lost its replica to its place in the queue.
 
-        `is_at_fault`: because of a step that it was in, as far as can be told.
+        `is_at_fault`: because of a step that it was in, as far as known.
         """
         assert request.replica is not None, f"waits already: `{request.request_id}`"
         self._stop_running(request, request.replica)
@@ -287,7 +282,6 @@ class Fleet:
         self.queues.must_serve = True
 
     def change_turn(self, replica: Replica, *, is_in_turn: bool) -> None:
-        """Note that the turn of a replica began or ended."""
         replica.is_in_turn, replica.turn_changed_s = is_in_turn, self.now_s
         if is_in_turn:
             replica.has_had_turn = True
@@ -305,7 +299,6 @@ class Fleet:
 
 
 def _enter(books: dict[Name, Replica], name: Name, replica: Replica, *, is_in: bool) -> None:
-    """Have a replica in some books, or not."""
     if is_in:
         books[name] = replica
     else:

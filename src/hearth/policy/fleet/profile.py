@@ -10,7 +10,7 @@ from hearth.core.types import ModelId
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Device memory that a worker owes a model which it hosts."""
+    """Device memory that a worker owes a hosted model."""
 
     own_bytes: int  #: for the model alone
     workspace_bytes: int  #: one for all models, as large as the largest needs, where the pool can share it
@@ -18,7 +18,7 @@ class Promise:
 
     @property
     def unshared(self) -> Promise:
-        """The same promise where the pool may have to give every model in turn its own workspace."""
+        """The same promise for a pool that may have to give every model in turn its own workspace."""
         return Promise(self.own_bytes + self.workspace_bytes, 0, self.standing_bytes)
 
 
@@ -39,25 +39,23 @@ class Footprint:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights, with what is lost to them while they are loaded and where they lie."""
+        """Weights, with what is lost to loading and placing them."""
         return self.fixed_bytes - self.workspace_bytes - self.tables_bytes
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that a worker without other models must promise to host the model."""
+        """Bytes that a worker without other models must promise."""
         return self.fixed_bytes + self.min_kv_bytes
 
     @property
     def promise(self) -> Promise:
-        """The least that a worker must promise to host the model beside others."""
+        """The least promise beside other models."""
         standing_bytes = self.tables_bytes + self.sink_bytes
         return Promise(self.least_bytes - self.workspace_bytes, self.workspace_bytes, standing_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """The facts of a deployed model that placement has to know."""
-
     model: ModelId
     num_bytes: int  #: to be loaded
     footprints: Mapping[str, Footprint]  #: by kind of device

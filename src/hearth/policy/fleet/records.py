@@ -1,7 +1,7 @@
 """The records of the fleet: requests, models, workers, and replicas, which are models on workers.
 
-Plain mutable records that refer to each other; they keep no books. Only `step` and what it calls writes them,
-and whatever changes a replica is followed by `Fleet.reindex`.
+Mutable records that refer to each other. Only `step` and what it calls writes them, and every change of a
+replica is followed by `Fleet.reindex`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_KNOWN = 1024
 
 
 def share_for_batch(most: int) -> int:
-    """Return how many of so many slots, or places in the queue, batch requests may fill."""
+    """Return how many of `most` slots, or places in the queue, batch requests may fill."""
     return most - most // INTERACTIVE_SHARE
 
 
 class Place(NamedTuple):
-    """The place of a request among those that wait; the least is the first."""
+    """The place of a request among those that wait; the least is first."""
 
     line_s: float  #: when it came; a batch request `BATCH_PATIENCE_S` later
     number: int
@@ -62,24 +62,23 @@ class Request:
 
     @property
     def place(self) -> Place:
-        """Where the request stands among those that wait, or would."""
         return Place(self.line_s, self.number)
 
     def gives_way(self, now_s: float) -> bool:
-        """True while an interactive request that came now would stand before this one."""
+        """True while an interactive request that came now would go before this one."""
         return self.is_batch and now_s < self.line_s
 
     def overdue_s(self, patience_s: float) -> float:
-        """Return when the request has waited too long, by the patience of an interactive one.
+        """Return when the request is overdue, by the patience of an interactive one.
 
-        A batch request has more of it, but no more once it stands before all that come.
+        A batch request has more patience, but no more once it goes before all new ones.
         """
         return max(self.line_s, self.queued_s + patience_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A model failed, and no worker has room for it where it has not; or workers are lost because of it."""
+    """A model failed and no other worker has room for it, or it kills workers."""
 
     message: str
     delay_s: float
@@ -124,7 +123,7 @@ class Model:
 
     @property
     def keep_alive_s(self) -> float:
-        """How long an idle replica stays warm: as the last request said, else as the model is deployed."""
+        """How long an idle replica stays warm: by the last request, else as deployed."""
         if self.named_keep_alive_s is not None:
             return self.named_keep_alive_s
         return 0.0 if self.profile is None else self.profile.keep_alive_s
@@ -136,9 +135,9 @@ class Model:
 
     @property
     def pinned_replica(self) -> Replica | None:
-        """The oldest replica of a pinned model that is wanted; the others come and go with the load.
+        """The oldest wanted replica of a pinned model; the others come and go with the load.
 
-        Where models take turns it is pinned only if `has_pin`.
+        If models take turns it is pinned only if `has_pin`.
         """
         if not self.is_pinned:
             return None
@@ -146,26 +145,23 @@ class Model:
 
     @property
     def is_resident(self) -> bool:
-        """True if any of the model is in a worker's memory or on its way there."""
+        """True if any of the model is in a worker's memory or being loaded."""
         return bool(self.replicas or self.resident_bytes)
 
     @property
     def num_requests(self) -> int:
-        """How many requests for the model have not ended."""
         return len(self.waiting) + sum(len(replica.running) for replica in self.replicas.values())
 
     @property
     def num_running(self) -> int:
-        """How many requests run on replicas that new ones may go to."""
+        """Requests on usable replicas."""
         return sum(len(replica.running) for replica in self.usable.values())
 
     @property
     def first_waiting(self) -> Request | None:
-        """The waiting request whose place is the first."""
         return next(iter(self.waiting.values()), None)
 
     def record_failure(self, worker: Worker) -> None:
-        """Remember that the model failed on a worker."""
         self.failed_on[worker.name], worker.failed[self.name] = worker, self
 
     def clear_failure(self, worker: Worker) -> None:
@@ -175,7 +171,7 @@ class Model:
         worker.failed.pop(self.name, None)
 
     def clear_failures(self) -> None:
-        """Forget all failures of a model that was deployed anew or removed."""
+        """Forget all failures of a model that was redeployed or removed."""
         self.failure, self.num_deadly_loads = None, 0
         for worker in list(self.failed_on.values()):
             self.clear_failure(worker)
@@ -183,7 +179,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A user's wish that a replica be idle; requests that came later undo it."""
+    """A user's request that a replica be idle; later requests undo it."""
 
     number: int  #: of the next request at that time
     is_freed: bool
@@ -235,7 +231,7 @@ class Replica:
         return len(self.running) < self.max_seqs
 
     def has_slot_for(self, request: Request, now_s: float) -> bool:
-        """True if a request may run on the replica: one that gives way leaves some slots to others."""
+        """True if a request may run on the replica: one that yields leaves some slots to others."""
         most = share_for_batch(self.max_seqs) if request.gives_way(now_s) else self.max_seqs
         return len(self.running) < most
 
@@ -258,7 +254,7 @@ class Replica:
 
     @property
     def must_free_bytes(self) -> bool:
-        """True if the replica's bytes have to leave the device with it."""
+        """True if the replica's bytes must leave the device with it."""
         return self.is_outdated or (self.stop is not None and self.stop.is_freed)
 
     @property
@@ -268,12 +264,12 @@ class Replica:
 
     @property
     def expires_s(self) -> float:
-        """The time from which the replica, if it stays idle, is only retained."""
+        """When the replica, if it stays idle, becomes retained."""
         keep_alive_s = self.model.keep_alive_s
         return self.idle_since_s + (SPARE_KEEP_ALIVE_S if math.isinf(keep_alive_s) else keep_alive_s)
 
     def hold_at(self, now_s: float) -> Hold:
-        """Return how the replica has to be held at that time, whatever the books say."""
+        """Return how the replica must be held at that time, whatever the books say."""
         if self.has_pin:
             return Hold.PINNED
         if self.running:
@@ -295,7 +291,7 @@ class KnownAdapters:
         return adapter in self.used
 
     def use(self, adapter: AdapterId) -> None:
-        """Note that a request with an adapter goes to the worker."""
+        """Note a request with an adapter."""
         self.used.pop(adapter, None)
         self.used[adapter] = None
         if len(self.used) > MAX_KNOWN:
@@ -322,9 +318,9 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drain:
-    """Replicas of one worker that take no new requests, so that a model which waits for room gets theirs.
+    """Replicas of one worker that take no new requests, to make room for a waiting model.
 
-    Idle ones are among them: a request that made one busy again would undo the plan.
+    Includes idle ones, because a request that made one busy again would undo the plan.
     """
 
     model: Model  #: that waits for the room

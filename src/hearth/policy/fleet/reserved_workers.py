@@ -18,7 +18,7 @@ MAX_OPTIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class ReservedWorkers:
-    """Workers whose room is for those who came before. Mutable; written by `serving.py`, within a step."""
+    """Mutable; written by `serving.py` within a step."""
 
     fleet: Fleet
     #: Those that are drained for somebody. Who leaves that one room may be loaded there all the same, unless
@@ -29,7 +29,7 @@ class ReservedWorkers:
     footprints_by_kind: dict[str, list[Footprint]] = field(default_factory=dict)
 
     def add_suited(self, profile: ModelProfile) -> None:
-        """Reserve all workers that could ever hold a model, but those that rest."""
+        """Reserve all workers that could ever hold a model, except resting ones."""
         for kind in self.fleet.capacity.by_kind:
             if (footprint := profile.footprints.get(kind)) is not None:
                 known = self.footprints_by_kind.get(kind, [])
@@ -39,12 +39,12 @@ class ReservedWorkers:
 
     @property
     def has_all(self) -> bool:
-        """True if every worker is reserved, but those that rest."""
+        """True if every worker except resting ones is reserved."""
         return len(self.drains) >= len(self.fleet.workers) or self._has_all_kinds
 
     @property
     def has_all_for_sure(self) -> bool:
-        """True if every worker is reserved, and none would be open to anybody else all the same."""
+        """True if every worker is reserved, and none is open to other models all the same."""
         is_drained = len(self.drains) >= len(self.fleet.workers) > MAX_OPTIONS
         return not self.fleet.resting and (is_drained or self._has_all_kinds)
 
@@ -53,14 +53,14 @@ class ReservedWorkers:
         return all(self._has_kind(kind, index) for kind, index in self.fleet.capacity.by_kind.items())
 
     def _has_kind(self, kind: str, index: CapacityIndex) -> bool:
-        """True if no worker of a kind of device is left for anybody else, but those that rest."""
+        """True if every worker of a kind except resting ones is reserved."""
         least_bytes = min((one.least_bytes for one in self.footprints_by_kind.get(kind, ())), default=None)
         return least_bytes is not None and least_bytes <= (index.unpinned.lowest or 0)
 
     def find_open(
         self, kind: str, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
     ) -> Iterator[WorkerId]:
-        """Return workers as `CapacityIndex.find_fitting` does, without those that are for somebody else."""
+        """Return workers as `CapacityIndex.find_fitting` does, without those reserved for others."""
         index = self.fleet.capacity.by_kind[kind]
         names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
         if self._has_kind(kind, index):
@@ -69,7 +69,7 @@ class ReservedWorkers:
         return (name for name in names if not self.bars(self.fleet.workers[name], footprint))
 
     def bars(self, worker: Worker, footprint: Footprint) -> bool:
-        """True if a model would take room of a worker that is for somebody else."""
+        """True if a model would take room of a worker that is reserved for another."""
         if worker.name in self.fleet.resting:
             return False
         drain = self.drains.get(worker.name)

@@ -11,8 +11,6 @@ from hearth.policy.fleet.records import Replica
 
 
 class State(StrEnum):
-    """The state of a model on a worker, for people."""
-
     LOADING = "loading"
     WAITING = "waiting"  #: for its first turn; nothing was loaded for it yet
     PAUSED = "paused"  #: with requests, until its next turn
@@ -24,8 +22,6 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A model on a worker, for people."""
-
     model: ModelId
     worker: WorkerId
     state: State

@@ -1,14 +1,13 @@
-"""Where a request goes, or a model is loaded: the worker with the least routing cost. Moves nothing.
+"""Where a request goes, or a model is loaded: the worker with the least routing cost.
 
 A free slot is always taken before a model is loaded a second time, so replicas compete with replicas, and
-workers without the model with each other. Of these, whoever need not evict comes first, then who evicts
-retained models, then warm ones, then, where models take turns, whose busy models leave no room: there it has
-its turns; the cost decides among equals. Workers that still have bytes of the model
-from before compete with the first of these, also if they have to evict retained models for it, as long as
-that costs less than the bytes save: so models stay where they suit. At most `MAX_OPTIONS` are looked at:
-those that have most of the model, those with the least room that suffices, which pack well, and those with
-the most, which are likely to be idle. Of replicas those are looked at that have the fewest requests, half of
-them such that have the request's adapter, if there are so many.
+workers without the model with each other. Of these, workers that need not evict come first, then those that
+evict retained models, then warm ones, then, if models take turns, those whose busy models leave no room; the
+cost decides among equals. Workers that still have bytes of the model compete with the first of these, also if
+they must evict retained models, as long as that costs less than the bytes save. At most `MAX_OPTIONS` workers
+are compared: those with most of the model, those with the least sufficient room, which packs well, and those
+with the most, which are likely idle. Of replicas the least busy are compared, half of them with the request's
+adapter if possible.
 """
 
 from __future__ import annotations
@@ -35,18 +34,16 @@ MAX_BESIDE = 2
 def routing_cost(
     config: BrainConfig, queue_s: float, load_s: float, utilisation: float, evict_s: float
 ) -> float:
-    """Return what it costs to serve a request on a worker, in seconds (F7).
+    """Return what it costs to serve a request on a worker, in seconds.
 
     Args:
-        config: of which come the weights of the parts.
-        queue_s: what the request loses to those before it. It starts at once where a slot is free, but shares
-            the device: with its own model's batch, taken as a part of its own run as large as the part of
-            slots in use; and with the other busy models of the worker, which share its steps for as long as
-            they, or it, run. How long that is, running averages say.
-        load_s: the time that the bytes take which are not on the worker's device, from the rungs that have
-            them.
+        config: weights of the parts.
+        queue_s: what the request loses to running ones. It starts at once in a free slot but shares the
+    device: with its model's batch, taken as the same share of its run as of slots in use; and with other busy
+    models, for as long as they, or it, run on average.
+        load_s: to load the missing bytes, from the rungs that have them.
         utilisation: of the worker's budget, from 0 to 1: a full worker is preferred to an idle one.
-        evict_s: the reload costs of all replicas that must go.
+        evict_s: reload costs of all replicas that must go.
     """
     return (
         config.queue_weight * queue_s
@@ -58,7 +55,7 @@ def routing_cost(
 
 @dataclass(frozen=True, slots=True)
 class FreeReplica:
-    """A replica that takes one more request, and the workers that it was chosen from."""
+    """A replica that takes one more request, and the workers it was chosen from."""
 
     replica: Replica
     options: tuple[Option, ...]
@@ -66,7 +63,7 @@ class FreeReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """A worker for a new replica, and the workers that it was chosen from."""
+    """A worker for a new replica, and the workers it was chosen from."""
 
     worker: Worker
     footprint: Footprint
@@ -104,8 +101,8 @@ def choose_place(
 ) -> ReplicaPlace | None:
     """Return where to load a model.
 
-    Replicas that are held at most so may have to go for it; busy ones do not go, but take turns with it. None
-    if no worker that does not have the model yet has room, or could make it, and is not reserved.
+    Replicas with a hold up to `most` may be evicted; busy ones are not, but take turns with it. None if no
+    other worker that is not reserved has room, or could make it.
     """
     profile, reserved = model.profile, reserved or ReservedWorkers(fleet)
     if profile is None or not fleet.capacity.has_fitting(profile, most):
@@ -118,9 +115,9 @@ def choose_place(
 
 
 def has_untried_place(fleet: Fleet, model: Model) -> bool:
-    """True if a model could be loaded now where it has not failed, and nobody else waits for room.
+    """True if a model could be loaded now where it has not failed, and no other one waits for room.
 
-    No warm model goes for one that is deployed as pinned, as where that is loaded unasked.
+    No warm model is evicted for one that is deployed as pinned.
     """
     if model.profile is None or any(name != model.name for name in fleet.queues.for_room):
         return False
@@ -168,7 +165,7 @@ def _plan_where_bytes_are(
 ) -> dict[WorkerId, EvictionPlan]:
     """Plan evictions on some workers that retain bytes of a model and could take it.
 
-    Only replicas that are held at most so are evicted, and only where that costs less than the bytes save.
+    Only replicas with a hold up to `most` are evicted, and only if that costs less than the bytes save.
     """
     all_s = fleet.estimates.load_s(profile.num_bytes, model.bytes_by_rung)
     plans: dict[WorkerId, EvictionPlan] = {}
@@ -187,7 +184,7 @@ def _plan_where_bytes_are(
 
 
 def _could_take(worker: Worker, footprint: Footprint, most: Hold) -> bool:
-    """True if a model has room once all are gone that are held at most so; busy ones take turns with it."""
+    """True if a model has room without replicas of a hold up to `most`; busy ones take turns with it."""
     if most is Hold.BUSY:
         return worker.promises.could_take_turns(footprint)
     return worker.promises.could_have_room(footprint, most)
@@ -207,10 +204,9 @@ def _classify_workers(
     reserved: ReservedWorkers,
     most: Hold,
 ) -> Iterator[tuple[list[WorkerId], Hold]]:
-    """Yield workers that could take a model: first those that lose nothing by it, last those that lose most.
+    """Yield workers that could take a model, from those that lose nothing to those that lose most.
 
-    Each time with what may go on a worker that has bytes of the model: warm ones only if nobody has room
-    without. With busy ones a model takes turns.
+    Each with what may be evicted on a worker that has bytes of the model.
     """
     kinds = [kind for kind in fleet.capacity.by_kind if kind in profile.footprints]
 
@@ -247,7 +243,7 @@ def _price_option(
     evictions: EvictionPlan | None = None,
     adapter_bytes: int = 0,
 ) -> Option:
-    """Return a worker with its cost. `adapter_bytes`: of the request's adapter, which may be anywhere."""
+    """Return a worker with its cost. `adapter_bytes`: missing bytes of the request's adapter."""
     queue_s = _estimate_queue_s(fleet, model, worker)
     missing_bytes = count_missing_bytes(model, worker)
     load_s = fleet.estimates.load_s(missing_bytes, model.bytes_by_rung)
@@ -260,7 +256,7 @@ def _price_option(
 
 
 def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Replica]:
-    """Return the first of some replicas: both such that have the request's adapter and such that lack it.
+    """Return the first replicas, both some with the request's adapter and some without.
 
     One with few requests may be better without it than all that have it.
     """
@@ -280,7 +276,7 @@ def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
 
 
 def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
-    """Return how long a request of a model is held up on a worker by those that run there."""
+    """Return how long running requests delay a request of a model on a worker."""
     estimates = fleet.estimates
     own_s = estimates.run_s(model.name)
     replica = worker.busy.get(model.name)
@@ -290,7 +286,7 @@ def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
 
 
 def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_options: int) -> Iterator[Option]:
-    """Yield workers that were not chosen from, with the reason: other replicas, then those with most room."""
+    """Yield workers that were not considered, with the reason: other replicas, then those with most room."""
     done = set(shown)
     roomiest = chain.from_iterable(
         index.idle.down_to_rank(index.idle.lowest or 0) for index in fleet.capacity.by_kind.values()
@@ -329,7 +325,6 @@ def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
 
 
 def _explain_obstacle(model: Model, worker: Worker) -> str:
-    """Say why a worker was not considered for a request of a model."""
     replica = worker.replicas.get(model.name)
     if replica is not None:
         if replica.is_stale:
