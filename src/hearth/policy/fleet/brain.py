@@ -78,7 +78,7 @@ from hearth.policy.fleet.serving import (
     set_timer,
 )
 
-#: When a client is told to come back while there is no worker: most are up by then.
+#: Retry delay that a client is told while there is no worker.
 NO_WORKER_S = 10.0
 
 
@@ -175,7 +175,7 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
     fleet.estimates.reload.asked(model.name, fleet.now_s)
     request = fleet.accept(event, model)
     actions = load_beside_paused(fleet, model) + fill_slots(fleet, model)
-    # Behind others of its model it changes nothing, unless they are so many now that another replica pays.
+    # Behind others of its model it changes nothing, unless another replica pays now.
     if model.first_waiting is request or is_second_worthwhile(fleet, model):
         fleet.queues.must_serve = True
     return actions

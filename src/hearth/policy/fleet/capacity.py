@@ -54,7 +54,9 @@ class Promises:
     def copy(self) -> Promises:
         """Return a copy, to try out what would be free without some promises."""
         return Promises(
-            *(self.budget_bytes, self.shares_workspace, self.own_bytes_by_hold.copy()),
+            self.budget_bytes,
+            self.shares_workspace,
+            self.own_bytes_by_hold.copy(),
             workspaces_by_hold=[sizes.copy() for sizes in self.workspaces_by_hold],
             standing_bytes_by_hold=self.standing_bytes_by_hold.copy(),
             turns_by_hold=[sizes.copy() for sizes in self.turns_by_hold],

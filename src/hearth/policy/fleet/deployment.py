@@ -20,10 +20,11 @@ def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
     model.clear_failures()
     fleet.update_unplaced(model)
     fleet.queues.must_serve = True
-    is_other = before is None or (before.digest, before.num_bytes, before.footprints) != (
-        *(profile.digest, profile.num_bytes, profile.footprints),
+    is_same = before is not None and (
+        (before.digest, before.num_bytes, before.footprints)
+        == (profile.digest, profile.num_bytes, profile.footprints)
     )
-    if not is_other:
+    if is_same:
         fleet.reindex_model(model)
         return []
     actions: list[Action] = [

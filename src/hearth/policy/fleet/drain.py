@@ -24,7 +24,7 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint
 from hearth.policy.fleet.records import Drain, Model, Replica, Worker
 
-#: Workers that are compared: those that lack the least.
+#: Workers that are compared.
 MAX_WORKERS = 8
 
 
@@ -33,7 +33,7 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
 
     None if no drain helps, or there is room already and the model only waits behind others.
     """
-    assert model.profile is not None, f"nobody can wait for a removed model: `{model.name}`"
+    assert model.profile is not None, f"removed: `{model.name}`"
     plans: list[tuple[Victim, ...]] = []
     for index, footprint in fleet.capacity.find_suited(model.profile):
         ranking = index.unpinned if fleet.config.takes_turns else index.idle

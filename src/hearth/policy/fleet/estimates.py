@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hearth.core.types import ModelId, Rung
 from hearth.policy.memory.reload_cost import ReloadCosts
 
-#: How long a request is taken to run until the first one has.
+#: Assumed run time before the first request has ended.
 PRIOR_RUN_S = 1.0
-#: What the newest run counts in a mean; all earlier ones together count the rest.
+#: Weight of the newest run in a mean.
 NEWEST_WEIGHT = 0.2
 
 

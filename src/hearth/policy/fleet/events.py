@@ -44,7 +44,7 @@ class WorkerJoined:
     worker: WorkerId
     kind: str
     budget_bytes: int
-    shares_workspace: bool = True  #: its pool is sure to need one workspace for all models
+    shares_workspace: bool = True  #: one workspace for all models always suffices
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class WorkerLost:
 
     now_s: float
     worker: WorkerId
-    culprit: ModelId | None = None  #: the model whose step was under way; None: none was, or nobody knows
-    has_answered: bool = False  #: the culprit has made tokens on that worker
-    reason: str = "died"  #: what the worker did, for people
-    #: Requests with a row in that step, against which alone the loss counts; None: nobody knows.
+    culprit: ModelId | None = None  #: the model whose step was running; None: none or unknown
+    has_answered: bool = False  #: the culprit has produced tokens on that worker
+    reason: str = "died"  #: what the worker did, in words
+    #: Requests with a row in that step, the only ones that the loss counts against; None: unknown.
     in_step: tuple[RequestId, ...] | None = None
 
 
@@ -73,16 +73,16 @@ class RequestArrived:
     model: ModelId
     num_prompt_tokens: int
     max_tokens: int | None
-    keep_alive_s: float | None = None  #: of this request; infinite pins the model; None: the model's own
-    digest: str | None = None  #: of the version that its tokens were made for; None: whatever is deployed
-    is_batch: bool = False  #: nobody reads along, so it gives way to others
+    keep_alive_s: float | None = None  #: infinite pins the model; None: the model's own
+    digest: str | None = None  #: of the version that the prompt was tokenised for; None: any
+    is_batch: bool = False  #: not interactive: lower priority
     adapter: WantedAdapter | None = None  #: None: the bare model
 
 
 class End(StrEnum):
-    DONE = "done"  #: its worker is through with it
-    STOPPED = "stopped"  #: its answer is complete, but the worker does not know: a stop string
-    FAILED = "failed"  #: on its worker, and nothing can be learnt from how long it ran
+    DONE = "done"  #: its worker has finished it
+    STOPPED = "stopped"  #: at a stop string, which the worker does not know
+    FAILED = "failed"  #: on its worker: its run time says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ class ModelReady:
     model: ModelId
     rungs: tuple[RungUse, ...]
     total_s: float  #: of the load that ended now
-    ahead_bytes: int = 0  #: of those of the rungs, that came before it, ahead of the model's turn
-    shared_bytes: int = 0  #: besides those of the rungs: another load was reading them already
+    ahead_bytes: int = 0  #: of the rungs' bytes, those prefetched before it
+    shared_bytes: int = 0  #: besides the rungs' bytes: read by another load
 
     @property
     def whole_s(self) -> float | None:
@@ -227,19 +227,19 @@ class Option:
     load_s: float
     utilisation: float  #: from 0 to 1
     cost_s: float
-    obstacle: str | None = None  #: why it is out of the question; then the numbers say nothing
-    evict_s: float = 0.0  #: the reload costs of those that would have to go, summed
-    missing_bytes: int = 0  #: of its weights, not in that worker's device memory: what `load_s` is for
+    obstacle: str | None = None  #: why it was not considered; then the numbers mean nothing
+    evict_s: float = 0.0  #: sum of the reload costs of evicted replicas
+    missing_bytes: int = 0  #: of weights that are not on that worker's device
 
 
 class Why(StrEnum):
     """Why a request went to its worker."""
 
-    RESIDENT = "resident"  #: the model was there and had a free slot
-    LOADING = "loading"  #: it was on its way there
+    RESIDENT = "resident"  #: the model was loaded and had a free slot
+    LOADING = "loading"  #: the model was loading
     FREE_ROOM = "free_room"  #: loaded into free memory
-    EVICTED = "evicted"  #: loaded where others had to go
-    TURNS = "turns"  #: hosted beside busy models that leave no room for it: they take turns
+    EVICTED = "evicted"  #: loaded after evicting others
+    TURNS = "turns"  #: hosted beside busy models, which take turns with it
     WAITED = "waited"  #: a slot or room came free
 
 
@@ -263,7 +263,7 @@ class LoadModel:
     worker: WorkerId
     kv_floor_bytes: int  #: of KV that it is promised
     max_kv_bytes: int  #: it never gets more
-    promise: Promise = NOTHING_PROMISED  #: all that it is owed, where turns are taken while it has one
+    promise: Promise = NOTHING_PROMISED  #: all that it is owed, in its turn if models take turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class Evict:
     model: ModelId
     worker: WorkerId
     cost_s: float  #: the reload cost of its weights
-    is_freed: bool  #: its bytes have to go now: nobody wants them, or a user wants them gone
+    is_freed: bool  #: its bytes go now: they are outdated, or a user freed them
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +305,9 @@ class RejectReason(StrEnum):
     UNKNOWN_MODEL = "unknown_model"
     QUEUE_FULL = "queue_full"
     NEVER_FITS = "never_fits"
-    PINNED_OUT = "pinned_out"  #: it would fit, were it not for what is pinned
+    PINNED_OUT = "pinned_out"  #: it would fit without what is pinned
     LOAD_FAILED = "load_failed"
-    WORKERS_LOST = "workers_lost"  #: because of it, or of its model, as far as can be told
+    WORKERS_LOST = "workers_lost"  #: because of it or its model, as far as known
     MODEL_REMOVED = "model_removed"  #: or another version took its place
 
 
@@ -343,14 +343,14 @@ Action = Dispatch | LoadModel | Evict | SetHold | RefusePin | Reject | CancelRun
 class BrainConfig:
     """The constants of the brain's decisions."""
 
-    max_queue: int = 512  #: requests that wait for a slot, for room or for the first turn of their model
-    #: Waiting for longer, a request has a busy model drained for its own, unless they can take turns.
+    max_queue: int = 512  #: requests that wait for a slot, room or their model's first turn
+    #: After this, a busy model is drained for a waiting request, unless they can take turns.
     patience_s: float = 2.0
-    #: A drain that is not done after so long is given up, and its worker rests from drains for as long.
+    #: A drain is given up after this, and its worker is not drained for as long.
     max_drain_s: float = 30.0
-    #: Workers have models that do not fit together take turns, and say whose turn it is.
+    #: Models that do not fit together take turns, which workers decide.
     takes_turns: bool = False
-    max_resumes: int = 3  #: workers that may be lost because of a request, as far as can be told
+    max_resumes: int = 3  #: workers that may be lost because of a request
     queue_weight: float = 1.0  #: of `queue_s` in the routing cost
     load_weight: float = 1.0  #: of `load_s` in the routing cost
     packing_s: float = 0.05  #: what an idle worker costs against a full one, in the routing cost

@@ -21,13 +21,13 @@ from hearth.policy.fleet.records import LoadFailure, Model, Replica, Worker
 from hearth.policy.fleet.refusals import reject
 from hearth.policy.fleet.routing import has_untried_place
 
-#: How long a model that failed is not tried again at first; then twice as long, up to a limit.
+#: Delay of the first retry of a failed model; it doubles up to a limit.
 FIRST_DELAY_S, MAX_DELAY_S = 2.0, 60.0
-#: A replica that breaks after it was ready for so long does not count as one that could not be loaded.
+#: A replica that fails after being ready for this long counts as proven.
 PROVEN_S = 60.0
-#: Workers that are lost in a row because of a model before it has served anybody, until it is held back.
+#: Workers that a model may kill in a row, before it has served a request, until it is held back.
 MAX_DEADLY_LOADS = 1
-#: A client that was refused is told to come back no sooner and no later; many ignore longer times.
+#: Limits of the retry delay that a refused client is told; many ignore longer ones.
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
@@ -77,7 +77,7 @@ def record_loss(
     """
     model = suspect.model
     if suspect.is_stale or not (suspect.is_ready or suspect.is_in_turn):
-        return  # Nothing was loaded for it, or it says nothing of the version that is deployed now.
+        return  # Nothing was loaded for it, or it is of another version.
     if has_answered or is_proven(suspect, fleet.now_s):
         model.num_deadly_loads = 0
         return

@@ -40,18 +40,17 @@ class Fleet:
         self.capacity = FleetCapacity()
         self.expiries = Expiries()
         self.notices = HoldNotices()
-        #: Deployed as pinned, not stopped, and on no worker: to be loaded unasked where there is room.
+        #: Deployed as pinned, not stopped, and on no worker: to be loaded unasked.
         self.unplaced: dict[ModelId, Model] = {}
-        #: Replicas that should be pinned and are not, because others would have no room for their turns.
+        #: Replicas that cannot be pinned, because others would have no room for their turns.
         self.refused_pins: dict[Replica, None] = {}
         #: By the model that waits, in the order in which they began; at most one per worker.
         self.drains: dict[ModelId, Drain] = {}
-        #: Workers that were drained in vain, and until when no room of theirs is kept for who waits;
-        #: the first rests no longer than those after it.
+        #: Workers that were drained in vain, and until when they are not drained or reserved, in order.
         self.resting: dict[WorkerId, float] = {}
-        #: When the first model that waits, and has no drain, keeps room from others no longer.
+        #: When the first waiting model without a drain stops reserving room.
         self.kept_until_s = math.inf
-        #: The last time ordered that has not come yet.
+        #: The last ordered timer that has not fired.
         self.timer_s: float | None = None
         #: Replicas that were ever added.
         self.num_added = 0
@@ -163,7 +162,7 @@ class Fleet:
         """Pin a replica if it should and can be; else enter it for `pins.py`, or remove it."""
         model, worker = replica.model, replica.worker
         if not (model.is_pinned or replica.has_pin or self.refused_pins):
-            return  # as it is with nearly all
+            return  # the common case
         is_wanted = worker.replicas.get(model.name) is replica and model.pinned_replica is replica
         if is_wanted and not replica.has_pin:
             replica.has_pin = not self.config.takes_turns or self.with_pin(replica).can_all_take_turns
@@ -245,9 +244,9 @@ class Fleet:
         self.queues.await_turn(request, is_waiting=not replica.is_in_turn)
         first = model.first_waiting
         if self.queues.for_room and request.queued_step < self.step_number:
-            self.queues.must_serve = True  # Who waits for room may have waited longer than those behind it.
+            self.queues.must_serve = True  # Models for room may have waited longer than those behind it.
         if first is not None and first.overdue_s(self.config.patience_s) <= self.now_s:
-            self.queues.must_serve = True  # Who has waited too long already is the first now.
+            self.queues.must_serve = True  # An overdue request is the first now.
         replica.running[request.request_id] = request
         if replica.stop is not None and request.number >= replica.stop.number:
             replica.stop = None

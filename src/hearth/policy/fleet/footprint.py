@@ -36,7 +36,7 @@ from hearth.core.sizes import (
 )
 from hearth.policy.fleet.profile import Footprint
 
-#: A conversation of this length is the least that makes sense.
+#: The least useful length of a conversation.
 _MIN_CONTEXT = 2048
 #: A context that is cut is a multiple of this.
 _CONTEXT_STEP = 16
@@ -44,8 +44,7 @@ _CONTEXT_STEP = 16
 PAGE_BYTES = 16 << 20
 #: Regions of an arena begin at multiples of it, as tensors do in `models/layout.py`.
 REGION_BYTES = 4096
-#: Free regions of an arena that the least KV is taken from: the block of the sink has one to itself, and of
-#: the others some lie between tensors and KV of other models.
+#: Free regions of an arena that the least KV is taken from: one for the sink, others between tensors and KV.
 MAX_EXTENTS = 4
 
 
@@ -54,7 +53,7 @@ class Facts:
     """Sizes and properties of a deployed model, known without opening it. Becomes JSON."""
 
     num_bytes: int  #: as stored
-    wide_bytes: int  #: in float32, as a CPU computes; what is quantised stays so
+    wide_bytes: int  #: in float32, for CPUs; quantised weights stay as they are
     dtype: str
     quant: str
     num_parameters: int
@@ -63,7 +62,7 @@ class Facts:
     max_positions: int
     eos_ids: tuple[int, ...]
     has_chat_template: bool
-    family: str | None = None  #: as in `Arch`; None: it was deployed when that was not kept
+    family: str | None = None  #: as in `Arch`; None: deployed before it was stored
 
 
 def footprint(
@@ -152,7 +151,7 @@ def weights_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
     """Return the bytes of weights, with what is lost to loading and to fragments of an arena."""
     num_bytes = facts.num_bytes
     if facts.dtype != computed_dtype(facts.dtype, kind):
-        # It is widened in its place, one tensor at a time, of which there is a copy meanwhile.
+        # Widened in place, one tensor at a time, with a copy of it meanwhile.
         num_bytes = facts.wide_bytes + facts.largest_bytes
     return _in_units(num_bytes, kind) + (0 if kind == "cuda" else arena_loss_bytes(facts, limits))
 

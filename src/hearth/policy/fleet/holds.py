@@ -17,8 +17,7 @@ class Expiries:
     """
 
     def __init__(self) -> None:
-        #: (time, number of the replica, number of the entry, replica). At least one entry, not later than its
-        #: expiry, for each warm replica.
+        #: (time, replica number, entry number, replica). Each warm replica has one no later than its expiry.
         self._heap: list[tuple[float, int, int, Replica]] = []
         self._num_entries = 0
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A step hangs that takes so many times as long to its next mark as any of its model did before.
+#: A step hangs that takes this many times the longest time of its model to a mark.
 TIMES_LONGEST = 10.0
-#: A first step of a model has so many times what is usual: kernels may have to be compiled for it.
+#: A first step may take this many times the usual: kernels may have to be compiled.
 TIMES_FIRST = 10.0
-#: No step has longer than this from one mark to the next, unless that is usual.
+#: Limit between two marks, unless more is usual.
 MAX_SILENCE_S = 600.0
 
 
@@ -40,7 +40,7 @@ class Silence:
     """
 
     heartbeat_s: float
-    queued_s: float  #: how long the worker has waited for a core, in all of its life
+    queued_s: float  #: how long the worker has waited for a core in its life
     num_missed: float = 0.0
 
     @property

@@ -20,7 +20,7 @@ def grant_pins(fleet: Fleet) -> list[Action]:
     """Pin replicas that should and can be pinned now, and evict those in the way."""
     actions: list[Action] = []
     for replica in list(fleet.refused_pins):
-        if replica not in fleet.refused_pins:  # It had to go for another one.
+        if replica not in fleet.refused_pins:  # It was evicted for another one.
             continue
         promises = fleet.with_pin(replica)
         idle = [one for one in find_idle(replica.worker) if one is not replica]

@@ -13,8 +13,8 @@ class Promise:
     """Device memory that a worker owes a hosted model."""
 
     own_bytes: int  #: for the model alone
-    workspace_bytes: int  #: one for all models, as large as the largest needs, where the pool can share it
-    standing_bytes: int = 0  #: of `own_bytes`, what it has also while it waits for its turn
+    workspace_bytes: int  #: shared by all models, if the pool can
+    standing_bytes: int = 0  #: of `own_bytes`, what it keeps out of turn
 
     @property
     def unshared(self) -> Promise:
@@ -30,12 +30,12 @@ class Footprint:
     """Device memory that a model takes on one kind of device."""
 
     fixed_bytes: int  #: weights, workspace and tables: all but KV
-    min_kv_bytes: int  #: promised to it, however much others want; below this it cannot be served
-    max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
-    workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
-    tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
-    sink_bytes: int = 0  #: of `min_kv_bytes`, what its engine never gives up
-    max_seqs: int = 1  #: requests that it runs at a time, for which its memory is sized
+    min_kv_bytes: int  #: promised; below this it cannot be served
+    max_kv_bytes: int  #: limit; KV beyond the minimum is lent
+    workspace_bytes: int = 0  #: of `fixed_bytes`, shared by all models of a worker
+    tables_bytes: int = 0  #: of `fixed_bytes`, those that its engine always has
+    sink_bytes: int = 0  #: of `min_kv_bytes`, never given up
+    max_seqs: int = 1  #: requests that it runs at a time
 
     @property
     def weights_bytes(self) -> int:
@@ -59,7 +59,7 @@ class ModelProfile:
     model: ModelId
     num_bytes: int  #: to be loaded
     footprints: Mapping[str, Footprint]  #: by kind of device
-    keep_alive_s: float  #: idle for longer, it is only retained
+    keep_alive_s: float  #: idle for longer, it is retained
     is_pinned: bool = False
-    weight: float = 1.0  #: how much a second of its start matters, in its reload cost
-    digest: str = ""  #: another one means other bytes under the same name
+    weight: float = 1.0  #: of a second of its start, in its reload cost
+    digest: str = ""  #: of its bytes

@@ -24,17 +24,17 @@ class RequestQueues:
         #: Accepted and not ended.
         self.requests: dict[RequestId, Request] = {}
         self.num_waiting = 0
-        #: Those that were given to a replica which has had no turn since.
+        #: Dispatched to a replica that has had no turn since.
         self.num_awaiting_turn = 0
         #: Models with waiting requests, by the place of the first: in one queue those without a usable
         #: replica, in the other those whose replicas are all full.
         self.for_room: Ranking[ModelId, Place] = Ranking()
         self.for_slot: Ranking[ModelId, Place] = Ranking()
-        #: Something happened that may let a waiting request run, or makes one wait.
+        #: Something happened that may let a waiting request run, or make one wait.
         self.must_serve = False
-        #: A replica was pinned, which may make room impossible for those who wait for some.
+        #: A replica was pinned, which may leave no room for waiting models.
         self.must_refuse = False
-        #: Requests that wait and whose patience may not be over, by when it ends.
+        #: Waiting requests by when their patience ends, if it may not be over.
         self.patient: Ranking[RequestId, float] = Ranking()
         #: The number of the request that arrives next.
         self.next_number = 0
@@ -50,7 +50,13 @@ class RequestQueues:
         digest = model.profile.digest
         line_s = now_s + (BATCH_PATIENCE_S if event.is_batch else 0.0)
         request = Request(
-            *(event.request_id, model, self.next_number, event.keep_alive_s, digest, line_s, event.is_batch),
+            event.request_id,
+            model,
+            self.next_number,
+            event.keep_alive_s,
+            digest,
+            line_s,
+            event.is_batch,
             adapter=event.adapter,
         )
         self.next_number += 1

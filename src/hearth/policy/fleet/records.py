@@ -17,11 +17,11 @@ from hearth.policy.fleet.events import WantedAdapter
 from hearth.policy.fleet.profile import ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 
-#: How long further replicas of a model that is kept for ever stay warm: for ever means one.
+#: How long further replicas of a pinned model stay warm.
 SPARE_KEEP_ALIVE_S = 300.0
 #: One in so many slots of a replica, and places in the queue, is kept for interactive requests.
 INTERACTIVE_SHARE = 4
-#: So many are remembered for a worker: more than most devices have room for.
+#: Adapters remembered per worker: more than most devices have room for.
 MAX_KNOWN = 1024
 
 
@@ -49,15 +49,15 @@ class Request:
     line_s: float = 0.0  #: as in its `Place`
     is_batch: bool = False
     adapter: WantedAdapter | None = None  #: None: the bare model
-    num_losses: int = 0  #: replicas that it lost by a step that it was in, as far as can be told
-    #: Since when it waits, or waited last, and in which step of the brain that began.
+    num_losses: int = 0  #: replicas lost in a step that it was in, as far as known
+    #: Since when it waits, or last waited, and the step of the brain in which that began.
     queued_s: float = 0.0
     queued_step: int = 0
     #: None while it waits.
     replica: Replica | None = None
-    #: When it was given to its replica, or that had its first turn since.
+    #: When it was dispatched, or its replica had its first turn since.
     started_s: float = 0.0
-    #: Its replica has had no turn since it was given to it.
+    #: Its replica has had no turn since it was dispatched.
     awaits_turn: bool = False
 
     @property
@@ -82,8 +82,8 @@ class LoadFailure:
 
     message: str
     delay_s: float
-    until_s: float  #: before that it is not loaded where it failed
-    is_deadly: bool = False  #: it takes workers along, so that before that it is loaded nowhere
+    until_s: float  #: until then it is not loaded where it failed
+    is_deadly: bool = False  #: it kills workers: until then it is loaded nowhere
 
 
 @dataclass(slots=True, eq=False)
@@ -93,32 +93,31 @@ class Model:
     name: ModelId
     #: None: removed; what still runs may finish.
     profile: ModelProfile | None = None
-    #: Of the last dispatched request that named one; None once no replica is left.
+    #: Of the last dispatched request that set one; None once no replica is left.
     named_keep_alive_s: float | None = None
-    #: A user stopped it, and nobody has asked for it since: it is not loaded unasked.
+    #: A user stopped it, and no request came since: it is not loaded unasked.
     is_stopped: bool = False
-    #: Workers that were lost one after the other because of it, as far as can be told, before it had made a
-    #: token on them.
+    #: Workers in a row that it killed, as far as known, before it had produced a token on them.
     num_deadly_loads: int = 0
-    #: The last time that it failed and had no other place; None: never, or it has served since.
+    #: The last failure without another place; None: none, or it has served since.
     failure: LoadFailure | None = None
     bytes_by_rung: Mapping[Rung, int] | None = None
-    #: Of its weights, in the device memory of workers that have any. Written only by `device_bytes.py`.
+    #: Weights in the device memory of workers. Written only by `device_bytes.py`.
     resident_bytes: dict[WorkerId, int] = field(default_factory=dict)
-    #: Workers of `resident_bytes` without a replica, by how many bytes: it was evicted, and some are left.
+    #: Workers of `resident_bytes` without a replica, by bytes.
     retired: Ranking[WorkerId, int] = field(default_factory=Ranking)
     replicas: dict[WorkerId, Replica] = field(default_factory=dict)
-    #: Those of `replicas` that new requests may go to; of these, those still loading.
+    #: Replicas that take new requests; of these, those still loading.
     usable: dict[WorkerId, Replica] = field(default_factory=dict)
     loading: dict[WorkerId, Replica] = field(default_factory=dict)
     #: Workers of `usable` replicas that have a free slot, by how many requests run there.
     with_free_slot: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Workers on which it failed and has served nobody since. They are tried again only where it has no
-    #: replica and no other worker has room: one broken device must not use up the requests of a model.
+    #: Workers on which it failed and has not served since. They are tried again only if it has no
+    #: replica and no other worker has room: one broken device must not fail all requests of a model.
     failed_on: dict[WorkerId, Worker] = field(default_factory=dict)
     #: By number, in the order of their places. Empty while any replica has a slot for the first.
     waiting: dict[int, Request] = field(default_factory=dict)
-    #: The queue of the fleet that it stands in; None exactly if nothing waits.
+    #: Its queue; None exactly if nothing waits.
     queue: Ranking[ModelId, Place] | None = None
 
     @property
@@ -196,31 +195,30 @@ class Replica:
     digest: str  #: of its weights
     max_seqs: int = 1  #: its slots: requests that it runs at a time
     number: int = 0  #: in the order in which replicas were added; never used again
-    reused_bytes: int = 0  #: of `total_bytes`, those that were taken to be there already
-    loaded_bytes: int = 0  #: of `total_bytes`, those that are on the device now
+    reused_bytes: int = 0  #: of `total_bytes`, those assumed to be there already
+    loaded_bytes: int = 0  #: of `total_bytes`, those on the device
     is_ready: bool = False
     ready_s: float = 0.0
     has_served: bool = False  #: a request has run to its end on it
-    #: Its worker has it step; always, where models do not take turns.
+    #: Its worker steps it; always True without turns.
     is_in_turn: bool = True
     has_had_turn: bool = False
     #: When its last turn began or ended.
     turn_changed_s: float = 0.0
     running: dict[RequestId, Request] = field(default_factory=dict)
     idle_since_s: float = 0.0
-    #: Its bytes are of a version that is no longer deployed: it serves nobody new, and leaves when idle.
+    #: Its version is no longer deployed: it takes no new requests, and leaves when idle.
     is_stale: bool = False
     stop: Stop | None = None
-    #: It shall make room for another model, so it serves nobody new.
+    #: It makes room for another model and takes no new requests.
     drain: Drain | None = None
-    #: It is the pinned one of its model, and its worker can do without its room for ever.
+    #: It is the pinned replica of its model, and its worker can keep it for ever.
     has_pin: bool = False
-    #: It should be pinned and is not, and people were told so.
+    #: It should be pinned and is not, which was reported.
     is_pin_refused: bool = False
-    #: As the books have it. None: in no books, because it was not entered yet or has left.
+    #: As the books have it. None: not entered yet, or removed.
     hold: Hold | None = None
-    #: As its worker has it while the replica has no requests. Once a step is over it is `hold`, unless that
-    #: is busy or paused.
+    #: As its worker has it without requests. After a step it is `hold`, unless that is busy or paused.
     notified_hold: Hold = Hold.WARM
     #: The time of the earliest entry for it in `Expiries`; infinite: none.
     expiry_entry_s: float = math.inf
@@ -309,7 +307,7 @@ class Worker:
     #: Those of `replicas` with requests.
     busy: dict[ModelId, Replica] = field(default_factory=dict)
     drain: Drain | None = None
-    #: Models that failed here and have served nobody since.
+    #: Models that failed here and have not served since.
     failed: dict[ModelId, Model] = field(default_factory=dict)
     #: Models that have bytes here, with a replica or without. Written only by `device_bytes.py`.
     resident_models: dict[ModelId, Model] = field(default_factory=dict)

@@ -21,11 +21,11 @@ class ReservedWorkers:
     """Mutable; written by `serving.py` within a step."""
 
     fleet: Fleet
-    #: Those that are drained for somebody. Who leaves that one room may be loaded there all the same, unless
-    #: so many are drained that it would take long to look at each.
+    #: Drained workers. A model that leaves room for the waiting one may still be loaded there, unless there
+    #: are too many drains to check.
     drains: dict[WorkerId, Drain] = field(default_factory=dict)
-    #: By kind of device: workers are reserved that could have room for any of these, were all unpinned models
-    #: gone. None of them is larger in every way than another.
+    #: By kind of device: workers are reserved that could hold any of these without unpinned models. None of
+    #: them is larger in every way than another.
     footprints_by_kind: dict[str, list[Footprint]] = field(default_factory=dict)
 
     def add_suited(self, profile: ModelProfile) -> None:

@@ -12,7 +12,7 @@ from hearth.policy.fleet.records import Replica
 
 class State(StrEnum):
     LOADING = "loading"
-    WAITING = "waiting"  #: for its first turn; nothing was loaded for it yet
+    WAITING = "waiting"  #: for its first turn; nothing is loaded yet
     PAUSED = "paused"  #: with requests, until its next turn
     BUSY = "busy"
     WARM = "warm"
@@ -29,8 +29,8 @@ class Resident:
     loaded_bytes: int
     total_bytes: int
     num_running: int
-    expires_s: float | None  #: when a warm one becomes retained; None: busy, pinned or retained
-    is_pin_refused: bool = False  #: it should be pinned, and those beside it would have no room
+    expires_s: float | None  #: when a warm one becomes retained; None: it is not warm
+    is_pin_refused: bool = False  #: it should be pinned, and others would have no room
     max_seqs: int = 1  #: requests that it runs at a time
 
 

@@ -38,9 +38,8 @@ def routing_cost(
 
     Args:
         config: weights of the parts.
-        queue_s: what the request loses to running ones. It starts at once in a free slot but shares the
-    device: with its model's batch, taken as the same share of its run as of slots in use; and with other busy
-    models, for as long as they, or it, run on average.
+        queue_s: what the request loses by sharing the device: with its model's batch, in proportion to the
+            slots in use, and with other busy models, for as long as they, or it, run on average.
         load_s: to load the missing bytes, from the rungs that have them.
         utilisation: of the worker's budget, from 0 to 1: a full worker is preferred to an idle one.
         evict_s: reload costs of all replicas that must go.
@@ -211,10 +210,7 @@ def _classify_workers(
     kinds = [kind for kind in fleet.capacity.by_kind if kind in profile.footprints]
 
     def find_few(going: Hold | None) -> list[WorkerId]:
-        """Return a few that nobody bars and that have room once those held at most so are gone.
-
-        The tightest and the roomiest ones.
-        """
+        """Return the tightest and the roomiest workers that fit without replicas held up to `going`."""
         found: dict[WorkerId, None] = {}
         for kind in kinds:
             footprint = profile.footprints[kind]

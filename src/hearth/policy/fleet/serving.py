@@ -31,7 +31,7 @@ from hearth.policy.fleet.records import Drain, Model, Replica, Request
 from hearth.policy.fleet.reserved_workers import ReservedWorkers
 from hearth.policy.fleet.routing import ReplicaPlace, choose_place, choose_replica
 
-#: Models that are looked at behind those that keep all room, or can have no worker drained.
+#: Models that are looked at behind those that reserve all room or have no drainable worker.
 MAX_BEHIND = 8
 
 
@@ -66,13 +66,13 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
     for name in fleet.queues.for_room:
         model = fleet.models[name]
         if name not in fleet.queues.for_room or not _could_fit(fleet, model):
-            continue  # A drain has ended and gave it its replica back; or no room would do for it.
+            continue  # A drain has ended and gave it its replica back; or it can never fit.
         most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
         if (place := choose_place(fleet, model, most=most, reserved=reserved)) is not None:
             actions += _load(fleet, model, place) + _end_drains(fleet)
             continue
         if (drain := fleet.drains.get(name)) is not None and is_done(drain):
-            actions += _end_drain(fleet, drain)  # Somebody else got its room: it needs another one.
+            actions += _end_drain(fleet, drain)  # Another model got its room.
         reserve_room(fleet, model, reserved)
         if name not in fleet.drains and _keeps_room(fleet, model):
             fleet.kept_until_s = min(fleet.kept_until_s, _kept_until_s(fleet, model))
@@ -159,7 +159,11 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
     worker, footprint, profile = place.worker, place.footprint, model.profile
     reused_bytes = model.resident_bytes.get(worker.name, 0)
     replica = Replica(
-        *(model, worker, footprint.promise, profile.num_bytes, profile.digest),
+        model,
+        worker,
+        footprint.promise,
+        profile.num_bytes,
+        profile.digest,
         max_seqs=footprint.max_seqs,
         reused_bytes=reused_bytes,
         loaded_bytes=reused_bytes,
@@ -278,12 +282,12 @@ def _keeps_room(fleet: Fleet, model: Model) -> bool:
 
 def _kept_until_s(fleet: Fleet, model: Model) -> float:
     first = model.first_waiting
-    assert first is not None, f"nobody waits for `{model.name}`"
+    assert first is not None, f"no request waits for `{model.name}`"
     return first.overdue_s(fleet.config.patience_s) + fleet.config.max_drain_s
 
 
 def _is_overdue(fleet: Fleet, model: Model) -> bool:
     """True if the first request that waits for a model is overdue."""
     first = model.first_waiting
-    assert first is not None, f"nobody waits for `{model.name}`"
+    assert first is not None, f"no request waits for `{model.name}`"
     return fleet.now_s >= first.overdue_s(fleet.config.patience_s)
