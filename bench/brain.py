@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, count
 
+from bench.fleet.costs import CostModel
+from bench.fleet.simulator import Simulator
 from bench.report import arguments, emit, percentiles
 from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.brain import step
@@ -37,8 +39,6 @@ from hearth.policy.fleet.events import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.residents import list_residents
-from hearth.sim.costs import CostModel
-from hearth.sim.simulator import Simulator
 
 NUM_MODELS = (100, 1_000, 10_000)
 NUM_WORKERS = 1_000

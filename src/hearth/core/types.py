@@ -81,7 +81,7 @@ class TurnEnd(StrEnum):
 
 
 class SnapshotOutcome(StrEnum):
-    """What became of a snapshot, as metrics count it."""
+    """The result of using or making a snapshot, as metrics count it."""
 
     MADE = "made"
     FAILED = "failed"  #: none could be made

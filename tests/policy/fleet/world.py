@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from bench.fleet.cluster import SimulatedCluster
+from bench.fleet.worker import SimulatedReplica
 from hearth.core.types import Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
@@ -46,8 +48,6 @@ from hearth.policy.fleet.events import (
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.residents import State, list_residents
-from hearth.sim.cluster import SimulatedCluster
-from hearth.sim.worker import SimulatedReplica
 
 T = TypeVar("T")
 KEEP_ALIVES_S = (None, None, None, 0.0, 5.0, math.inf)

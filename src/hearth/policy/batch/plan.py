@@ -120,7 +120,7 @@ class TableWrites:
 
 @dataclass(frozen=True, slots=True)
 class RowReading:
-    """What is read of a row besides a sample; readings of a prompt are those of all its rows."""
+    """Readings of a row besides a sample; readings of a prompt are those of all its rows."""
 
     pooling: Pooling | None  #: its hidden states, pooled; None: they are not wanted
     num_logprobs: int | None  #: most likely tokens at each place; None: no logprobs are wanted

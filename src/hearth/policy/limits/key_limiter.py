@@ -59,7 +59,7 @@ class LimitRefusal:
 
 @dataclass(slots=True, eq=False)
 class _KeyState:
-    """What one key has taken. Mutable; written by the `KeyLimiter`."""
+    """The usage of one key. Mutable; written by the `KeyLimiter`."""
 
     requests: SlidingWindow = field(default_factory=SlidingWindow)
     tokens: SlidingWindow = field(default_factory=SlidingWindow)

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.fleet.costs import CostModel
+from bench.fleet.simulator import Simulator
 from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
@@ -29,8 +31,6 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import Footprint, ModelProfile
-from hearth.sim.costs import CostModel
-from hearth.sim.simulator import Simulator
 
 SPEEDS = {Rung.HOST: 100.0, Rung.DISK: 10.0}
 FOREVER = 1_000_000

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.fleet.worker import SimulatedWorker
 from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.events import Evict, LoadModel, RungUse, SetHold
 from hearth.policy.fleet.profile import Footprint, ModelProfile
-from hearth.sim.worker import SimulatedWorker
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 R = RequestId("r")

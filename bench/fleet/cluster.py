@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bench.fleet.worker import SimulatedReplica, SimulatedWorker
 from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.events import (
     Action,
@@ -35,7 +36,6 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.profile import ModelProfile
-from hearth.sim.worker import SimulatedReplica, SimulatedWorker
 
 #: Decides what follows from an event; `step` over a fleet, perhaps timed or recorded.
 Brain = Callable[[Event], list[Action]]
