@@ -25,8 +25,8 @@ ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, 
 RUN_ALIGNMENT_BYTES = 256
 #: Programs of a decode attention launch for each multiprocessor, of which at most so many are used.
 PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
-#: Query heads that share k and v in a tile of decode attention. More of them have tiles of their own: to read
-#: k and v once more costs less than products of twice as many rows, most of which are padding.
+#: Query heads that share k and v in a tile of decode attention. More get tiles of their own: reading k and v
+#: again costs less than products of twice as many rows, most of them padding.
 MAX_SUBGROUP = 64
 #: Logits that the sampler works on at a time where it needs several temporaries of each.
 _LOGITS_AT_ONCE = 1 << 25
@@ -34,20 +34,20 @@ _LOGITS_AT_ONCE = 1 << 25
 LOGIT_CHUNK = 8192
 #: Rows of an optional table at least, where there are as many slots.
 _MIN_TABLE_ROWS = 8
-#: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
+#: Prompts are cut into tiles of at least this many tokens; numbers of each tile.
 MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
-#: Rows with adapters are cut into tiles of so many rows, in steps with prompts of more.
+#: Rows of a tile of rows with adapters, without and with prompts.
 ADAPTER_TILE_ROWS, ADAPTER_PROMPT_TILE_ROWS = 16, 64
-#: Projections that an adapter may change. The work of each is cut into so many shares at least, and at least
-#: so many for each tile, so that programs have about as much to do as each other; numbers of each share.
+#: Projections that an adapter may change. Least shares of the work of each, and of each tile, for about equal
+#: work of all programs; numbers of each share.
 ADAPTER_PROJECTIONS, ADAPTER_SHARES, _TILE_SHARES, ADAPTER_SHARE_FIELDS = 4, 528, 4, 2
 #: Numbers by which kernels find the factors of an adapter for one projection (`kernels/adapter_rows.py`), and
-#: how many parts of its outputs have factors of their own, at most.
+#: the most slices of its outputs with factors of their own.
 TARGET_FIELDS, MAX_ADAPTER_SLICES = 16, 3
-#: Rows of an adapter's second factors lie a multiple of so many numbers apart, which kernels load at a time.
+#: Rows of an adapter's second factors are padded to a multiple of this, which kernels load at a time.
 FACTOR_ROW_ALIGNMENT = 8
-#: Numbers that an adapter makes of a row between its two products, at most: three slices of rank 256. Where
-#: requests decode they are sums of several parts, each of which is stored.
+#: Most intermediates of a row between an adapter's two products: three slices of rank 256. In decode rows
+#: they are sums of several parts, each of which is stored.
 MAX_SHRUNK_RANK, ADAPTER_SPLITS = 768, 4
 
 
@@ -306,18 +306,27 @@ def rotary_buffer(rope_dim: int, context: int) -> Buffer:
 
 # Graphs. A step is padded to the next of a few sizes, so that few graphs serve every step.
 
-#: Few rows are bound by reading weights, so more of them cost little. Larger products are computed by tiles,
-#: and what only fills a tile up is free; what is beyond costs its share. Each size takes time and memory.
-#: Some sizes are not there because the next one takes no longer (`bench/engine/product_sizes.py`): with 224,
-#: 240, 416, 448 and 832 rows the library has kernels that are up to a third slower than those for a few more.
+#: Few rows are bound by reading weights, so more cost little. Larger products are computed by tiles, and rows
+#: that fill up a tile are free. Each size takes time and memory. Some sizes are left out because the next one
+#: takes no longer (`bench/engine/product_sizes.py`): cuBLAS is slower with 224, 240, 416, 448 and 832 rows.
 _DECODE_SIZES = (
-    *(1, 2, 4, *range(8, 32, 8), *range(32, 209, 16), *range(256, 385, 32)),
-    *(480, *range(512, 769, 64), 896),
+    1,
+    2,
+    4,
+    *range(8, 32, 8),
+    *range(32, 209, 16),
+    *range(256, 385, 32),
+    480,
+    *range(512, 769, 64),
+    896,
 )
 _SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
 _MIXED_SIZES = (
-    *(*range(64, 385, 64), *range(512, 769, 64), *range(896, 1024, 64)),
-    *(*range(1024, 2048, 128), *range(2048, 4097, 256)),
+    *range(64, 385, 64),
+    *range(512, 769, 64),
+    *range(896, 1024, 64),
+    *range(1024, 2048, 128),
+    *range(2048, 4097, 256),
 )
 #: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
 _LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2700

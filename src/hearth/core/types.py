@@ -13,10 +13,10 @@ from hearth.core.errors import BadSampling
 
 RequestId = NewType("RequestId", str)
 ModelId = NewType("ModelId", str)  #: the name under which a model is deployed
-Digest = NewType("Digest", str)  #: BLAKE3 in hexadecimal: it names the bytes, whoever holds them
-AdapterId = NewType("AdapterId", str)  #: an adapter by the digest of its manifest: other bytes, other id
-ChunkId = NewType("ChunkId", str)  #: what a chunk is: its digest and its length, `DIGEST-NUM_BYTES`
-WorkerId = NewType("WorkerId", str)  #: one life of a worker: its replacement has another id
+Digest = NewType("Digest", str)  #: BLAKE3 in hexadecimal
+AdapterId = NewType("AdapterId", str)  #: digest of the adapter's manifest
+ChunkId = NewType("ChunkId", str)  #: `DIGEST-NUM_BYTES`
+WorkerId = NewType("WorkerId", str)  #: one life of a worker process
 
 
 class Rung(StrEnum):
@@ -30,15 +30,14 @@ class Rung(StrEnum):
 class Hold(IntEnum):
     """How firmly a model is held in memory, weakest first. An int, because books are indexed with it."""
 
-    RETAINED = 0  #: idle past its keep_alive: its bytes stay until somebody needs the room
+    RETAINED = 0  #: idle past its keep_alive: its bytes stay until the memory is needed
     WARM = 1  #: idle within its keep_alive: its bytes go only when nothing retained is left
     PAUSED = 2  #: has requests and waits for its turn: its bytes go when nothing idle is left
     BUSY = 3  #: has requests, and its turn if turns are taken
     PINNED = 4  #: never gives way
 
 
-#: A batch request stands in every line as one that came so much later: it gives way to interactive ones, but
-#: to none that come later than that.
+#: A batch request is queued as if it came this much later, so it yields to interactive ones until then.
 BATCH_PATIENCE_S = 30.0
 
 
@@ -47,7 +46,7 @@ class Pace:
     """When the tokens of a request are due: earlier ones leave slack, which other requests may use."""
 
     first_token_s: float = 0.5  #: after its arrival
-    tokens_per_s: float = 10.0  #: from then on; 0: nobody reads along, so it gives way first
+    tokens_per_s: float = 10.0  #: from then on; 0: not interactive
     max_pause_s: float = 1.5  #: between two tokens, however many were sent ahead
 
     @property
@@ -123,8 +122,6 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuideSpec:
-    """A schema, grammar or regular expression that an output must follow."""
-
     kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
     text: str = ""  #: the schema as JSON, the grammar (`grammar`: GBNF, too) or expression, if there is one
 

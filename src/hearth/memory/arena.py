@@ -160,7 +160,6 @@ class ArenaPool:
         return self.free_bytes - before_bytes
 
     def _takeable(self, most: Hold) -> Iterator[tuple[ArenaTenant, EvictionTerms]]:
-        """Yield the models whose bytes may be taken."""
         for model, tenant in self._books.tenants.items():
             terms = self._eviction_terms(model)
             if terms.hold in TAKEABLE and terms.hold <= most and not terms.is_loading and not tenant.loading:

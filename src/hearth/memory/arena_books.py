@@ -94,7 +94,6 @@ class ArenaBooks:
             self.give_back()
 
     def move(self, moves: Iterable[Move]) -> None:
-        """Move tensors, with their bytes."""
         for move in moves:
             owner = move.key
             assert isinstance(owner, Owner), f"{move} has no owner"
@@ -132,7 +131,6 @@ class ArenaBooks:
         self.cut_common()
 
     def cut_common(self) -> None:
-        """Cut the common workspace to what placed models use."""
         if COMMON not in self.regions:
             return
         num_bytes, end = self._common_bytes(), self.regions.span_of(COMMON).end

@@ -18,8 +18,6 @@ MAX_MOVED_BYTES = 256 << 20
 
 
 class ArenaKv:
-    """`KvMemory` in an arena. Mutable."""
-
     def __init__(self, books: ArenaBooks) -> None:
         self._books = books
 
@@ -89,8 +87,6 @@ class ArenaKv:
 
 
 class ArenaTables:
-    """`TableMemory` in an arena. Mutable."""
-
     def __init__(self, books: ArenaBooks) -> None:
         self._books = books
 

@@ -23,8 +23,6 @@ from hearth.policy.memory.packing import Item
 
 @dataclass(frozen=True, slots=True)
 class _PieceRegion:
-    """The pieces of one adapter."""
-
     owner: Owner
     num_bytes: int
     #: On CUDA: a mark behind the work queued when they were placed, which may still read or move the memory.

@@ -60,7 +60,6 @@ class ArenaTenant:
         return [owner for owner in owners if owner in regions]
 
     def common_bytes(self, regions: RegionList) -> int:
-        """Return how much of the common workspace the model may use."""
         uses_common = self.has_workspace and not self.has_own_workspace(regions)
         return aligned(self.shape.workspace_bytes) if uses_common else 0
 
@@ -69,7 +68,6 @@ class ArenaTenant:
         return (self.shape.digest, self.shape.served) != (shape.digest, shape.served)
 
     def tensors(self, regions: RegionList) -> list[Owner]:
-        """Return the owners of its resident tensors, in forward order."""
         return [owner for owner in tensor_owners(self.model, self.shape) if owner in regions]
 
     def free_blocks(self, regions: RegionList, num_least: int, num_wanted: int) -> range:
@@ -130,12 +128,10 @@ class ArenaTenant:
 
 
 def tables_owner(model: ModelId) -> Owner:
-    """Return the owner of the tables that a model's engine always has."""
     return Owner(model, Use.TABLE, 0)
 
 
 def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
-    """Return the owners of a model's tensors, in forward order."""
     return [Owner(model, Use.TENSOR, index) for index in range(len(shape.served.tensors))]
 
 

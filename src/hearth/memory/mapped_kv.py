@@ -116,8 +116,6 @@ class MappedKv:
 
 
 class MappedTables:
-    """`TableMemory` of mapped pages. Mutable."""
-
     def __init__(self, books: PageBooks, pages: Pages) -> None:
         self._books, self._pages = books, pages
 

@@ -83,7 +83,6 @@ class MappedPieces:
         return self._book.bytes_by_owner()
 
     def all_places(self) -> list[int]:
-        """Return the places of all pages that have pieces."""
         return self._places(sorted(self._book.slots))
 
     def check(self) -> None:

@@ -74,18 +74,15 @@ class MappedTenant:
         return self.at.workspace(range(num_pages(self.shape.workspace_bytes, self.page_bytes)))
 
     def tables_places(self) -> list[int]:
-        """Return the places of the tables that its engine always has."""
         return self.at.tables(range(num_pages(self.shape.tables_bytes, self.page_bytes)))
 
     def rest_places(self) -> list[int]:
-        """Return the places of workspace, tables and sink; none unless the model is placed."""
         if not self.is_placed:
             return []
         sink = self.at.kv(range(self.kv.sink_pages))
         return [*self.workspace_places(), *self.tables_places(), *sink]
 
     def all_places(self) -> list[int]:
-        """Return the places where pages belong now."""
         places = self.at.weights(sorted(self.resident | self.loading))
         if self.is_placed:
             places += self.at.kv(range(self.num_kv_pages + self.num_ready_pages))
@@ -95,24 +92,20 @@ class MappedTenant:
         return places
 
     def stored_bytes(self, indices: Collection[int]) -> int:
-        """Return the bytes of the weights on the pages of these indices."""
         lost_bytes = self.page_bytes - self.last_stored_bytes
         has_last = self.num_weights_pages - 1 in indices
         return len(indices) * self.page_bytes - (lost_bytes if has_last else 0)
 
     def gaps(self) -> tuple[Gap, ...]:
-        """Return the runs of pages that are being loaded, as parts of the file."""
         parts = map(self.part, runs_of(sorted(self.loading)))
         return tuple(Gap(part, self.weights[part.begin : part.end]) for part in parts)
 
     def part(self, run: range) -> ByteRange:
-        """Return the part of the file that lies on a run of pages."""
         begin, end = run.start * self.page_bytes, run.stop * self.page_bytes
         return ByteRange(begin, min(end, self.shape.stored.num_bytes))
 
 
 def runs_of(indices: Iterable[int]) -> list[range]:
-    """Merge sorted indices into ranges."""
     runs: list[range] = []
     for index in indices:
         if runs and runs[-1].stop == index:

@@ -68,14 +68,12 @@ class PageBooks:
         return [index for index in range(tenant.num_weights_pages) if index not in tenant.resident]
 
     def _shareable(self, tenant: MappedTenant, missing: Sequence[int]) -> dict[int, int]:
-        """Return pages of other models that hold missing chunks, by index."""
         if not missing:
             return {}
         own = {self.table.page_at(place) for place in tenant.at.weights(tenant.resident)}
         return self.shared_chunks.find(tenant.shape, missing, own)
 
     def _pages_only_of(self, tenant: MappedTenant) -> set[int]:
-        """Return the pages that come free when a model is dropped."""
         pages = {self.table.page_at(place) for place in tenant.all_places()}
         return {page for page in pages if all(map(tenant.at.has, self.table.places_of(page)))}
 
@@ -181,7 +179,6 @@ class PageBooks:
             self.shared_chunks.add(tenant.shape, index, self.table.page_at(place))
 
     def release_kv(self, tenant: MappedTenant, num_kept: int) -> None:
-        """Release all pages of KV but the first `num_kept`."""
         self._release_ready(tenant, tenant.num_ready_pages)
         self.table.release(tenant.at.kv(reversed(range(num_kept, tenant.num_kv_pages))))
         tenant.num_kv_pages = num_kept

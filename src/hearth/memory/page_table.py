@@ -29,8 +29,6 @@ MAX_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class _Remap:
-    """Calls of the driver that some places need."""
-
     pages: dict[int, int]  #: to map, by place, in order
     stale: tuple[int, ...]  #: places to unmap first, in order
 
@@ -96,7 +94,6 @@ class PageTable:
             self.share(place, page)
 
     def share(self, place: int, page: int) -> None:
-        """Let a page belong at this place as well."""
         assert place not in self._page_at, f"{place=:#x} has page {self._page_at[place]}"
         assert page not in self._free, f"{page=} is free"
         self._page_at[place] = page
@@ -139,7 +136,6 @@ class PageTable:
             mark.synchronize()
 
     def _try_map(self, places: Sequence[int]) -> bool:
-        """Map some places; False if the books changed meanwhile."""
         with self.lock:
             remap = self._remap(places)
             marks = self.marks_of(remap.stale)
@@ -205,7 +201,6 @@ class PageTable:
         ]
 
     def _runs(self, places: Sequence[int]) -> Iterator[list[int]]:
-        """Yield runs of adjacent places, given sorted ones."""
         run: list[int] = []
         for place in places:
             if run and place != run[-1] + self._pages.page_bytes:

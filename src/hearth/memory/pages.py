@@ -19,11 +19,9 @@ import torch
 class Mark(Protocol):
     """A point in the work queue of a device."""
 
-    def synchronize(self) -> None:
-        """Return when all work before it is done."""
+    def synchronize(self) -> None: ...
 
-    def has_passed(self) -> bool:
-        """True if all work before it is done."""
+    def has_passed(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,6 @@ class PieceStretch:
 
 @dataclass(frozen=True, slots=True)
 class PiecePlan:
-    """Places for the pieces of one adapter."""
-
     stretches: tuple[PieceStretch, ...]  #: all pieces, in their order
     sizes: tuple[int, ...]  #: by piece, rounded up
     runs: tuple[ByteRange, ...]  #: the same places, those as one that lie one behind the other, in order
@@ -51,7 +49,6 @@ class PiecePlan:
 
     @property
     def parts(self) -> tuple[ByteRange, ...]:
-        """The place of each piece."""
         parts: list[ByteRange] = []
         for stretch in self.stretches:
             ends = list(accumulate(self.sizes[stretch.first : stretch.end], initial=stretch.begin))
@@ -142,7 +139,6 @@ class PieceBook:
 
     @property
     def slots(self) -> set[int]:
-        """The slots that have a page."""
         return set(self._num_runs)
 
     def bytes_by_owner(self) -> dict[AdapterId, int]:
@@ -278,7 +274,6 @@ class PieceBook:
         return [slot for slot in wanted if slot not in self._num_runs and slot not in new_slots]
 
     def _ranges_of(self, slots: Iterable[int]) -> Iterator[ByteRange]:
-        """Yield the bytes of slots, in order, adjacent ones merged."""
         begin = end = -1
         for slot in sorted(slots):
             if slot != end:
@@ -303,7 +298,6 @@ def _size(part: ByteRange) -> int:
 
 
 def _merged(parts: Iterable[ByteRange]) -> list[ByteRange]:
-    """Return parts in order, touching ones merged."""
     begins, ends = list[int](), list[int]()
     for part in sorted(parts, key=lambda part: part.begin):
         if ends and ends[-1] >= part.begin:

@@ -45,7 +45,6 @@ class PlacementNeed:
 
     @property
     def more_bytes(self) -> int:
-        """Bytes by which the common workspace has to grow."""
         return max(0, aligned(self.workspace_bytes) - self.common_bytes)
 
     @property
@@ -156,7 +155,6 @@ def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -
 
 
 def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, has_own: bool) -> bool:
-    """Place the remaining parts with the packer."""
     items = [*need.tensors, *need.tables, *(need.workspace if has_own else ())]
     items = [item for item in items if not draft.has(_owner(item.key))]
     has_blocks = any(span.owner is not None and span.owner.use is Use.KV for span in draft.spans)

@@ -71,7 +71,6 @@ class PieceRun:
     memory_at: Callable[[int, int], torch.Tensor]
 
     def split(self) -> Sequence[torch.Tensor]:
-        """Return the memory of each piece."""
         return self.memory_at(self.address, sum(self.sizes)).split_with_sizes(list(self.sizes))
 
 
@@ -92,8 +91,6 @@ def piece_runs(
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Stored bytes that a model lacks, and where they go."""
-
     part: ByteRange
     destination: torch.Tensor  #: uint8, of that length
 
@@ -117,8 +114,6 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Memory of one model in a pool."""
-
     model: ModelId
     weights_bytes: int  #: present, of `total_bytes`; shared bytes count for each model that has them
     total_bytes: int
@@ -152,8 +147,7 @@ class KvMemory(Protocol):
         background for the next call, if memory is free. May move weights.
         """
 
-    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
-        """Return the free memory that `num_blocks` more would take."""
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int: ...
 
     def shrink(self, model: ModelId, extent: range) -> None:
         """Take back an extent that `extents` returned. The device may still be computing with it: the next

@@ -46,8 +46,6 @@ COMMON = Owner(ModelId(""), Use.WORKSPACE, 0)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A region: consecutive bytes with one owner, or free."""
-
     begin: int
     end: int
     owner: Owner | None  #: None: it is free

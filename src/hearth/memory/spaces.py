@@ -117,7 +117,6 @@ class Spaces:
         return address
 
     def take_back(self, address: int) -> None:
-        """Keep a space for the next model."""
         self._owned.remove(address)
         self._idle.add(address)
 
@@ -143,7 +142,6 @@ class Spaces:
         return address
 
     def _take_other(self, index: int) -> int:
-        """Take the next free space by index."""
         num_spaces = self._pages.num_spaces
         for step in range(1, num_spaces):
             wanted = self._address((index + step) % num_spaces)

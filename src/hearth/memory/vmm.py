@@ -180,7 +180,6 @@ class MappedPool:
             )
 
     def check(self) -> None:
-        """Raise if the books contradict each other. For tests."""
         self._table.check()
         with self._table.lock:
             self._pieces.check()

@@ -1,4 +1,4 @@
-"""The answers of a simulation: when each of their tokens was sent. Simulates nothing."""
+"""The answers of a simulation: when each of their tokens was sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hearth.core.types import ModelId, RequestId
 
 @dataclass(slots=True)
 class SimulatedAnswer:
-    """One request and its tokens so far. Mutable; written by the simulation that it is part of."""
+    """One request and its tokens so far. Mutable; written by its simulation."""
 
     request_id: RequestId
     model: ModelId
@@ -25,26 +25,24 @@ class SimulatedAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """True if all tokens were sent."""
         return len(self.token_s) == self.num_output_tokens
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from the arrival to the first token, which there must be."""
+        """Seconds from the arrival to the first token, which must exist."""
         return self.token_s[0] - self.arrived_s
 
     @property
     def completion_s(self) -> float:
-        """Seconds from the arrival to the end, which there must be."""
+        """Seconds from the arrival to the end, which must exist."""
         assert self.ended_s is not None, f"not ended: {self}"
         return self.ended_s - self.arrived_s
 
     @property
     def longest_pause_s(self) -> float:
-        """The longest time between two tokens."""
         return max((after - before for before, after in pairwise(self.token_s)), default=0.0)
 
     def count_on_time(self, first_token_s: float, tokens_per_s: float) -> int:
-        """Return how many tokens were sent by their time: i seconds over the rate after that of the first."""
+        """Return how many tokens were on time: token i is due i / rate after the first."""
         due_s = self.arrived_s + first_token_s
         return sum(at_s <= due_s + index / tokens_per_s for index, at_s in enumerate(self.token_s))

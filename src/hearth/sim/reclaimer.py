@@ -243,7 +243,6 @@ class SimulatedReclaimer:
         return self.device.free_bytes - before_bytes
 
     def _price(self, model: ModelId, hold: Hold) -> float:
-        """Return the reload cost of a byte."""
         if hold is Hold.PAUSED:
             return self.costs.paused_cost_s_per_byte(model, self.books.due_in_s(model))
         return self.costs.cost_s_per_byte(model, self.books.now_s)

@@ -2,8 +2,7 @@
 
     arrivals -> brain -> orders -> `SteppedWorker` -> facts -> brain -> ...
 
-Nothing is drawn at random and nothing is decided here, so the same requests are answered in the same way each
-time. Every request ends exactly once, or AssertionError is raised. Measures nothing: `report.py` does.
+Deterministic, and decides nothing itself. Raises AssertionError unless every request ends exactly once.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from hearth.sim.traces import TracedRequest
 
 
 class _Gate:
-    """Lets requests in one model at a time, in order of arrival. Mutable; written by its service."""
+    """Admits requests of one model at a time, in order of arrival. Mutable; written by its service."""
 
     def __init__(self) -> None:
         self._outside: dict[RequestId, RequestArrived] = {}
@@ -71,12 +70,12 @@ class _Gate:
         self._outside[event.request_id] = event
 
     def ended(self, request_id: RequestId) -> None:
-        """Note that a request has ended, inside or outside."""
         self._inside.discard(request_id)
         self._outside.pop(request_id, None)
 
     def let_in(self) -> list[RequestArrived]:
-        """Return who may go in now: all in a row that are for the model of those inside, or for one model."""
+        """Return the requests to admit now: the first ones in a row for one model, that of those inside if
+        any."""
         let_in = []
         for event in list(self._outside.values()):
             if self._inside and event.model != self._model:
@@ -88,15 +87,13 @@ class _Gate:
 
 
 class SimulatedService:
-    """All of a simulated service. Mutable; one caller."""
-
     def __init__(
         self,
         setting: SimulationSetting,
         profile: Profile,
         watch: Callable[[WorkerFact], None] | None = None,
     ) -> None:
-        """`watch` is told every fact of every worker, before anybody else."""
+        """`watch` gets every fact of every worker first."""
         self.setting, self.profile, self._watch = setting, profile, watch
         takes_turns = setting.policy is Policy.TURNS
         self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
@@ -120,7 +117,7 @@ class SimulatedService:
             self._tell(WorkerJoined(0.0, WorkerId(f"worker-{number}"), KIND, setting.memory_bytes))
 
     def ask(self, requests: Iterable[TracedRequest]) -> None:
-        """Have requests arrive at their times, each for the model that its tenant names.
+        """Schedule requests at their times, each for the model that its tenant names.
 
         One that is longer than the context is cut: its prompt to leave room for a token, then its answer.
         """
@@ -144,11 +141,10 @@ class SimulatedService:
             self.schedule(RequestArrived(at_s, request_id, model, num_prompt, num_output, is_batch=is_batch))
 
     def schedule(self, event: Event) -> None:
-        """Have an event happen at its time."""
         self._push(event.now_s, event)
 
     def run(self) -> None:
-        """Let things happen until every request has ended, and every worker rests."""
+        """Run until every request has ended and every worker is idle."""
         while self.num_open:
             assert self._queue, f"requests wait for nothing: {self._open()[:5]}"
             at_s, _, what = heapq.heappop(self._queue)
@@ -163,7 +159,7 @@ class SimulatedService:
                 self._advance(what, at_s)
 
     def check(self) -> None:
-        """Raise AssertionError if books of the brain or of a worker are wrong, or a request is lost."""
+        """Raise AssertionError if books are wrong or a request is lost."""
         assert self.num_open == len(self._open()), f"{self.num_open=} {self._open()[:5]}"
         audit(self.fleet)
         running = list[RequestId]()
@@ -183,7 +179,7 @@ class SimulatedService:
     # Workers.
 
     def _advance(self, name: WorkerId, at_s: float) -> None:
-        """Have a worker do what is due; nothing if it was told something since, or is gone."""
+        """Advance a worker, unless it got an order since or is gone."""
         worker = self.workers.get(name)
         if worker is None or worker.next_s != at_s:
             return
@@ -221,7 +217,7 @@ class SimulatedService:
     # The brain.
 
     def _happen(self, event: Event) -> None:
-        """Have an event happen, and let in those whom a gate held back until now."""
+        """Process an event, and admit requests that the gate held back."""
         if isinstance(event, RequestArrived) and self.answers[event.request_id].ended_s is not None:
             return  # its client has gone while it was on its way
         if self._gate is None:
@@ -236,7 +232,7 @@ class SimulatedService:
                 self._tell(replace(arrival, now_s=self.now_s))
 
     def _tell(self, event: Event) -> None:
-        """Follow an event, tell the brain, and carry out all that it orders."""
+        """Follow an event, step the brain, and carry out its actions."""
         self._follow(event)
         for action in step(self.fleet, event):
             self._carry_out(action)

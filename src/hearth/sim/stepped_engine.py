@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hearth.core.sizes import StepLimits
+from hearth.core.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size
 from hearth.core.types import Pace, RequestId, SamplingParams
 from hearth.policy.batch.batch_limits import BatchLimits
 from hearth.policy.batch.batcher import Batcher
@@ -16,7 +16,6 @@ from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import NO_LEAST, LeastSeconds, ShapeProfile
-from hearth.sim.step_graphs import SteppedGraphs
 from hearth.sim.stepped_kv import SteppedKv
 
 #: What every step samples: nothing depends on it.
@@ -25,8 +24,6 @@ _TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """How long a step takes."""
-
     step_s: float  #: until the next one can begin
     device_s: float | None  #: as an engine's timer measures it; None: it does not measure such a step
 
@@ -56,6 +53,32 @@ class _Launch:
     host_s: float
     is_eager: bool  #: kernel by kernel: the device computes meanwhile
     is_timed: bool  #: the step is neither captured nor the first one behind a load, as on a live worker
+
+
+class SteppedGraphs:
+    """Step sizes with captured graphs, by rows and by whether there are prompts. Mutable.
+
+    The first step of a size captures it, unless it is behind a load: that step runs kernel by kernel, because
+    a request waits for its token.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._decode, self._mixed = decode_sizes(limits), mixed_sizes(limits)
+        self._captured: set[tuple[bool, int]] = set()
+
+    def has(self, plan: StepPlan) -> bool:
+        return self._key(plan) in self._captured
+
+    def has_decode(self, num_rows: int) -> bool:
+        return (False, padded_size(self._decode, num_rows)) in self._captured
+
+    def capture(self, plan: StepPlan) -> None:
+        self._captured.add(self._key(plan))
+
+    def _key(self, plan: StepPlan) -> tuple[bool, int]:
+        if plan.num_prompt_tokens:
+            return True, padded_size(self._mixed, plan.num_tokens)
+        return False, padded_size(self._decode, plan.num_rows)
 
 
 class SteppedEngine:

@@ -69,8 +69,6 @@ WorkerFact = Event | TokensSent | RequestsStarted | Paused
 
 @dataclass(frozen=True, slots=True)
 class LoadUnderWay:
-    """A load of a model."""
-
     began_s: float
     end_s: float
     num_bytes: int

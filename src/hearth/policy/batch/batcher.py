@@ -91,7 +91,6 @@ class Batcher:
     # Requests.
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request that fits."""
         assert request.request_id not in self._sequences, f"request added twice: {request.request_id}"
         self.request_limits.check(request)
         self._sequences.add(request, self.request_limits.length_of(request))
@@ -218,7 +217,6 @@ class Batcher:
         self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
-        """Start waiting sequences in queue order, as long as there is room."""
         next_to_start = self._sequences.next_to_start
         prefixes, num_blocks_of = self.blocks.prefixes, self.blocks.num_blocks_of
         started, digests, num_promised = list[LiveSequence](), set[bytes](), 0
@@ -362,7 +360,6 @@ class Batcher:
         return decode_run(running, flights, max_steps, num_blocks, self.blocks.block_tokens)
 
     def blocks_wanted_by(self, num_steps: int) -> int:
-        """Return how many blocks `num_steps` of `decode_run` allocate."""
         return blocks_wanted_by(self._sequences.running(), num_steps, self.blocks.block_tokens)
 
     def skip(self, num_steps: int, token: int) -> StepPlan | None:

@@ -34,7 +34,6 @@ class FreeBlocks:
         self._is_free.extend(bytes(max(0, num_blocks - len(self._is_free))))
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Add blocks that are not free."""
         is_free = self._is_free
         if isinstance(blocks, range):  # which may be a whole KV
             is_free[blocks.start : blocks.stop] = b"\1" * len(blocks)
@@ -45,7 +44,6 @@ class FreeBlocks:
         self._lowest = min(self._lowest, min(blocks, default=self._lowest))
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Remove those of the blocks that are free."""
         for block in blocks:
             if block in self:
                 self._is_free[block] = 0
@@ -71,7 +69,6 @@ class FreeBlocks:
         return blocks
 
     def lowest_outside(self, extent: range, num_blocks: int) -> list[int]:
-        """Return the lowest `num_blocks`, or all, that are not in an extent."""
         return list(islice((block for block in self if block not in extent), num_blocks))
 
     def check(self) -> None:

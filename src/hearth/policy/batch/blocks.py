@@ -17,8 +17,6 @@ SINK_BLOCK = 0  #: of a fixed KV: takes the writes of padded rows and is never a
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """Copy the content of one block to another."""
-
     source: int
     target: int
 
@@ -100,12 +98,10 @@ class BlockBook:
         return [block for block in blocks if block in self._cached]
 
     def num_available_outside(self, extent: range) -> int:
-        """Return how many blocks outside of the extent can be allocated."""
         num_inside = sum(block in self._free or block in self._cached for block in extent)
         return self.num_available - num_inside
 
     def available_outside(self, extent: range, num_blocks: int) -> list[int]:
-        """Return `num_blocks` outside of the extent, or all, in the order of allocation."""
         blocks = self._free.lowest_outside(extent, num_blocks)
         cached = (block for block in self._cached if block not in extent)
         return blocks + list(islice(cached, num_blocks - len(blocks)))
@@ -113,7 +109,6 @@ class BlockBook:
     # Blocks that come and go.
 
     def add(self, extent: range) -> None:
-        """Add blocks, all free."""
         known = self._blocks.intersection(extent)
         assert not known, f"given twice: {sorted(known)}"
         self._blocks.update(extent)
@@ -197,7 +192,6 @@ class BlockBook:
         self.release_all((blocks,))
 
     def release_all(self, sequences: Iterable[Sequence[int]]) -> None:
-        """Release the blocks of several sequences."""
         # In bulk: a sequence that ends may have thousands of blocks.
         num_holders, unheld = self._num_holders, list[int]()
         for blocks in sequences:
@@ -239,7 +233,6 @@ class BlockBook:
         return unheld
 
     def publish(self, publications: Iterable[Publication]) -> None:
-        """Make live blocks findable by their content."""
         num_holders, add = self._num_holders.__getitem__, self.prefixes.add
         for publication in publications:
             blocks = publication.blocks

@@ -18,8 +18,6 @@ from hearth.policy.batch.sequence import LiveSequence
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Steps that only decode, all with the same rows."""
-
     num_steps: int
     request_ids: tuple[RequestId, ...]  #: of the rows of each step
     context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
@@ -56,7 +54,6 @@ def decode_run(
 
 
 def blocks_wanted_by(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> int:
-    """Return how many blocks `num_steps` of a `DecodeRun` allocate."""
     return sum(-(-(one.num_planned + num_steps) // block_tokens) - len(one.blocks) for one in running)
 
 

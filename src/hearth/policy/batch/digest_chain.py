@@ -31,7 +31,6 @@ class DigestChain:
 
     @property
     def num_known(self) -> int:
-        """Digests that were computed or adopted so far."""
         return len(self._digests)
 
     def digest(self, block: int) -> bytes:
@@ -45,7 +44,6 @@ class DigestChain:
         return digests[block]
 
     def computed(self, block: int) -> bytes | None:
-        """Return the digest of a block if it is known."""
         return self._digests[block] if block < len(self._digests) else None
 
     def adopt(self, first: int, digests: Sequence[bytes]) -> None:

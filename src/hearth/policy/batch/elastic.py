@@ -18,8 +18,6 @@ AHEAD_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """The KV of a model between two steps."""
-
     num_blocks: int
     num_live: int
     num_cached: int

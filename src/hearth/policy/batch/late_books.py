@@ -55,11 +55,9 @@ class LateBooks:
             self._closed.append(partial(self._book.withdraw, blocks))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release the blocks of a sequence, head first."""
         self._released.append(blocks)
 
     def withdraw(self, sequence: LiveSequence) -> None:
-        """Withdraw the blocks of a sequence, whose content may be wrong."""
         self.withdraw_planned(sequence)
         self._close()
         self._closed.append(partial(self._book.withdraw_unshared, tuple(sequence.blocks)))

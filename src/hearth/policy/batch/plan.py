@@ -59,7 +59,6 @@ class EngineRequest:
         return replace(self, is_batch=pace.is_batch, line_s=line_s)
 
     def is_stopped_by(self, token: int, num_before: int) -> bool:
-        """True if a token that follows `num_before` sampled ones ends the request."""
         return num_before >= self.sampling.min_tokens and token in self.sampling.stop_ids
 
 
@@ -129,8 +128,6 @@ class RowReading:
 
 
 class Row(NamedTuple):
-    """Consecutive tokens of one sequence."""
-
     request_id: RequestId
     slot: int
     start: int  #: position of the first token in the sequence
@@ -234,8 +231,6 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A request that ended in an error of its own."""
-
     request_id: RequestId
     error: HearthError
 
@@ -252,7 +247,6 @@ class CommittedStep:
     failures: list[RequestFailed] = field(default_factory=list)  #: requests that ended, behind their tokens
 
     def without(self, lost: Collection[int]) -> CommittedStep:
-        """Return the step without the tokens of some samples."""
         kept = [index for index in self.sample_indices if index not in lost]
         return replace(
             self,

@@ -16,16 +16,12 @@ from hearth.policy.batch.sequence import LiveSequence
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that was planned and not committed."""
-
     plan: StepPlan
     sequences: list[LiveSequence]  #: one for each row
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedSequences:
-    """The sequences that decode in a step, and their rows."""
-
     sequences: list[LiveSequence] = field(default_factory=list)
     rows: DecodeRows = field(default_factory=DecodeRows)
 
@@ -108,7 +104,6 @@ class PlanDraft:
         return min(self.step_sizes[at] - num_tokens, self.budget_tokens - num_prompt_tokens)
 
     def assign(self, sequence: LiveSequence, blocks: list[int]) -> None:
-        """Append blocks to those of a sequence."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
         self.table_writes.add(sequence.slot, len(sequence.blocks), blocks)
         sequence.blocks += blocks
@@ -164,7 +159,6 @@ class PlanDraft:
         )
 
     def add_prompt(self, sequence: LiveSequence, num_tokens: int) -> None:
-        """Compute the next tokens of a prompt, which has blocks for them."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
         start = sequence.num_planned
         end = start + num_tokens

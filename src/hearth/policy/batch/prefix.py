@@ -116,7 +116,6 @@ class PrefixRun:
         return num_gone
 
     def cut(self, block: int) -> list[int]:
-        """Remove a block and all behind it; return the latter."""
         at = len(self.blocks) - 1
         while self.blocks[at] != block:  # from the end: each that is looked at goes
             at -= 1
@@ -133,7 +132,6 @@ class PrefixRun:
         del self._digests[max(1, num_blocks) :]
 
     def check(self) -> None:
-        """Raise if tokens or digests are not those of the blocks."""
         num_blocks, size = len(self.blocks), self._block_tokens
         assert self.blocks, "a run of no blocks is found by its digest"
         assert len(self.tokens) == num_blocks * size, f"{len(self.tokens)=} {num_blocks=} {size=}"
@@ -170,7 +168,6 @@ class PrefixIndex:
         self.runs.extend([None] * (num_blocks - len(self.runs)))
 
     def find(self, digest: bytes) -> PrefixRun | None:
-        """Return the run whose first block has this digest."""
         return self._shards[digest[0]].get(digest)
 
     def match(self, chain: DigestChain) -> list[int]:
@@ -268,7 +265,6 @@ class PrefixIndex:
             shard.clear()
 
     def check(self) -> None:
-        """Raise if blocks and runs disagree."""
         found = {digest: run for shard in self._shards for digest, run in shard.items()}
         for digest, run in found.items():
             assert run.digest == digest, f"found by the digest of others: {run.blocks}"

@@ -67,7 +67,6 @@ class LiveSequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens that were sampled and committed."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
@@ -168,11 +167,9 @@ class Sequences:
 
     @property
     def stop_ids(self) -> KeysView[int]:
-        """The tokens that end any sequence."""
         return self._num_stopped_by.keys()
 
     def running(self) -> list[LiveSequence]:
-        """Return the running sequences in queue order."""
         return list(self._running.values())
 
     def midway(self) -> LiveSequence | None:
@@ -212,7 +209,6 @@ class Sequences:
         return bool(self._free_slots)
 
     def next_to_start(self) -> LiveSequence | None:
-        """Return the first of `next_in_line`."""
         if not self._free_slots or not self._waiting:
             return None
         first = self._waiting[0]
@@ -267,7 +263,6 @@ class Sequences:
         return blocks
 
     def end(self, sequence: LiveSequence) -> list[int]:
-        """End a sequence; return the blocks that it had."""
         sequence.is_ended, sequence.quiet_until = True, 0
         request_id = sequence.request_id
         del self._live[request_id]

@@ -79,7 +79,6 @@ class StepCommit:
             self._go_on_or_end(sequence, token)
 
     def _go_on_or_end(self, sequence: LiveSequence, token: int) -> None:
-        """End a sequence if its newest token was its last."""
         reason, stuck = None, None
         if sequence.request.is_stopped_by(token, sequence.num_output - 1):
             reason = FinishReason.STOP

@@ -37,8 +37,6 @@ MAX_HOLD_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class BusyModel:
-    """A model with work, and how much of it is on the device."""
-
     model: ModelId
     is_loaded: bool  #: all of its weights are loaded
     can_follow_load: bool  #: a step may follow the rest of its load layer by layer
@@ -62,7 +60,6 @@ class StepReadiness:
         return loaded or [one.model for one in awake if one.can_follow_load]
 
     def starved(self, model: ModelId, generation: int) -> None:
-        """Note that a step had nothing to compute because KV was short."""
         self._starved[model] = generation
 
     def look_again(self) -> None:
@@ -126,7 +123,6 @@ class StepSharing:
         return self._spent_s[model], self._last_step.get(model, -1)
 
     def forget(self, model: ModelId) -> None:
-        """Forget a model that is no longer hosted."""
         self._busy.discard(model)
         self._spent_s.pop(model, None)
         self._last_step.pop(model, None)

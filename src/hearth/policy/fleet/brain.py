@@ -253,7 +253,6 @@ def _finish_request(fleet: Fleet, event: RequestFinished) -> list[Action]:
 
 
 def _learn_from_success(fleet: Fleet, request: Request) -> None:
-    """Learn that a replica works, and how long requests of its model run."""
     replica = request.replica
     if replica is not None and not replica.is_stale:
         replica.has_served = True
@@ -268,7 +267,6 @@ def _cancel_request(fleet: Fleet, event: RequestCancelled) -> list[Action]:
 
 
 def _end_and_cancel(fleet: Fleet, request: Request) -> list[Action]:
-    """End a request that its worker still runs."""
     replica = request.replica
     fleet.end(request)
     if replica is None:
@@ -386,6 +384,5 @@ def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message
 
 
 def _find_replica(fleet: Fleet, worker: WorkerId, model: ModelId) -> Replica | None:
-    """Return the replica that a worker reports on; None if it is gone."""
     known = fleet.workers.get(worker)
     return None if known is None else known.replicas.get(model)

@@ -76,7 +76,6 @@ class Promises:
         return self.budget_bytes - sum(self.own_bytes_by_hold[most + 1 :]) - self.workspace_bytes(most)
 
     def has_room(self, footprint: Footprint) -> bool:
-        """True if a model fits without evictions."""
         return self._bytes_with(footprint) <= self.budget_bytes
 
     def could_have_room(self, footprint: Footprint, most: Hold) -> bool:
@@ -217,8 +216,6 @@ class CapacityIndex:
 
 
 class FleetCapacity:
-    """The ranked workers of every kind of device. Mutable; written only by the fleet."""
-
     def __init__(self) -> None:
         self.by_kind: dict[str, CapacityIndex] = {}
 

@@ -69,7 +69,6 @@ def stop_model(fleet: Fleet, event: ModelStopped) -> list[Action]:
 
 
 def evict_if_leaving(fleet: Fleet, replica: Replica) -> list[Action]:
-    """Evict a replica that is idle and not to stay."""
     if replica.running or not replica.is_leaving:
         return []
     cost_s, is_freed = price_victim(replica, fleet.estimates, fleet.now_s).cost_s, replica.must_free_bytes

@@ -86,7 +86,6 @@ def is_needless(fleet: Fleet, drain: Drain) -> bool:
 
 
 def _has_room(fleet: Fleet, promises: Promises, footprint: Footprint) -> bool:
-    """True if a model fits, possibly in turns."""
     return promises.can_take_turns(footprint) if fleet.config.takes_turns else promises.has_room(footprint)
 
 
@@ -107,7 +106,6 @@ def _find_drainable(worker: Worker, model: Model) -> Iterator[Replica]:
 
 
 def _may_go(replica: Replica, model: Model) -> bool:
-    """True if a replica may be drained for a model at all."""
     own, other = replica.model.first_waiting, model.first_waiting
     is_earlier = own is not None and other is not None and own.place < other.place
     return replica.hold is not Hold.PINNED and not is_earlier

@@ -87,8 +87,6 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A dispatched request has ended."""
-
     now_s: float
     request_id: RequestId
     num_output_tokens: int
@@ -113,8 +111,6 @@ class LoadProgressed:
 
 @dataclass(frozen=True, slots=True)
 class RungUse:
-    """The part of a load that one rung delivered."""
-
     rung: Rung
     num_bytes: int
     seconds: float
@@ -220,8 +216,6 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One worker for a request, with the parts of its routing cost."""
-
     worker: WorkerId
     queue_s: float
     load_s: float
@@ -233,8 +227,6 @@ class Option:
 
 
 class Why(StrEnum):
-    """Why a request went to its worker."""
-
     RESIDENT = "resident"  #: the model was loaded and had a free slot
     LOADING = "loading"  #: the model was loading
     FREE_ROOM = "free_room"  #: loaded into free memory
@@ -323,8 +315,6 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class CancelRun:
-    """Stop a request on a worker."""
-
     request_id: RequestId
     worker: WorkerId
 
@@ -341,8 +331,6 @@ Action = Dispatch | LoadModel | Evict | SetHold | RefusePin | Reject | CancelRun
 
 @dataclass(frozen=True, slots=True)
 class BrainConfig:
-    """The constants of the brain's decisions."""
-
     max_queue: int = 512  #: requests that wait for a slot, room or their model's first turn
     #: After this, a busy model is drained for a waiting request, unless they can take turns.
     patience_s: float = 2.0

@@ -29,8 +29,6 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """The replicas to evict before a model has room on a worker."""
-
     victims: tuple[Victim, ...]
 
     @property
@@ -64,7 +62,6 @@ def plan_turn_evictions(
 
 
 def find_idle(worker: Worker) -> list[Replica]:
-    """Return the replicas of a worker without requests that are not pinned."""
     return [replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM)]
 
 

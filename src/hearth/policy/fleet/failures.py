@@ -32,7 +32,6 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 def clamp_retry_s(seconds: float) -> float:
-    """Return the delay that a client is told."""
     return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds))
 
 

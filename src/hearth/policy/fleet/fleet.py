@@ -136,7 +136,6 @@ class Fleet:
             del self.models[model.name]
 
     def reindex(self, replica: Replica) -> None:
-        """Carry a change of a replica into the books."""
         self._reindex_one(replica)
         model = replica.model
         if model.replicas and model.is_pinned:  # Another one may be the oldest now.
@@ -175,7 +174,6 @@ class Fleet:
             replica.is_pin_refused = False
 
     def with_pin(self, replica: Replica) -> Promises:
-        """Return the promises of a worker if one of its replicas were pinned."""
         promises = replica.worker.promises.copy()
         if replica.hold is not None:
             promises.release(replica.promise, replica.hold)
@@ -234,7 +232,6 @@ class Fleet:
         return request
 
     def start(self, request: Request, replica: Replica) -> None:
-        """Give a waiting request a slot of a replica."""
         model = request.model
         assert replica.has_free_slot, f"no slot for `{request.request_id}`"
         self.queues.dequeue(request)

@@ -139,7 +139,6 @@ def fitted_context(facts: Facts, kind: str, limits: StepLimits, budget_bytes: in
 
 
 def fixed_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
-    """Return the bytes of weights, workspace and tables: all that does not grow with tokens in flight."""
     return (
         weights_bytes_of(facts, kind, limits)
         + workspace_bytes_of(facts, kind, limits)

@@ -29,7 +29,6 @@ class Expiries:
             heapq.heappush(self._heap, (at_s, replica.number, self._num_entries, replica))
 
     def pop_due(self, now_s: float) -> Replica | None:
-        """Return the next warm replica that has expired."""
         return self._pop() if self.next_s() <= now_s else None
 
     def next_s(self) -> float:

@@ -44,12 +44,10 @@ class Footprint:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that a worker without other models must promise."""
         return self.fixed_bytes + self.min_kv_bytes
 
     @property
     def promise(self) -> Promise:
-        """The least promise beside other models."""
         standing_bytes = self.tables_bytes + self.sink_bytes
         return Promise(self.least_bytes - self.workspace_bytes, self.workspace_bytes, standing_bytes)
 

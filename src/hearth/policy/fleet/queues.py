@@ -64,7 +64,6 @@ class RequestQueues:
         return request
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended."""
         del self.requests[request.request_id]
 
     def enqueue(self, request: Request, now_s: float, step_number: int) -> None:
@@ -85,7 +84,6 @@ class RequestQueues:
         self.patient.drop(request.request_id)
 
     def await_turn(self, request: Request, *, is_waiting: bool) -> None:
-        """Record whether a request waits for the first turn of its model."""
         self.num_awaiting_turn += is_waiting - request.awaits_turn
         request.awaits_turn = is_waiting
 

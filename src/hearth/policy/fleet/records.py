@@ -153,7 +153,6 @@ class Model:
 
     @property
     def num_running(self) -> int:
-        """Requests on usable replicas."""
         return sum(len(replica.running) for replica in self.usable.values())
 
     @property
@@ -170,7 +169,6 @@ class Model:
         worker.failed.pop(self.name, None)
 
     def clear_failures(self) -> None:
-        """Forget all failures of a model that was redeployed or removed."""
         self.failure, self.num_deadly_loads = None, 0
         for worker in list(self.failed_on.values()):
             self.clear_failure(worker)
@@ -235,13 +233,11 @@ class Replica:
 
     @property
     def booked_hold(self) -> Hold:
-        """The hold of a replica that is in the books."""
         assert self.hold is not None, f"in no books: `{self.model.name}` on worker `{self.worker.name}`"
         return self.hold
 
     @property
     def is_leaving(self) -> bool:
-        """True if the replica is evicted as soon as it is idle."""
         return self.is_stale or (self.stop is not None and self.stop.is_freed)
 
     @property
@@ -289,7 +285,6 @@ class KnownAdapters:
         return adapter in self.used
 
     def use(self, adapter: AdapterId) -> None:
-        """Note a request with an adapter."""
         self.used.pop(adapter, None)
         self.used[adapter] = None
         if len(self.used) > MAX_KNOWN:

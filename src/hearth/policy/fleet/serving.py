@@ -150,7 +150,6 @@ def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
 
 
 def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
-    """Evict, load, and dispatch waiting requests."""
     assert model.profile is not None, f"removed: `{model.name}`"
     actions: list[Action] = []
     for victim in place.evictions.victims:
@@ -181,7 +180,6 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
 
 
 def fill_slots(fleet: Fleet, model: Model) -> list[Action]:
-    """Dispatch requests that wait for a model to its free slots."""
     actions: list[Action] = []
     while (first := model.first_waiting) is not None and (chosen := choose_replica(fleet, first)) is not None:
         why = Why.RESIDENT if chosen.replica.is_ready else Why.LOADING
@@ -244,7 +242,6 @@ def _must_end(fleet: Fleet, drain: Drain) -> bool:
 
 
 def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
-    """Let the victims of a drain take requests again."""
     del fleet.drains[drain.model.name]
     drain.worker.drain = None
     actions: list[Action] = []
@@ -287,7 +284,6 @@ def _kept_until_s(fleet: Fleet, model: Model) -> float:
 
 
 def _is_overdue(fleet: Fleet, model: Model) -> bool:
-    """True if the first request that waits for a model is overdue."""
     first = model.first_waiting
     assert first is not None, f"no request waits for `{model.name}`"
     return fleet.now_s >= first.overdue_s(fleet.config.patience_s)

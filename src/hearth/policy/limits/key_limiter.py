@@ -24,7 +24,7 @@ from hearth.policy.limits.sliding_window import SlidingWindow, WindowSlot
 
 #: The most tokens that one answer is charged in advance.
 MAX_ESTIMATE_TOKENS = 1024
-#: So many keys, or twice those that counted last, are remembered before those are sought that count no more.
+#: Idle keys are forgotten once there are this many keys, or twice as many as counted last.
 MIN_KEYS = 16
 
 Key = TypeVar("Key", bound=Hashable)
@@ -53,7 +53,7 @@ class LimitRefusal:
     limit: int
     used: int  #: of the limit, by others
     wanted: int
-    #: When the same request would pass, if no other came. None: never, as it is too large; or nobody knows.
+    #: When the same request would pass, if no other came. None: never, or unknown.
     retry_s: float | None
 
 

@@ -111,13 +111,13 @@ class ChunkBook:
 
     def filled(self, chunk_id: str) -> None:
         """Mark a chunk as resident. Its filler has the first lease."""
-        assert chunk_id in self._filling, f"nobody was filling a cell with chunk `{chunk_id}`"
+        assert chunk_id in self._filling, f"chunk `{chunk_id}` is not being filled"
         self._filling.remove(chunk_id)
         self._leases[chunk_id] = 1
 
     def failed(self, chunk_id: str) -> None:
         """Free the cell of a chunk whose bytes did not arrive."""
-        assert chunk_id in self._filling, f"nobody was filling a cell with chunk `{chunk_id}`"
+        assert chunk_id in self._filling, f"chunk `{chunk_id}` is not being filled"
         self._filling.remove(chunk_id)
         self._vacate(chunk_id)
 

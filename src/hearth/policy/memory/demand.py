@@ -22,7 +22,6 @@ class DemandHistory:
     mean_interval_s: float | None = None  #: None after one request
 
     def interval_s(self, now_s: float) -> float:
-        """Return the expected time between requests."""
         mean_s = PRIOR_INTERVAL_S if self.mean_interval_s is None else self.mean_interval_s
         return max(mean_s, now_s - self.last_s)
 

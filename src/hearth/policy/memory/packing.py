@@ -55,8 +55,6 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Places for all items, and what moves for them."""
-
     begins: Mapping[Hashable, int]  #: of every item
     #: In an order that is safe: none writes over what a later one still reads.
     moves: tuple[Move, ...]
@@ -140,8 +138,6 @@ def _sections(regions: Sequence[Region]) -> list[_Section]:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Items in bins."""
-
     by_bin: list[list[Item]]
     rooms_bytes: list[int]  #: that are left in each bin
     left: list[Item]  #: items for which no bin had the room

@@ -7,10 +7,10 @@ running. If loads never cease, they come slowly all the same.
 
 from __future__ import annotations
 
-#: For so long loads keep a region back that nobody waits for. From then on one comes this often, until the
-#: loads cease: a region takes a millisecond of the driver, so that is a fiftieth of its time.
+#: Loads hold back unneeded regions for this long. Then one comes this often until they cease: a region takes
+#: a millisecond of the driver, a fiftieth of its time.
 MAX_HELD_S, TRICKLE_S = 30.0, 0.05
-#: A pause between loads in which at least one region could have come. A shorter one is none.
+#: A shorter gap between loads does not count as a pause.
 MIN_PAUSE_S = 0.1
 
 
@@ -23,7 +23,7 @@ class RegionOrder:
         self._is_given = bytearray(num_regions)
         self._num_given = 0
         self._next = 0  #: behind the last one that was given out, or asked for
-        self._held_s = now_s  #: since when loads have kept back whatever nobody waits for
+        self._held_s = now_s  #: since when loads hold back unneeded regions
         self._is_late = False  #: it was given out beside loads already
         self._free_s = now_s  #: since when no load is under way, if none is
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-#: Slots of models on a CUDA device: as many as fit where nobody else has addresses (`memory/cuda_pages.py`).
+#: Slots of models on a CUDA device: as many as fit into the free addresses (`memory/cuda_pages.py`).
 NUM_SLOTS = 166
 
 
