@@ -264,7 +264,7 @@ class Stage:
             self.pool.prepare(model, gap.part)
         self.pool.load_ended(model, is_whole=True)
         self.pool.retire(model)
-        self._reclaimer.policy.room_may_have_come()
+        self._reclaimer.policy.note_freed()
         return model
 
 

@@ -218,10 +218,23 @@ SHAPES = st.builds(
     max_blocks=st.integers(1, 20),
 )
 #: Some more often than others, so that there is something to disturb.
-KINDS = (
-    *("place", *["host"] * 8, "make room", "landed", "landed", "lost", "take"),
-    *("grow", "grow", "shrink", "retire", "retire", "drop", "drop", "hold"),
-)
+KINDS = [
+    kind
+    for kind, times in {
+        "place": 1,
+        "host": 8,
+        "make room": 1,
+        "landed": 2,
+        "lost": 1,
+        "take": 1,
+        "grow": 2,
+        "shrink": 1,
+        "retire": 2,
+        "drop": 2,
+        "hold": 1,
+    }.items()
+    for _ in range(times)
+]
 STEPS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.sampled_from(MODELS), st.integers(0, 12)), min_size=30, max_size=50
 )

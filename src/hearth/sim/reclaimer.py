@@ -161,12 +161,12 @@ class SimulatedReclaimer:
         hosted.engine.kv.clear_all()
         self.device.free_other(model)
         self.policy.stop_deferring(model)
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
 
     def drop(self, model: ModelId) -> None:
         self.device.drop(model)
         self.policy.forget(model)
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
         self.costs.forget(model)
 
     def count_device_bytes(self) -> dict[ModelId, int]:

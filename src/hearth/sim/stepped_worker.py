@@ -132,7 +132,7 @@ class SteppedWorker:
                 if hosted.load is not None and hosted.load.end_s <= now_s:
                     self._end_load(model, hosted)
             while self._inbox:
-                self._readiness.look_again()
+                self._readiness.recheck()
                 self._handle(self._inbox.popleft())
             self._take_turns()
             for model in self.reclaimer.policy.deferred():
@@ -226,7 +226,7 @@ class SteppedWorker:
         self.hosted[model].hold = hold
         if self.turns is not None:
             self.turns.pin(model, self._now_s, is_pinned=hold is Hold.PINNED)
-        self.reclaimer.policy.room_may_have_come()
+        self.reclaimer.policy.note_freed()
 
     def _start(self, start: StartOrder) -> None:
         model, now_s = start.model, self._now_s
@@ -257,7 +257,7 @@ class SteppedWorker:
                 hosted.engine.batcher.cancel(request_id)
                 if self.turns is not None:
                     self.turns.ended(model, request_id)
-                self.reclaimer.policy.room_may_have_come()
+                self.reclaimer.policy.note_freed()
 
     # Turns.
 
@@ -276,7 +276,7 @@ class SteppedWorker:
                             self._flushed_s = awaited.end_s
                         self._take_in(model, awaited)
                         self.reclaimer.policy.stop_deferring(model)
-                        self.reclaimer.policy.room_may_have_come()
+                        self.reclaimer.policy.note_freed()
                         self._facts.append(TurnEnded(self._now_s, self.name, model, why))
                         if hosted.requests:
                             self._facts.append(Paused(tuple(hosted.requests)))
@@ -328,7 +328,7 @@ class SteppedWorker:
         if self.turns is None or self._is_any_loading():
             return
         line = self.turns.next_in_line(self._now_s)
-        model = self.turns.early(line, lambda name: self.reclaimer.missing_bytes(name) > 0)
+        model = self.turns.next_prefetch(line, lambda name: self.reclaimer.missing_bytes(name) > 0)
         num_bytes = 0 if model is None else self.reclaimer.place_front(model, self.turns.front_bytes)
         if model is not None and num_bytes:
             begin_s = max(self._now_s, self._bus_free_s)
@@ -354,7 +354,7 @@ class SteppedWorker:
             self.reclaimer.costs.learn_load(
                 model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
             )
-        self.reclaimer.policy.room_may_have_come()
+        self.reclaimer.policy.note_freed()
         if load.is_front:
             if self._is_in_turn(model):
                 self._load(model)

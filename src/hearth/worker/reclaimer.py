@@ -136,13 +136,13 @@ class Reclaimer:
             served.pooled_tables.clear()
         self.pool.retire(hosted.model)
         self.policy.stop_deferring(hosted.model)
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
 
     def drop(self, model: ModelId) -> None:
         """Give back all memory of a model that nobody computes with any more."""
         self.pool.drop(model)
         self.policy.forget(model)
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
 
     # KV.
 
@@ -166,7 +166,7 @@ class Reclaimer:
         """Take back what only a request needed that was cancelled; its KV is its engine's again."""
         if hosted.served is not None:
             self._run(self.policy.drop_tables(hosted.model))
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
 
     # Adapters.
 

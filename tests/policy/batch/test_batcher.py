@@ -684,7 +684,7 @@ def test_prompts_that_start_in_one_step_compute_their_common_beginning_once() ->
     engine.add(request("a", [*range(8), 1, 1]))
     engine.add(request("other", [9] * 6))
     for name in "bcd":
-        engine.add(request(name, [*range(8), *(2, 2, 2, 2), ord(name) % 7]))
+        engine.add(request(name, [*range(8), 2, 2, 2, 2, ord(name) % 7]))
 
     plan = launched(engine)
 

@@ -74,7 +74,7 @@ def test_a_model_has_room_exactly_if_all_promises_together_fit(
     for more_bytes in (0, BUDGET_BYTES - owed_bytes([*kept, newcomer]) + 1):
         larger = Promise(newcomer.own_bytes + more_bytes, newcomer.workspace_bytes)
         fits = owed_bytes([*kept, larger]) <= BUDGET_BYTES
-        assert promises.could_have_room(footprint_of(larger), most) == fits
+        assert promises.has_room(footprint_of(larger), most) == fits
     everybody = [*(promise for promise, _ in held), newcomer]
     assert promises.has_room(footprint_of(newcomer)) == (owed_bytes(everybody) <= BUDGET_BYTES)
     assert 0.0 <= promises.utilisation <= 1.0
@@ -145,11 +145,11 @@ def test_whether_a_model_fits_is_found_without_looking_at_every_worker(
         return {
             name
             for name, (kind, promises) in books.items()
-            if kind in footprints and promises.could_have_room(footprints[kind], most)
+            if kind in footprints and promises.has_room(footprints[kind], most)
         }
 
     assert capacity.has_fitting(profile, Hold.WARM) == bool(find_possible(Hold.WARM))
-    assert capacity.could_fit(profile) == bool(find_possible(Hold.BUSY))
+    assert capacity.has_fitting(profile, Hold.BUSY) == bool(find_possible(Hold.BUSY))
     for most in (Hold.RETAINED, Hold.WARM, Hold.BUSY):
         found = [
             name

@@ -69,9 +69,13 @@ def profile(
     max_seqs: int = 2,
 ) -> ModelProfile:
     """A model of so many bytes of weights; `workspace_bytes` come on top."""
-    all_bytes = fixed_bytes + workspace_bytes
     footprint = Footprint(
-        *(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes), sink_bytes=sink_bytes, max_seqs=max_seqs
+        fixed_bytes=fixed_bytes + workspace_bytes,
+        min_kv_bytes=min_kv_bytes,
+        max_kv_bytes=max_kv_bytes,
+        workspace_bytes=workspace_bytes,
+        sink_bytes=sink_bytes,
+        max_seqs=max_seqs,
     )
     footprints = {"cuda": footprint, "cpu": footprint}
     return ModelProfile(ModelId(model), fixed_bytes, footprints, keep_alive_s, is_pinned, weight, digest)
@@ -149,7 +153,8 @@ class World:
         fixed_bytes = (10, 30, 45, 90, 120)[number // 28 % 5]
         digest = f"digest {number // 140 % 2}"
         deployed = profile(
-            *(model, fixed_bytes),
+            model,
+            fixed_bytes,
             keep_alive_s=keep_alive_s,
             is_pinned=is_pinned,
             digest=digest,

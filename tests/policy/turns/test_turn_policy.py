@@ -301,20 +301,24 @@ def test_a_model_out_of_turn_keeps_what_stands_and_no_workspace_of_its_own() -> 
 def test_bytes_of_the_next_in_line_come_early_unless_another_is_being_loaded() -> None:
     table = Table({A: 80, B: 80, C: 80})
     running(table)
-    assert table.policy.early(table.policy.next_in_line(0.0), lambda model: True) is None, "nobody waits"
+    assert table.policy.next_prefetch(table.policy.next_in_line(0.0), lambda model: True) is None, (
+        "nobody waits"
+    )
     table.ask(B, 0.1)
     table.ask(C, 0.0)
     assert table.decide(0.2) == []
-    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: True) == C, "it is due first"
-    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: model == B) == B
-    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: False) is None
+    assert table.policy.next_prefetch(table.policy.next_in_line(0.2), lambda model: True) == C, (
+        "it is due first"
+    )
+    assert table.policy.next_prefetch(table.policy.next_in_line(0.2), lambda model: model == B) == B
+    assert table.policy.next_prefetch(table.policy.next_in_line(0.2), lambda model: False) is None
 
     assert table.decide(2.0)[-1] == BeginTurn(C)
-    assert table.policy.early(table.policy.next_in_line(2.0), lambda model: True) is None, (
+    assert table.policy.next_prefetch(table.policy.next_in_line(2.0), lambda model: True) is None, (
         "another is being loaded"
     )
     table.load(C, 2.1)
-    assert table.policy.early(table.policy.next_in_line(2.1), lambda model: True) in (A, B)
+    assert table.policy.next_prefetch(table.policy.next_in_line(2.1), lambda model: True) in (A, B)
 
 
 def test_early_bytes_come_in_portions_and_not_by_a_few() -> None:

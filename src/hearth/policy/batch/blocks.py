@@ -43,7 +43,7 @@ class BlockBook:
         self._blocks: set[int] = set()
         self._free = FreeBlocks()
         self._num_holders: list[int] = []  #: by block: how many sequences hold it
-        self._num_live = 0  #: blocks that are held
+        self.num_live = 0  #: blocks that are held
         self._cached = CachedBlocks()
         #: Blocks that can be found by their content: some live ones and all cached ones.
         self.prefixes = PrefixIndex()
@@ -59,10 +59,6 @@ class BlockBook:
     @property
     def num_blocks(self) -> int:
         return len(self._blocks)
-
-    @property
-    def num_live(self) -> int:
-        return self._num_live
 
     @property
     def num_cached(self) -> int:
@@ -130,7 +126,7 @@ class BlockBook:
 
     def remove_all(self) -> None:
         """Remove all blocks. No sequence may be running."""
-        assert not self._num_live, f"live blocks cannot be taken away: {self._live()}"
+        assert not self.num_live, f"live blocks cannot be taken away: {self._live()}"
         self._blocks.clear()
         self._free.clear()
         self._cached.clear()
@@ -168,7 +164,7 @@ class BlockBook:
         assert None not in map(runs.__getitem__, blocks), f"only a published block can be shared: {blocks=}"
         if cached := [block for block in blocks if not num_holders[block]]:
             self._cached.remove(cached)
-            self._num_live += len(cached)
+            self.num_live += len(cached)
         for block in blocks:
             num_holders[block] += 1
 
@@ -184,7 +180,7 @@ class BlockBook:
         num_holders = self._num_holders
         for block in blocks:
             num_holders[block] = 1
-        self._num_live += num_blocks
+        self.num_live += num_blocks
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -203,7 +199,7 @@ class BlockBook:
                 num_holders[block] = 0
         else:
             unheld = self._release_each(unheld)
-        self._num_live -= len(unheld)
+        self.num_live -= len(unheld)
         runs = self.prefixes.runs
         free = [block for block in unheld if runs[block] is None]
         self._cached.add([block for block in unheld if runs[block] is not None] if free else unheld)
@@ -266,7 +262,7 @@ class BlockBook:
         expected = sorted(self._blocks)
         assert owned == expected, f"free, live and cached blocks must be {expected}: {owned}"
         assert min(self._num_holders, default=0) >= 0, f"held less than never: {self._num_holders}"
-        assert self._num_live == len(self._live()), f"{self._num_live=} {self._live()=}"
+        assert self.num_live == len(self._live()), f"{self.num_live=} {self._live()=}"
         cached = list(self._cached)
         assert len(self._cached) == len(cached), f"{len(self._cached)=} {cached=}"
         self.prefixes.check()

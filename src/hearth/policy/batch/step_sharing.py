@@ -62,7 +62,7 @@ class StepReadiness:
     def starved(self, model: ModelId, generation: int) -> None:
         self._starved[model] = generation
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Let all starved models try again after an external event."""
         self._starved.clear()
 

@@ -75,12 +75,9 @@ class Promises:
         """Return the free bytes once every replica with a hold up to `most` is gone."""
         return self.budget_bytes - sum(self.own_bytes_by_hold[most + 1 :]) - self.workspace_bytes(most)
 
-    def has_room(self, footprint: Footprint) -> bool:
-        return self._bytes_with(footprint) <= self.budget_bytes
-
-    def could_have_room(self, footprint: Footprint, most: Hold) -> bool:
-        """True if a model fits once every replica with a hold up to `most` is gone."""
-        return self._bytes_with(footprint, above=most) <= self.budget_bytes
+    def has_room(self, footprint: Footprint, without: Hold | None = None) -> bool:
+        """True if a model fits, without the replicas of a hold up to `without`."""
+        return self._bytes_with(footprint, above=without) <= self.budget_bytes
 
     @property
     def must_take_turns(self) -> bool:
@@ -92,13 +89,9 @@ class Promises:
         """True if every replica fits in its turn, while all others but pinned ones are out of turn."""
         return self._turn_bytes() <= self.budget_bytes
 
-    def can_take_turns(self, footprint: Footprint) -> bool:
-        """True if a model and all replicas fit, each in its turn."""
-        return self._turn_bytes(footprint) <= self.budget_bytes
-
-    def could_take_turns(self, footprint: Footprint) -> bool:
-        """True if a model and all replicas fit, each in its turn, once all idle replicas are gone."""
-        return self._turn_bytes(footprint, above=Hold.WARM) <= self.budget_bytes
+    def can_take_turns(self, footprint: Footprint, without: Hold | None = None) -> bool:
+        """True if a model and all replicas with a hold above `without` fit, each in its turn."""
+        return self._turn_bytes(footprint, above=without) <= self.budget_bytes
 
     def _turn_bytes(self, footprint: Footprint | None = None, above: Hold | None = None) -> int:
         """Return the bytes of the largest turn, of replicas held more than `above` and a model."""
@@ -203,12 +196,7 @@ class CapacityIndex:
         ranking = by_hold[most]
         own_bytes = footprint.promise.own_bytes
         names = ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
-        return (name for name in names if self.fits(name, footprint, most))
-
-    def fits(self, name: WorkerId, footprint: Footprint, most: Hold | None) -> bool:
-        """True if a worker has room for a model once every replica with a hold up to `most` is gone."""
-        promises = self.promises[name]
-        return promises.has_room(footprint) if most is None else promises.could_have_room(footprint, most)
+        return (name for name in names if self.promises[name].has_room(footprint, most))
 
     @property
     def rankings(self) -> tuple[Ranking[WorkerId, int], ...]:
@@ -237,10 +225,6 @@ class FleetCapacity:
             footprint = profile.footprints.get(kind)
             if footprint is not None:
                 yield index, footprint
-
-    def could_fit(self, profile: ModelProfile) -> bool:
-        """True if some worker has room for the model without all unpinned replicas."""
-        return self.has_fitting(profile, Hold.BUSY)
 
     def has_fitting(self, profile: ModelProfile, most: Hold) -> bool:
         """True if some worker has room for the model without replicas of a hold up to `most`."""

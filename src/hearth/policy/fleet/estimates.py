@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hearth.core.types import ModelId, Rung
+from hearth.core.types import ModelId
 from hearth.policy.memory.reload_cost import ReloadCosts
 
 #: Assumed run time before the first request has ended.
@@ -36,9 +35,6 @@ class Estimates:
         """Return the run time of a request of a model, or of all models if it has none yet."""
         known_s = self.mean_run_s if model is None else self.run_s_by_model.get(model, self.mean_run_s)
         return PRIOR_RUN_S if known_s is None else known_s
-
-    def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:
-        return self.reload.load_s(num_bytes, bytes_by_rung)
 
 
 def _averaged(mean: float | None, newest: float) -> float:

@@ -40,7 +40,7 @@ def plan_evictions(
     worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
 ) -> EvictionPlan | None:
     """Return what to evict for a model; None if it has no room without any idle replica."""
-    if not worker.promises.could_have_room(footprint, Hold.WARM):
+    if not worker.promises.has_room(footprint, Hold.WARM):
         return None
     if worker.promises.has_room(footprint):
         return EvictionPlan(())
@@ -55,7 +55,7 @@ def plan_turn_evictions(
 
     Few have to go: weights of idle models are lent anyway, and only what they keep besides is in the way.
     """
-    if not worker.promises.could_take_turns(footprint):
+    if not worker.promises.can_take_turns(footprint, without=Hold.WARM):
         return None
     victims = [price_victim(replica, estimates, now_s) for replica in find_idle(worker)]
     return EvictionPlan(choose_fewest(worker.promises, victims, lambda left: left.can_take_turns(footprint)))
@@ -70,7 +70,7 @@ def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim
     model = replica.model
     if model.profile is None or replica.is_stale:
         return Victim(replica, 0.0)
-    load_s = estimates.load_s(replica.total_bytes, model.bytes_by_rung)
+    load_s = estimates.reload.load_s(replica.total_bytes, model.bytes_by_rung)
     weight = model.profile.weight
     return Victim(replica, estimates.reload.cost_s(model.name, load_s, weight, now_s))
 

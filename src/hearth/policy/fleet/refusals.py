@@ -69,7 +69,7 @@ def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
 
 def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
     """Say why pinned models leave no room for a model; None if a worker could make some."""
-    if fleet.capacity.could_fit(profile):
+    if fleet.capacity.has_fitting(profile, Hold.BUSY):
         return None
     texts = []
     for index, footprint in fleet.capacity.find_suited(profile):
@@ -104,7 +104,7 @@ def explain_refused_pin(replica: Replica) -> str:
 
 def explain_shortage(worker: Worker, footprint: Footprint) -> str | None:
     """Say why a worker has no room for a model now; None if it has, or could evict idle ones."""
-    if worker.promises.could_have_room(footprint, Hold.WARM):
+    if worker.promises.has_room(footprint, Hold.WARM):
         return None
     freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
     busy = [one.model.name for one in worker.replicas.values() if one.hold in (Hold.PAUSED, Hold.BUSY)]

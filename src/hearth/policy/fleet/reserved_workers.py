@@ -65,7 +65,7 @@ class ReservedWorkers:
         names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
         if self._has_kind(kind, index):
             resting = (name for name in self.fleet.resting if name in index.promises)
-            names = (name for name in resting if index.fits(name, footprint, most))
+            names = (name for name in resting if index.promises[name].has_room(footprint, most))
         return (name for name in names if not self.bars(self.fleet.workers[name], footprint))
 
     def bars(self, worker: Worker, footprint: Footprint) -> bool:
@@ -78,7 +78,7 @@ class ReservedWorkers:
             if is_closed:
                 return True
         kept = self.footprints_by_kind.get(worker.kind, ())
-        return any(worker.promises.could_have_room(one, Hold.BUSY) for one in kept)
+        return any(worker.promises.has_room(one, Hold.BUSY) for one in kept)
 
 
 def _fits_within(one: Footprint, other: Footprint) -> bool:

@@ -166,7 +166,7 @@ def _plan_where_bytes_are(
 
     Only replicas with a hold up to `most` are evicted, and only if that costs less than the bytes save.
     """
-    all_s = fleet.estimates.load_s(profile.num_bytes, model.bytes_by_rung)
+    all_s = fleet.estimates.reload.load_s(profile.num_bytes, model.bytes_by_rung)
     plans: dict[WorkerId, EvictionPlan] = {}
     for name in islice(model.retired.down_to_rank(1), MAX_OPTIONS // 2):
         worker = fleet.workers[name]
@@ -176,7 +176,9 @@ def _plan_where_bytes_are(
         if name in barred or reserved.bars(worker, footprint):
             continue
         evictions = _plan_evictions(fleet, profile, worker, most)
-        saved_s = all_s - fleet.estimates.load_s(count_missing_bytes(model, worker), model.bytes_by_rung)
+        saved_s = all_s - fleet.estimates.reload.load_s(
+            count_missing_bytes(model, worker), model.bytes_by_rung
+        )
         if not evictions.victims or evictions.evict_s < fleet.config.load_weight * saved_s:
             plans[name] = evictions
     return plans
@@ -185,8 +187,8 @@ def _plan_where_bytes_are(
 def _could_take(worker: Worker, footprint: Footprint, most: Hold) -> bool:
     """True if a model has room without replicas of a hold up to `most`; busy ones take turns with it."""
     if most is Hold.BUSY:
-        return worker.promises.could_take_turns(footprint)
-    return worker.promises.could_have_room(footprint, most)
+        return worker.promises.can_take_turns(footprint, without=Hold.WARM)
+    return worker.promises.has_room(footprint, most)
 
 
 def _plan_evictions(fleet: Fleet, profile: ModelProfile, worker: Worker, most: Hold) -> EvictionPlan:
@@ -242,8 +244,8 @@ def _price_option(
     """Return a worker with its cost. `adapter_bytes`: missing bytes of the request's adapter."""
     queue_s = _estimate_queue_s(fleet, model, worker)
     missing_bytes = count_missing_bytes(model, worker)
-    load_s = fleet.estimates.load_s(missing_bytes, model.bytes_by_rung)
-    load_s += fleet.estimates.load_s(adapter_bytes, None)
+    load_s = fleet.estimates.reload.load_s(missing_bytes, model.bytes_by_rung)
+    load_s += fleet.estimates.reload.load_s(adapter_bytes, None)
     evict_s = 0.0 if evictions is None else evictions.evict_s
     utilisation = worker.promises.utilisation
     cost_s = routing_cost(fleet.config, queue_s, load_s, utilisation, evict_s)

@@ -131,7 +131,7 @@ def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bo
     is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
     if is_queue_filling or _is_overdue(fleet, model):
         return True
-    load_s = fleet.estimates.load_s(model.profile.num_bytes, model.bytes_by_rung)
+    load_s = fleet.estimates.reload.load_s(model.profile.num_bytes, model.bytes_by_rung)
     run_s = fleet.estimates.run_s(model.name)
     return load_s + evict_s < run_s * len(model.waiting) / max(1, model.num_running)
 
@@ -202,7 +202,7 @@ def _dispatch(
 
 
 def _could_fit(fleet: Fleet, model: Model) -> bool:
-    return model.profile is not None and fleet.capacity.could_fit(model.profile)
+    return model.profile is not None and fleet.capacity.has_fitting(model.profile, Hold.BUSY)
 
 
 def _drain_for_overdue(fleet: Fleet) -> bool:

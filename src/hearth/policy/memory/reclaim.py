@@ -103,7 +103,7 @@ class ReclaimPolicy:
         kv = self._books.kv_of(model)
         return kv.has_work and kv.num_blocks < kv.floor_blocks
 
-    def room_may_have_come(self) -> None:
+    def note_freed(self) -> None:
         """Let all models that found no memory try again."""
         self.generation += 1
 
@@ -114,7 +114,7 @@ class ReclaimPolicy:
             num_bytes, may_preempt=may_preempt, beside=beside, keeps_floor=keeps_floor
         )
         if freed:
-            self.room_may_have_come()  # it may be more than this model uses
+            self.note_freed()  # it may be more than this model uses
         return freed
 
     def forget(self, model: ModelId) -> None:
@@ -223,7 +223,7 @@ class ReclaimPolicy:
         num_surplus = elastic.surplus_blocks(use) if has_work else use.num_free
         num_given = (yield from self._give_back(model, num_surplus)) if num_surplus > 0 else 0
         if num_given or has_let_go or not has_work:
-            self.room_may_have_come()
+            self.note_freed()
         return num_given
 
     def _give_back(self, model: ModelId, num_blocks: int) -> Orders:
@@ -308,7 +308,7 @@ class ReclaimPolicy:
             if table not in tables.needed:
                 freed += yield DropTable(model, table)
         if freed:
-            self.room_may_have_come()
+            self.note_freed()
         return freed
 
     # Adapters.
@@ -339,7 +339,7 @@ class ReclaimPolicy:
                 if not (yield from self._free(num_bytes, may_preempt=may_preempt, keeps_floor=True)):
                     break
                 got_bytes = yield place()
-        self.room_may_have_come()
+        self.note_freed()
         return got_bytes
 
     def owed_bytes(self) -> int:

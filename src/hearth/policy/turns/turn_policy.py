@@ -200,7 +200,7 @@ class TurnPolicy:
 
     # Decisions.
 
-    def early(self, line: Iterable[ModelId], can_come: Callable[[ModelId], bool]) -> ModelId | None:
+    def next_prefetch(self, line: Iterable[ModelId], can_come: Callable[[ModelId], bool]) -> ModelId | None:
         """Return the first model in `line` that `can_come`, to prefetch it; None while one is loading."""
         return None if self._is_any_loading() else next(filter(can_come, line), None)
 
