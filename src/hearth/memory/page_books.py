@@ -8,16 +8,54 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from hearth.core.types import Hold, ModelId, SamplingTable
+from hearth.core.types import ChunkId, Hold, ModelId, SamplingTable
 from hearth.memory.mapped_tenant import MappedTenant, num_pages
 from hearth.memory.page_table import PageTable
 from hearth.memory.pages import Pages
 from hearth.memory.pool import EvictionTerms, Holding, Shape
-from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import SpaceAddresses, Spaces
 from hearth.policy.memory.eviction import TAKEABLE, Tail
+
+
+class SharedChunks:
+    """Which pages hold which chunk of weights, complete and never written again. Mutable.
+
+    Only chunks of exactly one page can be shared. A chunk may have several pages, from concurrent loads.
+    """
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._pages: dict[ChunkId, set[int]] = {}
+
+    def add(self, shape: Shape, index: int, page: int) -> None:
+        if shape.chunk_bytes == self._page_bytes:
+            self._pages.setdefault(shape.chunks[index], set()).add(page)
+
+    def discard(self, shape: Shape, index: int, page: int) -> None:
+        """Forget a page that no model maps any more."""
+        if shape.chunk_bytes == self._page_bytes:
+            pages = self._pages[shape.chunks[index]]
+            pages.remove(page)
+            if not pages:
+                del self._pages[shape.chunks[index]]
+
+    def find(self, shape: Shape, indices: Iterable[int], excluded: Collection[int]) -> dict[int, int]:
+        """Return pages that hold the chunks of these indices, each page for one index."""
+        found: dict[int, int] = {}
+        if shape.chunk_bytes != self._page_bytes:
+            return found
+        taken = set(excluded)
+        for index in indices:
+            pages = self._pages.get(shape.chunks[index])
+            if pages and (page := min(pages - taken, default=None)) is not None:
+                found[index] = page
+                taken.add(page)
+        return found
+
+    def all_pages(self) -> set[int]:
+        return {page for pages in self._pages.values() for page in pages}
 
 
 class PageBooks:

@@ -11,7 +11,8 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import assert_never
 
 from hearth.core.errors import ConfigError
@@ -42,7 +43,6 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.profile import ModelProfile
-from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.profile import Profile
 from hearth.sim.setting import KIND, Policy, SimulationSetting
 from hearth.sim.stepped_model import (
@@ -56,6 +56,46 @@ from hearth.sim.stepped_model import (
 )
 from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
+
+
+@dataclass(slots=True)
+class SimulatedAnswer:
+    """One request and its tokens so far. Mutable; written by its simulation."""
+
+    request_id: RequestId
+    model: ModelId
+    arrived_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    token_s: list[float] = field(default_factory=list)  #: when each token was sent
+    started_s: float | None = None  #: when the step began that first had tokens of it; None: none had yet
+    num_pauses: int = 0  #: turns of its model that ended meanwhile
+    ended_s: float | None = None  #: None: it has not ended
+    why_not: str | None = None  #: why it was refused or cancelled; None: it was not
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.token_s) == self.num_output_tokens
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the arrival to the first token, which must exist."""
+        return self.token_s[0] - self.arrived_s
+
+    @property
+    def completion_s(self) -> float:
+        """Seconds from the arrival to the end, which must exist."""
+        assert self.ended_s is not None, f"not ended: {self}"
+        return self.ended_s - self.arrived_s
+
+    @property
+    def longest_pause_s(self) -> float:
+        return max((after - before for before, after in pairwise(self.token_s)), default=0.0)
+
+    def count_on_time(self, first_token_s: float, tokens_per_s: float) -> int:
+        """Return how many tokens were on time: token i is due i / rate after the first."""
+        due_s = self.arrived_s + first_token_s
+        return sum(at_s <= due_s + index / tokens_per_s for index, at_s in enumerate(self.token_s))
 
 
 class _Gate:
