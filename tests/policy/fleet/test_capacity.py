@@ -104,7 +104,7 @@ def test_everybody_can_take_turns_if_each_has_room_beside_pinned_ones_and_what_o
     both = [*scaled, (newcomer, Hold.BUSY)]
     assert promises.can_take_turns(footprint_of(newcomer)) == can_all(both)
     staying = [(one, hold) for one, hold in both if hold > Hold.WARM]
-    assert promises.could_take_turns(footprint_of(newcomer)) == can_all(staying)
+    assert promises.can_take_turns(footprint_of(newcomer), without=Hold.WARM) == can_all(staying)
     total = add_up([one for one, hold in scaled if hold > Hold.WARM], shares_workspace=shares_workspace)
     assert promises.must_take_turns == (total > BUDGET_BYTES)
 

@@ -152,7 +152,7 @@ def test_a_model_has_an_untried_place_only_where_it_has_not_failed_and_idle_mode
         most, takes_turns = Hold.RETAINED if is_pinned else Hold.WARM, config.takes_turns and not is_pinned
         untried = [
             worker.promises.has_room(footprints[worker.kind], most)
-            or (takes_turns and worker.promises.could_take_turns(footprints[worker.kind]))
+            or (takes_turns and worker.promises.can_take_turns(footprints[worker.kind], Hold.WARM))
             for worker in fleet.workers.values()
             if worker.name not in model.failed_on and worker.name not in model.replicas
         ]
