@@ -202,7 +202,7 @@ class TurnWorld:
     def _come_early(self) -> None:
         """Have bytes of the next in line come that fit into what is free, in no time."""
         line = self.policy.next_in_line(self.now_s)
-        name = self.policy.early(line, lambda name: self.models[name].there < 1.0)
+        name = self.policy.next_prefetch(line, lambda name: self.models[name].there < 1.0)
         if name is None:
             return
         model = self.models[name]
