@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, count
 
+from bench.fleet.costs import CostModel
+from bench.fleet.simulator import Simulator
 from bench.report import arguments, emit, percentiles
 from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.brain import step
@@ -29,16 +31,14 @@ from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
     Event,
-    Footprint,
     ModelDeployed,
-    ModelProfile,
     RequestArrived,
     WorkerJoined,
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.sim.costs import CostModel
-from hearth.sim.simulator import Simulator
+from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.residents import list_residents
 
 NUM_MODELS = (100, 1_000, 10_000)
 NUM_WORKERS = 1_000
@@ -85,7 +85,7 @@ class TimedBrain:
     def describe_state(self) -> dict[str, int]:
         """Return how full the service is."""
         fleet = self.fleet
-        residents = fleet.residents(fleet.now_s)
+        residents = list_residents(fleet, fleet.now_s)
         return {
             "resident": len(residents),
             "running": fleet.queues.num_running,

@@ -17,8 +17,8 @@ from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
 from hearth.policy.batch.step_limits import step_limits
-from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.footprint import Facts, footprint
+from hearth.policy.fleet.profile import Footprint
 
 #: Hidden and inner width, layers, heads, KV heads, vocabulary, whether the head is tied.
 SHAPES = {

@@ -68,7 +68,7 @@ def serve(shape: ShapeProfile, requests: Sequence[Asked], max_step_s: float) -> 
     num_blocks = KV_BYTES // block_bytes
     kv = KvRange(block_bytes, 16 << 20, num_blocks)
     engine = SteppedEngine(shape, LIMITS, kv, BLOCK_TOKENS, num_blocks - 1, max_step_s)
-    engine.grow(num_blocks - 1, free_bytes=KV_BYTES)
+    engine.kv.grow(num_blocks - 1, free_bytes=KV_BYTES)
     times_s: dict[RequestId, list[float]] = {}  # of the arrival, then of each token
     to_come, now_s, device_free_s = deque(requests), 0.0, 0.0
     while to_come or engine.has_work:

@@ -192,7 +192,7 @@ class Rig:
     def add_kv(self, num_blocks: int, ahead_blocks: int = 0) -> float:
         """Give the engine blocks of KV and return how many seconds that took."""
         began_s = time.perf_counter()
-        extents = self.pool.grow(MODEL, num_blocks, ahead_blocks)
+        extents = self.pool.kv.grow(MODEL, num_blocks, ahead_blocks)
         for extent in extents:
             self.engine.add_blocks(extent)
         num_got = sum(map(len, extents))

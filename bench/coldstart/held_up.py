@@ -163,7 +163,7 @@ class Rig:
 
             engine = new_engine()
             engine.runner.fill_tables()
-            for extent in self.pool.grow(model, num_blocks, 0):
+            for extent in self.pool.kv.grow(model, num_blocks, 0):
                 engine.add_blocks(extent)
             self.hosted[name] = Hosted(model, spec, engine, new_engine)
             tell(f"{name}: up, {num_blocks} blocks of KV")

@@ -183,7 +183,7 @@ class Stage:
         self.fill_with_weights()
         self.drop_fillers()
         if arm is Arm.FIXED:
-            while extents := self.pool.grow(SERVED, self.body.kv_blocks):
+            while extents := self.pool.kv.grow(SERVED, self.body.kv_blocks):
                 for extent in extents:
                     self.engine.add_blocks(extent)
 
@@ -223,9 +223,9 @@ class Stage:
     def _give_back_kv(self) -> None:
         """Give the pool all KV that it takes; the engine is told of many pages at once, which is faster."""
         begin = end = 0
-        while extents := self.pool.extents(SERVED):
+        while extents := self.pool.kv.extents(SERVED):
             extent = extents[0]
-            self.pool.shrink(SERVED, extent)
+            self.pool.kv.shrink(SERVED, extent)
             if extent.stop != begin:
                 self._forget_blocks(range(begin, end))
                 end = extent.stop
@@ -264,7 +264,7 @@ class Stage:
             self.pool.prepare(model, gap.part)
         self.pool.load_ended(model, is_whole=True)
         self.pool.retire(model)
-        self._reclaimer.policy.room_may_have_come()
+        self._reclaimer.policy.note_freed()
         return model
 
 

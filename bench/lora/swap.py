@@ -122,13 +122,13 @@ class SwapSetting:
         began_s = time.perf_counter()
         asked = ask_for_adapter(self.borrowed, self.resources)
         noted_s["asked"] = time.perf_counter()
-        pieces = self.pool.place_pieces(self.order.adapter, self.layout.layer_sizes)
+        pieces = self.pool.pieces.place(self.order.adapter, self.layout.layer_sizes)
         assert pieces is not None, f"{self.pool.usage()}"
         noted_s["placed"] = time.perf_counter()
 
         def prepare() -> None:
             noted_s["taken up"] = time.perf_counter()
-            self.pool.prepare_pieces(self.order.adapter)
+            self.pool.pieces.prepare(self.order.adapter)
             noted_s["prepared"] = time.perf_counter()
 
         load_adapter(
@@ -143,12 +143,12 @@ class SwapSetting:
         if isinstance(told, AdapterArriving):
             told = news.get(timeout=60)
         assert isinstance(told, AdapterFilled), f"{told}"
-        last_read = self.pool.mark()  # as of an adapter whose last request ended some steps ago
+        last_read = self.pool.pieces.mark()  # as of an adapter whose last request ended some steps ago
         noted_s["there"] = noted_s["told"]
         if begun is not None and there is not None:
             torch.cuda.synchronize()
             noted_s["there"] = began_s + begun.elapsed_time(there) / 1e3  # by the device's clock
-        self.pool.drop_pieces(self.order.adapter, last_read)
+        self.pool.pieces.drop(self.order.adapter, last_read)
         return {name: at_s - began_s for name, at_s in noted_s.items()}
 
     def _mark(self, *, is_waited_for: bool = True) -> torch.cuda.Event | None:
@@ -204,9 +204,9 @@ def scatter(pool: MappedPool, layout: AdapterLayout) -> None:
     sizes = [size for size in layout.layer_sizes for _ in range(2)]
     owners = [AdapterId(f"{number:064x}") for number in range(len(sizes))]
     for owner, size in zip(owners, sizes, strict=True):
-        assert pool.place_pieces(owner, [size]) is not None, f"{pool.usage()}"
+        assert pool.pieces.place(owner, [size]) is not None, f"{pool.usage()}"
     for owner in owners[::2]:
-        pool.drop_pieces(owner)
+        pool.pieces.drop(owner)
 
 
 def _copy_s(num_bytes: int) -> float:
@@ -234,13 +234,13 @@ def memory(num_layers: int) -> Iterator[Answer]:
         place_s = (time.perf_counter() - began_s) / NUM_ADAPTERS
         yield {"part": "memory", "place_s": place_s, **_taken(pool)}
         for number in range(0, NUM_ADAPTERS, 3):
-            pool.drop_pieces(AdapterId(f"{number:064x}"))
+            pool.pieces.drop(AdapterId(f"{number:064x}"))
             _place(pool, number, layouts[RANKS["mixed"][number % 4]])
         yield {"part": "memory after others came", **_taken(pool)}
 
 
 def _place(pool: MappedPool, number: int, layout: AdapterLayout) -> None:
-    assert pool.place_pieces(AdapterId(f"{number:064x}"), layout.layer_sizes) is not None, f"{pool.usage()}"
+    assert pool.pieces.place(AdapterId(f"{number:064x}"), layout.layer_sizes) is not None, f"{pool.usage()}"
 
 
 def _taken(pool: MappedPool) -> Answer:

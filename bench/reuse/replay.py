@@ -144,12 +144,12 @@ class Replay:
 
     def _use_kv(self, model: LibraryModel, space: Space, kv_bytes: int) -> None:
         wanted = kv_bytes // model.block_bytes
-        extents = self.pool.grow(model.id, wanted)
+        extents = self.pool.kv.grow(model.id, wanted)
         while (short := wanted - sum(map(len, extents))) > 0:
             # On an arena what comes free may still lie in pieces that are too small: then once more.
             if not self.pool.take_weights(short * model.block_bytes, Hold.RETAINED):
                 raise RuntimeError(f"`{model.id}` lacks {short} of {wanted} blocks of KV; raise the budget")
-            extents += self.pool.grow(model.id, short)
+            extents += self.pool.kv.grow(model.id, short)
         self.pool.take_moved()
         for extent in extents:
             space.kv[extent.start * model.block_bytes : extent.stop * model.block_bytes].fill_(0xFF)

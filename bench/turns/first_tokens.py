@@ -17,8 +17,8 @@ from statistics import fmean
 from hearth.control.observe.views import Explanation
 from hearth.core.types import ModelId
 from hearth.policy.fleet.events import ModelReady, TurnBegan, TurnEnded
-from hearth.sim.answers import SimulatedAnswer
-from hearth.sim.stepped_worker import WorkerFact
+from hearth.sim.service import SimulatedAnswer
+from hearth.sim.stepped_model import WorkerFact
 
 #: A model counts as there if its requests waited no longer than this for its turn and its bytes.
 _THERE_S = 0.002

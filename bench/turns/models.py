@@ -25,8 +25,8 @@ from hearth.control.deploy.registry import Registry
 from hearth.core.config import EngineConfig
 from hearth.core.sizes import computed_dtype
 from hearth.policy.batch.step_limits import step_limits
-from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.footprint import Facts, footprint
+from hearth.policy.fleet.profile import Footprint
 from hearth.store.format.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS
 
 _AT_ONCE = 4  #: deployments; each has threads of its own

@@ -17,10 +17,9 @@ from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, WARM_SPEED, Arm, Cur
 from bench.turns.table import PERCENTILES, Aim, Judged, Line, by_arm
 from bench.turns.workload import Question
 from hearth.core.types import ModelId
-from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.profile import Profile
-from hearth.sim.service import SimulatedService
+from hearth.sim.service import SimulatedAnswer, SimulatedService
 from hearth.sim.setting import Policy, SimulationSetting
 from hearth.sim.traces import Trace, TracedRequest
 

@@ -290,8 +290,8 @@ def test_first_steps_that_another_thread_has_captured_answer_as_eager_ones() -> 
 
     assert [one.tokens for one in ask(engine, asked, greedy())] == expected
     engine.flush()
-    engine.batcher.remove_all_blocks()  # with the cached prefixes, so that steps are of the same sizes again
-    engine.batcher.add_blocks(range(SINK_BLOCK + 1, len(runner.kv)))
+    engine.batcher.kv.remove_all()  # with the cached prefixes, so that steps are of the same sizes again
+    engine.batcher.kv.add(range(SINK_BLOCK + 1, len(runner.kv)))
     runner.drop_restored()  # and with them those that stood in: others are captured, in memory of their own
     assert [one.tokens for one in ask(engine, asked, greedy())] == expected
     assert graphs.captured

@@ -204,11 +204,11 @@ def test_cached_blocks_that_whoever_waits_would_read_are_not_to_spare() -> None:
     start(engine, [list(range(2, 11))])
     finish(engine)
     num_cached = engine.usage.kv_cached_blocks
-    assert engine.batcher.cached_to_spare() == num_cached > 2
+    assert engine.batcher.kv.cached_to_spare() == num_cached > 2
 
     engine.add(engine.request(RequestId("again"), [*range(2, 11), 77, 78], PARAMS))
 
-    assert engine.batcher.cached_to_spare() == num_cached - 2
+    assert engine.batcher.kv.cached_to_spare() == num_cached - 2
 
 
 def test_who_was_preempted_and_then_cancelled_is_told_of_no_more() -> None:

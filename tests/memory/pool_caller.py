@@ -169,7 +169,9 @@ class PoolCaller:
 
     def take(self, num_bytes: int, most: Hold) -> int:
         before = self.holdings()
-        freed_bytes = self.pool.take_weights(num_bytes, most, with_workspaces=True)
+        freed_bytes = self.pool.take_weights(num_bytes, most)
+        if freed_bytes < num_bytes:
+            freed_bytes += self.pool.take_workspaces(most)
         after = self.holdings()
         lost = {model for model in before if self._weights(before, model) > self._weights(after, model)}
         terms_by_model = {model: self.holds.eviction_terms(model) for model in before}
@@ -192,7 +194,7 @@ class PoolCaller:
         if model not in self.spaces:
             return
         blocks, space = self.blocks[model], self.spaces[model]
-        extents = self.pool.grow(model, num_blocks, ahead_blocks)
+        extents = self.pool.kv.grow(model, num_blocks, ahead_blocks)
         given = [block for extent in extents for block in extent]
         assert len(set(given)) == len(given), f"given twice: {extents}"
         assert not blocks & {*given, space.sink}, f"had them before: {extents}"
@@ -203,12 +205,12 @@ class PoolCaller:
             self._block(model, block).fill_(self._pattern(model, block))
 
     def shrink(self, model: ModelId) -> bool:
-        if model not in self.spaces or not (extents := self.pool.extents(model)):
+        if model not in self.spaces or not (extents := self.pool.kv.extents(model)):
             return False
         assert set(extents[0]) <= self.blocks[model], f"{extents}"
         self.blocks[model] -= set(extents[0])
         free_bytes = self.pool.usage().free_bytes
-        self.pool.shrink(model, extents[0])
+        self.pool.kv.shrink(model, extents[0])
         assert self.pool.usage().free_bytes > free_bytes
         return True
 
@@ -217,7 +219,7 @@ class PoolCaller:
         if model not in self.spaces or table in self.tables[model]:
             return False
         before = self.pool.usage()
-        memory = self.pool.place_table(model, table, num_bytes)
+        memory = self.pool.tables.place(model, table, num_bytes)
         if memory is None:
             assert self.pool.usage() == before
             return False
@@ -230,7 +232,7 @@ class PoolCaller:
         if model in self.spaces and table in self.tables[model]:
             num_bytes = len(self.tables[model].pop(table))
             free_bytes = self.pool.usage().free_bytes
-            self.pool.drop_table(model, table)
+            self.pool.tables.drop(model, table)
             assert self.pool.usage().free_bytes >= free_bytes + num_bytes
 
     def place_pieces(self, adapter: AdapterId, sizes: Sequence[int], spare_bytes: int = 0) -> bool:
@@ -238,14 +240,14 @@ class PoolCaller:
         if adapter in self.pieces:
             return False
         before = self.pool.usage()
-        runs = self.pool.place_pieces(adapter, sizes, spare_bytes)
+        runs = self.pool.pieces.place(adapter, sizes, spare_bytes)
         if runs is None:
             assert self.pool.usage() == before
             return False
         pieces = [piece for run in runs for piece in run.split()]
         assert [(piece.dtype, len(piece)) for piece in pieces] == [(torch.uint8, size) for size in sizes]
         assert all(piece.data_ptr() % 256 == 0 for piece in pieces)
-        self.pool.prepare_pieces(adapter)
+        self.pool.pieces.prepare(adapter)
         for index, piece in enumerate(pieces):
             piece.fill_(self._piece_pattern(adapter, index))
         self.pieces[adapter] = pieces
@@ -254,7 +256,7 @@ class PoolCaller:
     def drop_pieces(self, adapter: AdapterId) -> None:
         if self.pieces.pop(adapter, None) is not None:
             free_bytes = self.pool.usage().free_bytes
-            self.pool.drop_pieces(adapter)
+            self.pool.pieces.drop(adapter)
             assert self.pool.usage().free_bytes >= free_bytes
 
     def retire(self, model: ModelId) -> None:

@@ -22,8 +22,8 @@ from hearth.memory.regions import aligned
 from hearth.models.dtypes import STORED_DTYPES
 from hearth.models.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 from hearth.models.weights import TensorPlace
-from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.footprint import MAX_EXTENTS
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.memory.packing import Item, Packing, Region, merge_all, pack
 from tests.memory.resident_pages import PAGE_BYTES, resident_pages
 
@@ -95,6 +95,12 @@ class World:
         hold, cost = self.holds.get(model, Hold.RETAINED), self.costs.get(model, 1.0)
         return EvictionTerms(hold, cost, is_loading=model in self.loading)
 
+    def take(self, num_bytes: int, most: Hold) -> int:
+        freed_bytes = self.pool.take_weights(num_bytes, most)
+        if freed_bytes < num_bytes:
+            freed_bytes += self.pool.take_workspaces(most)
+        return freed_bytes
+
     def place(self, model: ModelId, wanted: Shape) -> Space:
         space = self.pool.place(model, wanted)
         missing = {gap.part.begin for gap in space.gaps}
@@ -134,7 +140,7 @@ class World:
             known.pop(model, None)
 
     def grow(self, model: ModelId, num_blocks: int) -> list[range]:
-        grown = self.pool.grow(model, num_blocks)
+        grown = self.pool.kv.grow(model, num_blocks)
         for extent in grown:
             self.give(model, extent)
         return grown
@@ -146,7 +152,7 @@ class World:
 
     def shrink(self, model: ModelId, extent: range) -> None:
         self.blocks[model].remove(extent)
-        self.pool.shrink(model, extent)
+        self.pool.kv.shrink(model, extent)
 
     def tensor(self, model: ModelId, spec: TensorSpec) -> torch.Tensor:
         place = self.places[model][spec.name]
@@ -212,10 +218,23 @@ SHAPES = st.builds(
     max_blocks=st.integers(1, 20),
 )
 #: Some more often than others, so that there is something to disturb.
-KINDS = (
-    *("place", *["host"] * 8, "make room", "landed", "landed", "lost", "take"),
-    *("grow", "grow", "shrink", "retire", "retire", "drop", "drop", "hold"),
-)
+KINDS = [
+    kind
+    for kind, times in {
+        "place": 1,
+        "host": 8,
+        "make room": 1,
+        "landed": 2,
+        "lost": 1,
+        "take": 1,
+        "grow": 2,
+        "shrink": 1,
+        "retire": 2,
+        "drop": 2,
+        "hold": 1,
+    }.items()
+    for _ in range(times)
+]
 STEPS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.sampled_from(MODELS), st.integers(0, 12)), min_size=30, max_size=50
 )
@@ -241,7 +260,7 @@ def step(world: World, shapes: dict[ModelId, Shape], what: str, model: ModelId, 
         assert sum(map(len, grown)) <= number + BATCH_BLOCKS
         assert before_bytes >= sum(map(len, grown)) * shapes[model].block_bytes
     elif what == "shrink" and is_placed:
-        extents = world.pool.extents(model)
+        extents = world.pool.kv.extents(model)
         assert sorted(extents, key=lambda one: one.start) == sorted(
             world.blocks[model][1:], key=lambda one: one.start
         )
@@ -260,7 +279,7 @@ def make_room(world: World, model: ModelId, wanted: Shape) -> None:
     world.holds[model] = Hold.BUSY  # what it has already is not taken from it
     freed_bytes = 1
     while freed_bytes and (lacking_bytes := world.pool.missing_bytes(model, wanted)):
-        freed_bytes = world.pool.take_weights(lacking_bytes, Hold.PAUSED, with_workspaces=True)
+        freed_bytes = world.take(lacking_bytes, Hold.PAUSED)
     world.holds[model] = hold
 
 
@@ -279,7 +298,7 @@ def place_or_be_refused(world: World, model: ModelId, wanted: Shape) -> None:
 
 def take(world: World, num_bytes: int, most: Hold) -> None:
     before = world.pool.usage()
-    freed_bytes = world.pool.take_weights(num_bytes, most, with_workspaces=True)
+    freed_bytes = world.take(num_bytes, most)
     after = world.pool.usage()
     assert after.free_bytes == before.free_bytes + freed_bytes
     there = {one.model: one.weights_bytes for one in after.holdings}
@@ -326,7 +345,7 @@ def test_the_system_gets_back_what_models_had_and_nothing_that_they_have(
         lambda: world.load(A, shape([7, 5, 30], workspace_bytes=9 * PAGE)),
         lambda: world.load(B, shape([3, 2, 40], digest="0")),
         lambda: world.grow(A, 40),
-        lambda: world.shrink(A, world.pool.extents(A)[0]),
+        lambda: world.shrink(A, world.pool.kv.extents(A)[0]),
         lambda: world.retire(A),
         lambda: world.pool.take_weights(30 * PAGE, Hold.RETAINED),
         lambda: world.load(C, shape([180, 5], digest="000")),  # tensors move for it
@@ -547,13 +566,13 @@ def test_a_model_out_of_turn_gives_up_its_workspace_and_has_another_when_it_is_p
     world.load(B, small)
     world.holds[B] = Hold.BUSY
 
-    assert world.pool.take_weights(6 * PAGE, Hold.PAUSED, with_workspaces=True) == 6 * PAGE
+    assert world.pool.take_workspaces(Hold.PAUSED) == 6 * PAGE
     assert world.pool.usage().workspace_bytes == 2 * PAGE, "only the one that computes has a workspace"
     assert world.pool.is_incomplete(A)
     assert not world.pool.is_incomplete(B)
     assert world.grow(B, 6)
     world.check()
-    for extent in world.pool.extents(B):
+    for extent in world.pool.kv.extents(B):
         world.shrink(B, extent)
     world.holds[B] = Hold.PAUSED
     make_room(world, A, large)
@@ -621,7 +640,7 @@ def give_way(world: World, num_bytes: int, in_turn: ModelId, floor_blocks: int) 
     return (
         world.pool.take_weights(num_bytes, Hold.PAUSED)
         or clear_one(world, in_turn, floor_blocks)
-        or world.pool.take_weights(num_bytes, Hold.PAUSED, with_workspaces=True)
+        or world.pool.take_workspaces(Hold.PAUSED)
     )
 
 
@@ -629,7 +648,7 @@ def clear_one(world: World, in_turn: ModelId, floor_blocks: int) -> bool:
     """Take back KV of a model out of turn, or what the one in turn has beyond its floor; False: no KV."""
     for model in sorted(world.spaces, key=lambda name: name == in_turn):
         num_spare = sum(map(len, world.blocks[model])) - (1 + floor_blocks if model == in_turn else 0)
-        for extent in world.pool.extents(model):
+        for extent in world.pool.kv.extents(model):
             if len(extent) <= num_spare:
                 world.shrink(model, extent)
                 return True
@@ -662,7 +681,7 @@ def test_what_is_promised_is_placed_whatever_was_placed_before_it() -> None:
         world.drop(second)
         while (num_blocks := sum(map(len, world.blocks[third]))) <= floor_blocks:
             if not world.grow(third, floor_blocks + 1 - num_blocks):
-                world.shrink(first, world.pool.extents(first)[0])  # what it was given beyond its floor
+                world.shrink(first, world.pool.kv.extents(first)[0])  # what it was given beyond its floor
         world.check()
 
 
@@ -697,9 +716,9 @@ def test_the_lowest_extent_is_given_back_first_for_tensors_are_next_to_it() -> N
     world.load(A, shape([2], workspace_bytes=0))
     high, low = world.grow(A, 16), world.grow(A, 8)
 
-    assert world.pool.extents(A) == [*low, *high]
+    assert world.pool.kv.extents(A) == [*low, *high]
     world.shrink(A, low[0])
-    assert world.pool.extents(A) == high
+    assert world.pool.kv.extents(A) == high
 
 
 def test_a_growth_that_was_in_vain_is_not_tried_again_before_something_has_changed() -> None:

@@ -100,7 +100,7 @@ class SlowDriver:
 
 def test_memory_that_is_not_free_yet_takes_no_ability_from_the_device() -> None:
     pages = CudaPages.__new__(CudaPages)  # without a device
-    pages._driver, pages._page_bytes, pages._fallbacks = SlowDriver(3), 16, Counter()  # type: ignore[assignment]
-    pages._is_exportable = pages._is_rdma_capable = True
+    pages._driver, pages.page_bytes, pages.fallbacks = SlowDriver(3), 16, Counter()  # type: ignore[assignment]
+    pages.is_exportable = pages._is_rdma_capable = True
     pages._probe()
     assert (pages.is_exportable, pages._is_rdma_capable, pages.fallbacks) == (True, True, {})

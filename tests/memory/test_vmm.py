@@ -400,17 +400,17 @@ def test_who_gets_the_place_of_pieces_waits_for_the_steps_that_read_them(others_
     step = _InFlight()
     old, other, new = (AdapterId(name * 64) for name in "abc")
     with closing(MappedPool(HostPages(1, PAGE, new_mark=step.mark), Holds().eviction_terms)) as pool:
-        pool.place_pieces(old, [256])
-        pool.prepare_pieces(old)
+        pool.pieces.place(old, [256])
+        pool.pieces.prepare(old)
         if others_stay:
-            pool.place_pieces(other, [256])
-        pool.drop_pieces(old)
+            pool.pieces.place(other, [256])
+        pool.pieces.drop(old)
 
-        assert pool.place_pieces(new, [256]) is not None, "it is free in the books at once"
+        assert pool.pieces.place(new, [256]) is not None, "it is free in the books at once"
         with pytest.raises(AssertionError, match="waits for a step"):
-            pool.prepare_pieces(new)
+            pool.pieces.prepare(new)
         step.is_done = True
-        pool.prepare_pieces(new)
+        pool.pieces.prepare(new)
 
 
 @pytest.mark.parametrize("others_stay", [False, True])
@@ -422,15 +422,15 @@ def test_who_gets_the_place_of_pieces_that_no_step_in_flight_reads_waits_for_non
     last_read.is_done = has_passed
     old, other, new = (AdapterId(name * 64) for name in "abc")
     with closing(MappedPool(HostPages(1, PAGE, new_mark=step.mark), Holds().eviction_terms)) as pool:
-        pool.place_pieces(old, [256])
-        pool.prepare_pieces(old)
+        pool.pieces.place(old, [256])
+        pool.pieces.prepare(old)
         if others_stay:
-            pool.place_pieces(other, [256])
-        pool.drop_pieces(old, last_read)
-        pool.place_pieces(new, [256])
+            pool.pieces.place(other, [256])
+        pool.pieces.drop(old, last_read)
+        pool.pieces.place(new, [256])
 
         with pytest.raises(AssertionError, match="waits for a step") if not has_passed else nullcontext():
-            pool.prepare_pieces(new)
+            pool.pieces.prepare(new)
         step.is_done = True
         pool.check()
 
@@ -443,13 +443,13 @@ def test_pieces_that_were_given_up_under_a_step_are_waited_for_though_others_of_
         step.is_done = False
         with closing(MappedPool(HostPages(1, PAGE, new_mark=step.mark), Holds().eviction_terms)) as pool:
             for owner in order:
-                pool.place_pieces(owner, [256])
-                pool.prepare_pieces(owner)
+                pool.pieces.place(owner, [256])
+                pool.pieces.prepare(owner)
             for owner in order:  # the page goes with the last of them
-                pool.drop_pieces(owner, done if owner == rested else None)
-            pool.place_pieces(new, [512])
+                pool.pieces.drop(owner, done if owner == rested else None)
+            pool.pieces.place(new, [512])
             with pytest.raises(AssertionError, match="waits for a step"):
-                pool.prepare_pieces(new)
+                pool.pieces.prepare(new)
             step.is_done = True
 
 

@@ -28,8 +28,8 @@ from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import KIND, Policy, SimulationSetting
-from hearth.sim.stepped_model import StartOrder
-from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
+from hearth.sim.stepped_model import StartOrder, TokensSent, WorkerFact
+from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
 from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES, SLOW_HOST
 
@@ -171,7 +171,7 @@ def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
         for worker in service.workers.values():
             assert worker.reclaimer.device.free_bytes >= 0
             assert worker.turns is not None
-            assert worker.turns.bound_bytes() <= MEMORY_BYTES
+            assert worker.turns.memory.bound_bytes() <= MEMORY_BYTES
 
     service = SimulatedService(SETTING, MACHINE, look)
     service.ask(requests)

@@ -26,8 +26,8 @@ def new_engine() -> SteppedEngine:
     limits = BatchLimits(LIMITS.max_batch_tokens, LIMITS.max_seqs, 2048, mixed_sizes(LIMITS))
     kv = KvRange(block_bytes, 16 << 20, 512)
     engine = SteppedEngine(shape, limits, kv, LIMITS.block_tokens, 128, max_step_s=0.1)
-    engine.place_sink()
-    engine.grow(256, free_bytes=1 << 32)
+    engine.kv.place_sink()
+    engine.kv.grow(256, free_bytes=1 << 32)
     return engine
 
 

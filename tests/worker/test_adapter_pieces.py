@@ -26,17 +26,18 @@ class _NotedPool:
     free_bytes = 0
 
     def __init__(self) -> None:
+        self.pieces = self
         self.marks: list[Mark] = []
         self.last_reads: list[Mark | None] = []
 
-    def place_pieces(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> list[PieceRun]:
+    def place(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int) -> list[PieceRun]:
         return [run_in(torch.zeros(size, dtype=torch.uint8), size) for size in sizes]
 
     def mark(self) -> Mark:
         self.marks.append(Done())
         return self.marks[-1]
 
-    def drop_pieces(self, owner: AdapterId, last_read: Mark | None) -> None:
+    def drop(self, owner: AdapterId, last_read: Mark | None) -> None:
         self.last_reads.append(last_read)
 
 

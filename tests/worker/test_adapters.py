@@ -440,7 +440,7 @@ def test_a_model_that_breaks_when_its_adapter_is_back_leaves_and_another_finds_i
     def leaves_another_place(pieces: AdapterPieces, adapter: AdapterId) -> int:
         num_bytes = drop(pieces, adapter)
         if not next(num_drops):  # else it would come back to where it was
-            assert pieces.pool.place_pieces(AdapterId("nobody's"), [1024], 0) is not None
+            assert pieces.pool.pieces.place(AdapterId("nobody's"), [1024], 0) is not None
         return num_bytes
 
     monkeypatch.setattr(Engine, "move_adapter", breaks_once)

@@ -27,7 +27,7 @@ from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ALIGNMENT_BYTES
-from hearth.policy.fleet.events import Promise
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.format.manifest import Manifest, read_manifest
 from tests.engine.harness import assert_greedy, prompts_for
@@ -380,7 +380,7 @@ def test_tables_grow_in_the_pool_with_those_who_need_them_and_keep_what_they_hol
             placed_bytes.setdefault(table, []).append(num_bytes)
             return place(model, table, num_bytes)
 
-        monkeypatch.setattr(pool, "place_table", partial(watched, pool.place_table))
+        monkeypatch.setattr(pool.tables, "place", partial(watched, pool.tables.place))
         runs = [gateway.start(name, prompts[0], PENALISED_AND_BIASED)]
         gateway.until(StepDone)
         runs += [gateway.start(name, prompt, PENALISED_AND_BIASED) for prompt in prompts[1:]]
@@ -413,14 +413,14 @@ def test_tables_are_the_pools_while_they_are_used_and_answer_as_they_do_outside_
             held_bytes.extend(holding.tables_bytes for holding in pool.usage().holdings)
             return memory
 
-        monkeypatch.setattr(pool, "place_table", partial(watched, pool.place_table))
+        monkeypatch.setattr(pool.tables, "place", partial(watched, pool.tables.place))
         inside = gateway.ask(name, prompt, PENALISED_AND_BIASED)
         first_bytes, both_bytes = held_bytes
         assert always_bytes < first_bytes < both_bytes
         told = gateway.ping()
         assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (always_bytes, 0)
 
-        monkeypatch.setattr(pool, "place_table", lambda model, table, num_bytes: None)
+        monkeypatch.setattr(pool.tables, "place", lambda model, table, num_bytes: None)
         outside = gateway.ask(name, prompt, PENALISED_AND_BIASED)
 
         assert inside.tokens == outside.tokens

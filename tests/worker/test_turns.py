@@ -27,7 +27,7 @@ from hearth.engine.engine import Engine, Intake, StepOutcome
 from hearth.memory.pool import EvictionTermsOf, Pool, Space
 from hearth.memory.vmm import MappedPool
 from hearth.policy.batch.plan import EngineRequest
-from hearth.policy.fleet.events import Promise
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.turns.turn_policy import TurnChange, TurnPolicy, TurnRules, WeightsView
 from hearth.store.format.convert import convert
 from hearth.store.format.manifest import read_manifest

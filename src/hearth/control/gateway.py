@@ -67,6 +67,7 @@ from hearth.core.types import ModelId, RateStatus, RequestId, Rung, SamplingPara
 from hearth.core.version import hearth_version
 from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet import events
+from hearth.policy.fleet.residents import list_residents
 from hearth.system.garbage import LATE_COLLECTIONS
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
@@ -383,7 +384,7 @@ class Gateway:
 
     def ps(self) -> ProcessView:
         fleet, now_s = self._driver.fleet, self._driver.now_s
-        residents = resident_views(fleet.residents(now_s), self._pools.pongs, now_s)
+        residents = resident_views(list_residents(fleet, now_s), self._pools.pongs, now_s)
         workers = tuple(self._worker_views(residents, now_s))
         queues = fleet.queues
         num_awaiting = queues.num_awaiting_turn

@@ -1,4 +1,4 @@
-"""Ids and small frozen values that every room may use. They check and unpack themselves, no more."""
+"""Ids and small frozen values that every folder may use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hearth.core.errors import BadSampling
 
 RequestId = NewType("RequestId", str)
 ModelId = NewType("ModelId", str)  #: the name under which a model is deployed
-Digest = NewType("Digest", str)  #: BLAKE3 in hexadecimal: it names the bytes, whoever holds them
-AdapterId = NewType("AdapterId", str)  #: an adapter by the digest of its manifest: other bytes, other id
-ChunkId = NewType("ChunkId", str)  #: what a chunk is: its digest and its length, `DIGEST-NUM_BYTES`
-WorkerId = NewType("WorkerId", str)  #: one life of a worker: its replacement has another id
+Digest = NewType("Digest", str)  #: BLAKE3 in hexadecimal
+AdapterId = NewType("AdapterId", str)  #: digest of the adapter's manifest
+ChunkId = NewType("ChunkId", str)  #: `DIGEST-NUM_BYTES`
+WorkerId = NewType("WorkerId", str)  #: one life of a worker process
 
 
 class Rung(StrEnum):
-    """A place where a chunk may be found, nearest to the device first."""
+    """Where a chunk may be found, nearest to the device first."""
 
     HOST = "host"
     DISK = "disk"
@@ -28,43 +28,40 @@ class Rung(StrEnum):
 
 
 class Hold(IntEnum):
-    """How firmly a model is held in memory, weakest first. A number, because books are indexed with it."""
+    """How firmly a model is held in memory, weakest first. An int, because books are indexed with it."""
 
-    RETAINED = 0  #: idle past its keep_alive: its bytes stay until somebody needs the room
+    RETAINED = 0  #: idle past its keep_alive: its bytes stay until the memory is needed
     WARM = 1  #: idle within its keep_alive: its bytes go only when nothing retained is left
     PAUSED = 2  #: has requests and waits for its turn: its bytes go when nothing idle is left
     BUSY = 3  #: has requests, and its turn if turns are taken
     PINNED = 4  #: never gives way
 
 
-#: A batch request stands in every line as one that came so much later: it gives way to interactive ones, but
-#: to none that come later than that.
+#: A batch request is queued as if it came this much later, so it yields to interactive ones until then.
 BATCH_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When the tokens of a request are due: what comes sooner is slack, which others may use."""
+    """When the tokens of a request are due: earlier ones leave slack, which other requests may use."""
 
     first_token_s: float = 0.5  #: after its arrival
-    tokens_per_s: float = 10.0  #: from then on; 0: nobody reads along, so it gives way first
+    tokens_per_s: float = 10.0  #: from then on; 0: not interactive
     max_pause_s: float = 1.5  #: between two tokens, however many were sent ahead
 
     @property
     def is_batch(self) -> bool:
-        """True if nobody reads along: the request is of the class batch, not interactive."""
+        """True if the request is not interactive."""
         return self.tokens_per_s == 0
 
     @property
     def patience_s(self) -> float:
-        """How long after its arrival the request gives way to those that came later."""
+        """How long after its arrival the request yields to later ones."""
         return BATCH_PATIENCE_S if self.is_batch else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class WindowStatus:
-    """How much of a limit per minute is left."""
-
     limit: int
     remaining: int
     reset_s: float  #: until all of it is left, if nothing more is taken
@@ -72,22 +69,18 @@ class WindowStatus:
 
 @dataclass(frozen=True, slots=True)
 class RateStatus:
-    """How much of an API key's limits per minute is left; None: there is no such limit."""
-
     requests: WindowStatus | None
     tokens: WindowStatus | None
 
 
 class TurnEnd(StrEnum):
-    """Why the turn of a model ended."""
-
     IDLE = "idle"  #: it has no requests any more
     AHEAD = "ahead"  #: all its requests are ahead of their pace, and another model needs its room
     TIME = "time"  #: its time was over, and another model needs its room
 
 
 class SnapshotOutcome(StrEnum):
-    """How it went with a snapshot of a model, as it is counted."""
+    """The result of using or making a snapshot, as metrics count it."""
 
     MADE = "made"
     FAILED = "failed"  #: none could be made
@@ -100,7 +93,7 @@ class SnapshotOutcome(StrEnum):
 
 
 class SnapshotPhase(StrEnum):
-    """How far a snapshot is that is being made."""
+    """Progress of making a snapshot."""
 
     LOADING = "loading"  #: the model, for it has to be there
     WAITING = "waiting"  #: until no model of the worker has requests
@@ -108,22 +101,20 @@ class SnapshotPhase(StrEnum):
 
 
 class SamplingTable(StrEnum):
-    """A table of [slots, vocabulary] that a sampler has only while one of its requests needs it."""
+    """A table of [slots, vocabulary] that a sampler has only while a request needs it."""
 
     PENALTIES = "penalties"
     BIAS = "bias"
 
 
 class Pooling(StrEnum):
-    """How the hidden states behind a prompt's tokens become its embedding."""
+    """How the hidden states of a prompt become its embedding."""
 
     LAST = "last"  #: that of the last token, which alone has seen all of them
     MEAN = "mean"  #: the mean over all tokens
 
 
 class FinishReason(StrEnum):
-    """Why an output has ended."""
-
     STOP = "stop"  #: a stop token, a stop string or the end-of-sequence token
     LENGTH = "length"  #: `max_tokens` or the context is used up
     CANCELLED = "cancelled"  #: the caller gave up
@@ -131,15 +122,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuideSpec:
-    """A schema, grammar or regular expression that an output must follow."""
-
     kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
     text: str = ""  #: the schema as JSON, the grammar (`grammar`: GBNF, too) or expression, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The parameters of choosing tokens, under the names that users of vLLM know."""
+    """Sampling parameters, with the names of vLLM."""
 
     temperature: float = 1.0  #: 0 is greedy
     top_k: int = 0  #: 0 or -1 keeps every token
@@ -190,7 +179,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def resolved(self, stop_token_ids: tuple[int, ...], seed: int) -> SamplingParams:
-        """Return the same with stop tokens and a seed that are known to be sound, and not checked again."""
+        """Return a copy with stop tokens and a seed, which are not checked again."""
         same = object.__new__(SamplingParams)  # `copy` takes six times as long
         for name, value in zip(_NAMES, _values(self), strict=True):
             object.__setattr__(same, name, value)
@@ -261,8 +250,6 @@ def _in_range(name: str, value: float, low: float, high: float, *, above: bool =
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and its logprob."""
-
     token_id: int
     logprob: float
 
@@ -277,7 +264,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RankedLogprobs:
-    """The logprob and the rank of one token of a prompt, and the logprobs of the most likely, best first."""
+    """The logprob and rank of one prompt token, and the logprobs of the most likely, best first."""
 
     logprob: float
     rank: int  #: among all tokens; 1: the most likely
@@ -286,9 +273,9 @@ class RankedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The logprobs of all tokens of a prompt but the first, which nothing comes before.
+    """The logprobs of all tokens of a prompt but the first.
 
-    Columns of little-endian numbers of four bytes: there may be millions of them.
+    Columns of little-endian 4-byte numbers: there may be millions.
     """
 
     num_top: int
@@ -310,7 +297,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptReading:
-    """All that was asked of a prompt besides its continuation. It comes with the first token."""
+    """Readings of a prompt. They come with the first token."""
 
     embedding: bytes | None = None  #: little-endian float32 numbers, of length 1 as a vector
     logprobs: PromptLogprobs | None = None

@@ -316,14 +316,14 @@ class Engine:
 
     def kv_use(self) -> KvUse:
         """Return how KV is used between two steps, for `elastic` to decide by."""
-        return self.batcher.kv_use()
+        return self.batcher.kv.use()
 
     def add_blocks(self, extent: range) -> None:
         """Add blocks of KV that have memory from now on; what they hold does not matter."""
         num_blocks = len(self.runner.kv)
         assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
         assert self.runner.sink not in extent, f"the sink is nobody's: {extent=}"
-        self.batcher.add_blocks(extent)
+        self.batcher.kv.add(extent)
 
     @property
     def reserve_blocks(self) -> int:
@@ -337,7 +337,7 @@ class Engine:
         so do copies that are queued behind them on the current stream.
         """
         self.runner.settle()
-        moves = self.batcher.clear(
+        moves = self.batcher.kv.clear(
             extent, may_move=may_move, may_preempt=may_preempt, keeps_floor=keeps_floor
         )
         if moves is None:

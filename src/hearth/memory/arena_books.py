@@ -1,52 +1,33 @@
-"""Who has what in an arena, with the bytes that follow the books. Finds no place and takes from nobody."""
+"""Which model has which regions of an arena. Moves the bytes along with the books."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Collection, Iterable, Set
 
 import torch
 
-from hearth.core.types import AdapterId, ModelId
+from hearth.core.types import ModelId
 from hearth.memory.arena_tenant import ArenaTenant
 from hearth.memory.contiguous import ContiguousMemory
-from hearth.memory.piece_book import PiecePlan, piece_bytes
-from hearth.memory.pool import PieceRun, Shape, piece_runs
+from hearth.memory.placement import Packer, Placement, PlacementNeed, plan_placement
+from hearth.memory.pool import EvictionTermsOf, Shape
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.packing import Move
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaPieces:
-    """Pieces of one adapter, which lie behind each other in one region."""
-
-    owner: Owner
-    sizes: tuple[int, ...]
-    #: On CUDA: what was queued when they were placed. It may still read or move what was there.
-    queued: torch.cuda.Event | None
-    num_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_bytes", sum(map(piece_bytes, self.sizes)))
-
-
 class ArenaBooks:
     """Mutable; written only by the pool that owns it, by one thread."""
 
-    def __init__(self, memory: ContiguousMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: ContiguousMemory, eviction_terms: EvictionTermsOf, packer: Packer) -> None:
+        self._memory, self._eviction_terms, self._packer = memory, eviction_terms, packer
         self.regions = RegionList(len(memory.bytes))
-        #: Models that have anything here.
-        self.tenants: dict[ModelId, ArenaTenant] = {}
-        self.moved: set[ModelId] = set()  #: placed models whose tensors have moved, until they are told
+        self.tenants: dict[ModelId, ArenaTenant] = {}  #: models with regions
+        self.moved: set[ModelId] = set()  #: placed models whose tensors have moved since `take_moved`
         self.moved_bytes = 0
-        self.pieces: dict[AdapterId, ArenaPieces] = {}
-        self._numbers = count()  #: of regions of pieces
-        #: Bytes that have come free and whose pages the system has not got yet: somebody may be about to get
-        #: them, and pages that come back have to be cleared first, which takes longer than filling them.
+        #: Bytes that came free and are not returned to the system yet: their next owner may be about to be
+        #: placed, and the system would zero the pages again, which takes longer than filling them.
         self.freed: list[ByteRange] = []
 
     @property
@@ -54,7 +35,7 @@ class ArenaBooks:
         return self._memory.bytes
 
     def tenant(self, model: ModelId, shape: Shape) -> ArenaTenant:
-        """Return the model's own if its bytes are the same, else a new one in its place."""
+        """Return the tenant of a model; a new one replaces one with other bytes."""
         tenant = self.tenants.get(model)
         if tenant is None or tenant.is_other(shape):
             self.remove(model)
@@ -63,7 +44,7 @@ class ArenaBooks:
         return tenant
 
     def regions_for(self, model: ModelId, shape: Shape) -> RegionList:
-        """Return the regions without what the model will lose because its bytes are other ones now."""
+        """Return the regions without those that the model will lose because its bytes changed."""
         tenant = self.tenants.get(model)
         if tenant is None or not tenant.is_other(shape):
             return self.regions
@@ -73,34 +54,32 @@ class ArenaBooks:
         return regions
 
     def take(self, tenant: ArenaTenant, span: Span) -> None:
-        """Give a model that is being placed one of its regions, or all a larger common workspace."""
+        """Give a model one of its regions, or enlarge the common workspace."""
         if span.owner == COMMON and COMMON in self.regions:
-            self.regions.give(COMMON)  # to have it with what is behind it
+            self.regions.give(COMMON)  # the new span begins at the same byte
         self.regions.take(span)
         match span.owner:
             case Owner(use=Use.TENSOR, index=index):
-                tenant.coming.add(index)
+                tenant.loading.add(index)
             case Owner(use=Use.KV, index=sink):
                 tenant.extents[sink] = range(sink, sink + 1)
 
-    def next_pieces_owner(self) -> Owner:
-        return Owner(ModelId(""), Use.PIECES, next(self._numbers))
+    def movable(self, placed: ModelId | None = None) -> set[ModelId]:
+        """Return the models whose tensors may move. `placed`: include it, nothing is written there yet."""
+        return {
+            model
+            for model, tenant in self.tenants.items()
+            if not tenant.loading and (model == placed or not self._eviction_terms(model).is_loading)
+        }
 
-    def take_pieces(self, adapter: AdapterId, span: Span, sizes: Sequence[int]) -> list[PieceRun]:
-        """Give an adapter a region for its pieces; return them."""
-        assert adapter not in self.pieces, f"adapter {adapter} has its pieces"
-        assert span.owner is not None, f"{span} is for nobody"
-        self.regions.take(span)
-        self.pieces[adapter] = ArenaPieces(span.owner, tuple(sizes), self.queued_now())
-        base = self.memory.data_ptr()
-        plan = PiecePlan.in_a_row(sizes, span.begin)
-        return piece_runs(
-            *(plan, sizes, base),
-            lambda address, num_bytes: self.memory[address - base : address - base + num_bytes],
-        )
+    def plan(
+        self, need: PlacementNeed, movable: Set[ModelId], regions: RegionList | None = None
+    ) -> Placement | None:
+        """`regions`: those of `regions_for` a model, if not all."""
+        return plan_placement(regions or self.regions, need, movable, self._packer)
 
     def queued_now(self) -> torch.cuda.Event | None:
-        """Return a mark behind what the device has queued; None: it does everything at once."""
+        """Return a mark behind the queued work; None on a CPU, which does everything at once."""
         if not self.memory.is_cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -108,17 +87,16 @@ class ArenaBooks:
         return event
 
     def give(self, owner: Owner, *, is_wanted: bool = False) -> None:
-        """Have a region be free. `is_wanted`: for another who is to be placed, so that its pages may stay."""
+        """Free a region. `is_wanted`: it will be placed again soon, so the system does not get its pages."""
         span = self.regions.give(owner)
         self._note_freed(span.begin, span.end)
         if not is_wanted:
             self.give_back()
 
     def move(self, moves: Iterable[Move]) -> None:
-        """Have tensors elsewhere, with their bytes."""
         for move in moves:
             owner = move.key
-            assert isinstance(owner, Owner), f"{move} is of nobody"
+            assert isinstance(owner, Owner), f"{move} has no owner"
             self._memory.move(move.source, move.target, move.num_bytes)
             self.regions.give(owner)
             self.regions.take(Span(move.target, move.target + move.num_bytes, owner))
@@ -128,7 +106,7 @@ class ArenaBooks:
             self._note_freed(move.source, move.source + move.num_bytes)
 
     def remove(self, model: ModelId) -> None:
-        """Have all regions of a model be free. One that is unknown has none."""
+        """Free all regions of a model. Ignores unknown models."""
         if model in self.tenants:
             for owner in _owned(self.regions, model):
                 self.give(owner)
@@ -141,7 +119,7 @@ class ArenaBooks:
             del self.tenants[model]
 
     def take_workspaces(self, tenants: Collection[ArenaTenant]) -> None:
-        """Take the workspaces of models that do not compute, unless models that do need the same bytes."""
+        """Take the workspaces of these models, except bytes that the other models need as well."""
         others = self.tenants.keys() - {tenant.model for tenant in tenants}
         kept_bytes = max((self.tenants[model].common_bytes(self.regions) for model in others), default=0)
         for tenant in tenants:
@@ -153,7 +131,6 @@ class ArenaBooks:
         self.cut_common()
 
     def cut_common(self) -> None:
-        """Give back what no placed model uses of the common workspace."""
         if COMMON not in self.regions:
             return
         num_bytes, end = self._common_bytes(), self.regions.span_of(COMMON).end
@@ -164,8 +141,8 @@ class ArenaBooks:
             self._note_freed(num_bytes, end)
             self.give_back()
 
-    def check(self) -> None:
-        """Raise unless the regions are sound and are those of the tenants. For tests."""
+    def check(self, piece_owners: Set[Owner]) -> None:
+        """Raise unless the regions are sound and are those of tenants and adapters. For tests."""
         self.regions.check()
         owners = set()
         for model, tenant in self.tenants.items():
@@ -175,12 +152,12 @@ class ArenaBooks:
         if common_bytes:
             assert self.regions.span_of(COMMON) == Span(0, common_bytes, COMMON), f"{common_bytes=}"
             owners.add(COMMON)
-        owners |= {pieces.owner for pieces in self.pieces.values()}
-        assert owners == {span.owner for span in self.regions if span.owner}, "a region is nobody's"
+        owners |= piece_owners
+        assert owners == {span.owner for span in self.regions if span.owner}, "a region has no owner"
         assert all(self.tenants[model].extents for model in self.moved), f"{self.moved=}"
 
     def give_back(self) -> None:
-        """Give the system the pages of all that has come free and that nobody got since.
+        """Return the pages of freed bytes that are still free to the system.
 
         A page that two regions share goes with the one that comes free last.
         """

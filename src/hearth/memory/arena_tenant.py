@@ -1,4 +1,4 @@
-"""One model in an arena: the regions that it has and those that it lacks. Takes and gives nothing itself."""
+"""One model in an arena: the regions that it has and those that it needs. Changes no regions."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace
 from hearth.policy.memory.packing import Item
 
-#: KV grows by about as many, so that it seldom has to, and extents end at multiples of it: what is lent comes
-#: back by extents, and the smaller they are, the fewer requests are in the way.
+#: KV grows by about this many blocks, and extents end at multiples of it. KV is taken back by extents: the
+#: smaller they are, the fewer requests are in the way.
 BATCH_BLOCKS = 8
 
 
 @dataclass(slots=True)
 class ArenaTenant:
-    """One model in an arena. Mutable; written only by the pool. Which tensors it has the regions say."""
+    """Mutable; written only by the pool. The regions say which tensors it has."""
 
     model: ModelId
     shape: Shape
     #: Tensors that have a region but not yet their bytes.
-    coming: set[int] = field(default_factory=set)
-    #: By first block, the sink's first. Empty unless the model is placed.
+    loading: set[int] = field(default_factory=set)
+    #: By first block; the first entry is the sink. Empty unless the model is placed.
     extents: dict[int, range] = field(default_factory=dict)
-    #: The model may compute in the common workspace, or in its own. False: it was taken, or never given.
+    #: False: the model must get a workspace before it computes, the common one or its own.
     has_workspace: bool = False
-    #: How often its regions had changed, and what it held then.
+    #: The last holding, valid as long as its regions have not changed: `num_changes` and the holding.
     _held: tuple[int, Holding] | None = None
-    #: Version of the regions, and the models that could move, with which no block more had a place.
-    vain: tuple[int, Set[ModelId]] | None = None
-    #: On CUDA: what was queued when the model was placed. Its regions may still be read or moved by it.
+    #: Version of the regions and movable models with which `grow` last found no place for a block.
+    failed_growth: tuple[int, Set[ModelId]] | None = None
+    #: On CUDA: a mark behind the work queued when it was placed, which may still read or move its regions.
     queued: torch.cuda.Event | None = None
 
     @property
@@ -45,7 +45,7 @@ class ArenaTenant:
 
     @property
     def own_workspace(self) -> Owner:
-        """Owner of the workspace that the model has where the common one could not grow so far."""
+        """Owner of its own workspace, for where the common one could not grow far enough."""
         return Owner(self.model, Use.WORKSPACE, 0)
 
     def has_own_workspace(self, regions: RegionList) -> bool:
@@ -60,20 +60,18 @@ class ArenaTenant:
         return [owner for owner in owners if owner in regions]
 
     def common_bytes(self, regions: RegionList) -> int:
-        """Return how much of the common workspace the model may use."""
         uses_common = self.has_workspace and not self.has_own_workspace(regions)
         return aligned(self.shape.workspace_bytes) if uses_common else 0
 
     def is_other(self, shape: Shape) -> bool:
-        """True if what is there is of no use for a model of such a shape."""
+        """True if the present bytes are of no use for a model of this shape."""
         return (self.shape.digest, self.shape.served) != (shape.digest, shape.served)
 
     def tensors(self, regions: RegionList) -> list[Owner]:
-        """Return the owners of the tensors that have a region, in forward order."""
         return [owner for owner in tensor_owners(self.model, self.shape) if owner in regions]
 
     def free_blocks(self, regions: RegionList, num_least: int, num_wanted: int) -> range:
-        """Return about as many blocks as wanted, of the highest free region that has the least.
+        """Return about `num_wanted` blocks of the highest free region that has at least `num_least`.
 
         They begin where extents do.
         """
@@ -104,13 +102,15 @@ class ArenaTenant:
         )
 
     def checked_owners(self, regions: RegionList) -> set[Owner]:
-        """Return all owners of regions of the model. Raises where one has not the size that it should."""
+        """Return all owners of its regions. Raises if one has the wrong size."""
         tensors = self.tensors(regions)
-        assert self.extents or tensors, f"`{self.model}` has nothing and is still known"
+        assert self.extents or tensors, f"`{self.model}` has no region and is still known"
         for owner in tensors:
             spec, span = self.shape.served.tensors[owner.index], regions.span_of(owner)
             assert span.num_bytes == aligned(spec.nbytes), f"{span} is not the size of {spec}"
-        assert self.coming <= {owner.index for owner in tensors}, f"lands nowhere: {self.coming=}"
+        assert self.loading <= {owner.index for owner in tensors}, (
+            f"loading without a region: {self.loading=}"
+        )
         owners = set(tensors)
         for first, extent in self.extents.items():
             span = extent_span(self.model, extent, self.shape.block_bytes)
@@ -128,26 +128,23 @@ class ArenaTenant:
 
 
 def tables_owner(model: ModelId) -> Owner:
-    """Return who owns the region of the tables that a model's engine always has."""
     return Owner(model, Use.TABLE, 0)
 
 
 def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
-    """Return who owns the regions of a model's tensors, in forward order."""
     return [Owner(model, Use.TENSOR, index) for index in range(len(shape.served.tensors))]
 
 
 def places_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, TensorPlace]:
-    """Return where a model's tensors are, all of which have a region."""
+    """Return where the tensors of a model are, all of which must have a region."""
     specs = zip(tenant.shape.served.tensors, tensor_owners(tenant.model, tenant.shape), strict=True)
     return {spec.name: TensorPlace(memory, regions.span_of(owner).begin) for spec, owner in specs}
 
 
 def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> Space:
-    """Return the memory of a model that is placed."""
     shape, places = tenant.shape, places_of(tenant, regions, memory)
     gaps = []
-    for index in sorted(tenant.coming):
+    for index in sorted(tenant.loading):
         stored, served = shape.stored.tensors[index], shape.served.tensors[index]
         # At the end of its place: from there it can be widened towards the front.
         end = places[served.name].offset + served.nbytes
@@ -163,10 +160,7 @@ def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> 
 
 
 def need_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: RegionList) -> PlacementNeed:
-    """Return what a model needs to be placed.
-
-    `regions` are without those of the tenant, if its bytes are other ones by now.
-    """
+    """Return what a model needs to be placed. `regions`: without those of a tenant with other bytes."""
     owners = zip(tensor_owners(model, shape), shape.served.tensors, strict=True)
     tensors = tuple(Item(owner, aligned(spec.nbytes)) for owner, spec in owners if owner not in regions)
     common_bytes = regions.span_of(COMMON).num_bytes if COMMON in regions else 0

@@ -1,7 +1,7 @@
-"""One piece of device memory: how bytes move within it, and how a CPU's system gets back what is free.
+"""One contiguous piece of device memory: moves bytes within it and returns free pages to the system.
 
-Keeps no books. The memory of a CPU is mapped by this class itself and not by torch, because pages of it are
-given back and come again, as zeros, when they are next touched.
+Keeps no books. CPU memory is mapped here and not by torch, because its pages are returned and come back as
+zeros.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ STAGED_BYTES = 16 << 20
 
 
 class ContiguousMemory:
-    """Bytes of a device in one piece. Mutable; one thread moves them."""
+    """Mutable; one thread moves its bytes."""
 
     def __init__(
         self, device: torch.device, num_bytes: int, wipe: Callable[[torch.Tensor], None] | None
     ) -> None:
-        """`wipe` is called with all bytes that come free, for tests that fill them.
+        """`wipe`: called with all bytes that come free, for tests.
 
         Raises:
-            DeviceError: the device does not have so many bytes.
+            DeviceError: the device has fewer bytes.
         """
         #: None: the memory is a device's, which has no pages that could be given back.
         self._map: mmap.mmap | None = None
@@ -49,10 +49,8 @@ class ContiguousMemory:
         self._wipe = wipe
 
     def give_back(self, begin: int, end: int) -> None:
-        """Give the system the pages that lie within these bytes, which then hold arbitrary bits.
-
-        A device's memory stays: it was taken as one piece, and nobody else could use the parts.
-        """
+        """Return the pages within these bytes to the system; they then hold arbitrary bits. Does nothing on
+        CUDA."""
         begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if self._map is not None and begin < end:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
@@ -75,7 +73,7 @@ class ContiguousMemory:
             self.freed(source, min(source + num_bytes, target))
 
     def _copy_in_pieces(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy from the end that lies ahead, so that no piece is written over before it is read."""
+        """Copy in the direction in which no piece is overwritten before it is read."""
         distance = abs(target - source)
         piece_bytes = max(distance, STAGED_BYTES)
         begins = range(0, num_bytes, piece_bytes)

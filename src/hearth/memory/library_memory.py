@@ -1,12 +1,12 @@
-"""Memory of libraries at addresses that are the same in every process: one range of a worker for all models.
+"""Memory of libraries at addresses that are the same in every process: one range per worker for all models.
 
-cuBLAS computes with scratch memory, and captured steps remember where it lay. In a model's own space another
-model's steps might find it gone, so it lies in a space of its own, before those of all models. Its pages are
-mapped and zeroed once, for libraries keep semaphores there, and stay for as long as the process.
+cuBLAS computes with scratch memory, and captured steps contain its address. In a model's own space it could
+be unmapped while another model steps, so it has a space of its own. Its pages are mapped and zeroed once,
+because libraries keep semaphores there, and stay for the life of the process.
 
-torch asks for memory while it holds the lock of its own books, and the answer needs the interpreter: whoever
-frees a tensor meanwhile has the interpreter and wants the lock. So all of it is taken when the worker starts,
-by the only thread that computes, and nothing later: see `use_library_memory` in `engine/graph_capture.py`.
+torch allocates while it holds the lock of its allocator, and the callback needs the interpreter lock; a
+thread that frees a tensor holds the interpreter and wants the allocator's lock. So all of it is allocated at
+start by the only thread that computes: see `use_library_memory` in `engine/graph_capture.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class LibraryMemory:
-    """Pages that are given out from the first on, and never come back. Mutable; see above for the threads."""
+    """Allocates from the first page on and never frees. Mutable; see the module for its threads."""
 
     def __init__(self, pages: Pages) -> None:
-        """Map all of the pages, which are this memory's from now on."""
+        """Map all of the pages, which this object owns from now on."""
         self._pages = pages
         wanted = pages.base_address - pages.space_bytes
         self.address = pages.reserve(wanted)
@@ -44,7 +44,7 @@ class LibraryMemory:
         self.used_bytes = 0
 
     def take(self, num_bytes: int) -> int | None:
-        """Return the address of so many bytes; None: there are not as many."""
+        """Return the address of `num_bytes`; None: too few are left."""
         begin, padded_bytes = self.used_bytes, -(-num_bytes // _UNIT_BYTES) * _UNIT_BYTES
         if begin + padded_bytes > self.num_bytes:
             log.warning("library_memory_full wanted=%d used=%d of=%d", num_bytes, begin, self.num_bytes)
@@ -53,7 +53,7 @@ class LibraryMemory:
         return self.address + begin
 
     def torch_pool(self) -> torch.cuda.MemPool:
-        """Return a pool for torch to allocate from on a CUDA device; it keeps this memory."""
+        """Return a pool for torch to allocate from on a CUDA device. Keeps this memory alive."""
         allocate = _Allocate(lambda num_bytes, _device, _stream: self.take(num_bytes))
         free = _Free(lambda *_: None)
         addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (allocate, free)]

@@ -1,13 +1,13 @@
 """Which page belongs at which place, which one is mapped there, and which are free. Knows no model.
 
-The books say at once what should be; the driver is told later, by whoever first needs it to be so:
+The books change at once; the driver is called later, by the first thread that needs the page:
 
     claim, share   a place gets a page in the books
-    leave          a place gives its page up in the books; it stays mapped there, which is called stale
-    make_real      wait until the device is done with the stale places in the way, unmap those, map
+    release        a place gives its page up in the books; the page stays mapped there: it is stale
+    map            wait until the device is done with the stale places in the way, unmap those, map
 
-So a page that returns to a place where it is still mapped costs nothing, and taking memory from somebody
-costs no call of the driver on the thread of the steps.
+So a page that returns to a place where it is still mapped costs nothing, and evicting costs no call of the
+driver on the step thread.
 """
 
 from __future__ import annotations
@@ -23,40 +23,37 @@ from hearth.memory.pages import Mark, PageRun, Pages
 
 Wipe = Callable[[torch.Tensor], None]
 
-#: Places that are remapped together: one call of the driver does for all that follow each other, and whoever
-#: needs another place has to wait so long.
+#: Places that are remapped together. One call of the driver maps adjacent ones; other threads wait meanwhile.
 MAX_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Remap:
-    """Calls of the driver that make the books true for some places."""
-
-    pages: dict[int, int]  #: to be mapped, by place, in their order
-    stale: tuple[int, ...]  #: places to unmap before, in their order
+    pages: dict[int, int]  #: to map, by place, in order
+    stale: tuple[int, ...]  #: places to unmap first, in order
 
 
 class PageTable:
-    """Mutable. `lock` is held for all methods but `make_real`, `wait_until_idle`, `check` and `close`."""
+    """Mutable. Callers hold `lock`, except for `map`, `wait_until_idle`, `check` and `close`."""
 
     def __init__(self, pages: Pages, wipe: Wipe | None = None) -> None:
         self._pages = pages
         self._wipe = wipe
-        #: Guards the books, because loads call from their own threads. Held for no call of the driver, so
-        #: that the thread of the steps never waits for one.
+        #: Guards the books, because loads call from their own threads. Never held during a call of the
+        #: driver, so that the step thread never waits for one.
         self.lock = threading.Lock()
-        #: Keeps calls of the driver in order, one remapping at a time; taken before `lock`.
+        #: Serialises calls of the driver; taken before `lock`.
         self._driver = threading.Lock()
-        #: Pages that belong nowhere; the first to come free is given first, for the device is done with it.
+        #: Pages that belong nowhere, in the order they came free: the device is done with the first ones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages.num_pages))
-        self._page_at: dict[int, int] = {}  #: what belongs at a place
+        self._page_at: dict[int, int] = {}  #: the page that belongs at a place
         self._places: list[set[int]] = [set() for _ in range(pages.num_pages)]  #: the inverse
         self.shared: set[int] = set()  #: pages that belong at more than one place
-        #: The page that is mapped at a place, and not about to be unmapped; written with both locks held.
+        #: The page that is mapped at a place and not about to be unmapped; written with both locks held.
         self._mapped: dict[int, int] = {}
         self._mapped_places: list[set[int]] = [set() for _ in range(pages.num_pages)]  #: the inverse
-        #: By mapped place that was given up: what the device had queued then.
-        self._left: dict[int, Mark] = {}
+        #: By mapped place that was released: a mark behind the work queued then.
+        self._released: dict[int, Mark] = {}
 
     @property
     def num_pages(self) -> int:
@@ -70,20 +67,19 @@ class PageTable:
         return self._page_at[place]
 
     def places_of(self, page: int) -> set[int]:
-        """Return the places where a page belongs; not to be changed."""
+        """Return the places where a page belongs. Read-only."""
         return self._places[page]
 
-    def is_real(self, place: int) -> bool:
-        """True if what belongs at a place is mapped there."""
+    def is_mapped(self, place: int) -> bool:
         return self._mapped.get(place) == self._page_at[place]
 
-    def is_only_there(self, place: int) -> bool:
-        """True if what belongs at a place is mapped there, and nowhere else: `make_real` does nothing."""
+    def is_only_mapped_at(self, place: int) -> bool:
+        """True if the page of a place is mapped there and nowhere else: `map` would do nothing."""
         page = self._page_at[place]
         return self._mapped.get(place) == page and len(self._mapped_places[page]) == 1
 
     def claim(self, places: Sequence[int]) -> None:
-        """Give each of these places a free page of its own: if it can be, the one still mapped there."""
+        """Give each place a free page of its own, preferably the one still mapped there."""
         assert len(places) <= self.num_free, f"{len(places)=} {self.num_free=}"
         others = []
         for place in places:
@@ -98,7 +94,6 @@ class PageTable:
             self.share(place, page)
 
     def share(self, place: int, page: int) -> None:
-        """Have a page that belongs elsewhere belong to this place as well."""
         assert place not in self._page_at, f"{place=:#x} has page {self._page_at[place]}"
         assert page not in self._free, f"{page=} is free"
         self._page_at[place] = page
@@ -106,10 +101,10 @@ class PageTable:
         if len(self._places[page]) > 1:
             self.shared.add(page)
 
-    def leave(self, places: Sequence[int], *, is_idle: bool = False) -> int:
-        """Give up these places. Returns how many pages came free, for others had no part in them.
+    def release(self, places: Sequence[int], *, is_idle: bool = False) -> int:
+        """Give up these places. Returns how many pages came free, which excludes shared ones.
 
-        Whoever gets them waits for what the device has queued now, unless that has nothing to do with them.
+        Their next owners wait for the work that is queued now, unless `is_idle`: it does not use them.
         """
         num_free = self.num_free
         for place in places:
@@ -123,25 +118,24 @@ class PageTable:
                 self._free[page] = None
         if places and (not is_idle or self._wipe is not None):
             mark = self._pages.mark()
-            self._left.update((place, mark) for place in places if place in self._mapped)
+            self._released.update((place, mark) for place in places if place in self._mapped)
         return self.num_free - num_free
 
-    def make_real(self, places: Iterable[int]) -> None:
-        """Have what belongs at these places mapped there. Where nothing belongs any more, nothing is done."""
+    def map(self, places: Iterable[int]) -> None:
+        """Map the pages that belong at these places. Skips places that have none any more."""
         wanted = sorted(places)
         for begin in range(0, len(wanted), MAX_AT_ONCE):
-            while not self._try_make_real(wanted[begin : begin + MAX_AT_ONCE]):
-                pass  # the books changed between waiting and mapping: others are as fast as we are
+            while not self._try_map(wanted[begin : begin + MAX_AT_ONCE]):
+                pass  # the books changed between waiting and mapping
 
     def wait_until_idle(self, places: Sequence[int]) -> None:
-        """Wait until the device is done with what was at places, also if the same pages are there again."""
+        """Wait until the device is done with the former contents of places, also of the same pages."""
         with self.lock:
             marks = self.marks_of(places)
         for mark in marks:
             mark.synchronize()
 
-    def _try_make_real(self, places: Sequence[int]) -> bool:
-        """Have the books be true for some places; False if they have changed meanwhile."""
+    def _try_map(self, places: Sequence[int]) -> bool:
         with self.lock:
             remap = self._remap(places)
             marks = self.marks_of(remap.stale)
@@ -154,22 +148,19 @@ class PageTable:
                 if self._remap(places) != remap:
                     return False
                 stale_pages = {stale: self._mapped.pop(stale) for stale in remap.stale}
-                for (
-                    stale,
-                    page,
-                ) in stale_pages.items():  # before the call, so that nobody takes them for mapped
+                for stale, page in stale_pages.items():  # before the call: they no longer count as mapped
                     self._mapped_places[page].remove(stale)
-                    self._left.pop(stale, None)
+                    self._released.pop(stale, None)
             self._carry_out(remap, stale_pages)
         return True
 
     def marks_of(self, places: Sequence[int]) -> list[Mark]:
-        """Return what to wait for before places are written. Those that were left together have one mark."""
-        marks = {id(mark): mark for place in places if (mark := self._left.get(place)) is not None}
+        """Return the marks to wait for before places are written. Places released together share one."""
+        marks = {id(mark): mark for place in places if (mark := self._released.get(place)) is not None}
         return list(marks.values())
 
     def _carry_out(self, remap: _Remap, stale_pages: Mapping[int, int]) -> None:
-        """Call the driver. What it refuses is not in the books, and what it has done before that is."""
+        """Call the driver. The books record all that it did, also before it refused a call."""
         there = dict(stale_pages)
         try:
             for run in self._pages.remap(self._page_runs(remap)):
@@ -194,7 +185,7 @@ class PageTable:
             page = self._page_at.get(place)
             if page is None:
                 continue
-            # A page in new hands is mapped nowhere else: a stray write of its last owner must not reach it.
+            # A page with a new owner is mapped nowhere else: no stray write of the last one may reach it.
             stale.update(other for other in self._mapped_places[page] if self._page_at.get(other) != page)
             if self._mapped.get(place) != page:
                 pages[place] = page
@@ -210,7 +201,6 @@ class PageTable:
         ]
 
     def _runs(self, places: Sequence[int]) -> Iterator[list[int]]:
-        """Yield sorted places, those together that follow each other."""
         run: list[int] = []
         for place in places:
             if run and place != run[-1] + self._pages.page_bytes:
@@ -231,15 +221,15 @@ class PageTable:
                 assert all(self._mapped[place] == page for place in mapped), f"{page=} {mapped=}"
             assert len(self._page_at) == sum(map(len, self._places)), "a place has a page that denies it"
             assert len(self._mapped) == sum(map(len, self._mapped_places)), "a mapping that its page denies"
-            assert self._left.keys() <= self._mapped.keys(), "a mark of a place where nothing is mapped"
+            assert self._released.keys() <= self._mapped.keys(), "a mark of a place where nothing is mapped"
 
     def close(self) -> None:
         """Unmap everything, once the device is done with it."""
         self._pages.mark().synchronize()
         with self._driver, self.lock:
-            for mark in self._left.values():
+            for mark in self._released.values():
                 mark.synchronize()
             for place in self._mapped:
                 self._pages.unmap(place)
             self._mapped.clear()
-            self._left.clear()
+            self._released.clear()

@@ -26,7 +26,7 @@ MAX_SHAPES = 1024
 
 @dataclass(frozen=True, slots=True)
 class PieceStretch:
-    """Pieces that follow each other, and lie one behind the other."""
+    """Adjacent pieces, in order."""
 
     begin: int  #: the place of the first one
     first: int  #: of the pieces
@@ -35,8 +35,6 @@ class PieceStretch:
 
 @dataclass(frozen=True, slots=True)
 class PiecePlan:
-    """Places for the pieces of one adapter."""
-
     stretches: tuple[PieceStretch, ...]  #: all pieces, in their order
     sizes: tuple[int, ...]  #: by piece, rounded up
     runs: tuple[ByteRange, ...]  #: the same places, those as one that lie one behind the other, in order
@@ -44,14 +42,13 @@ class PiecePlan:
 
     @staticmethod
     def in_a_row(sizes: Sequence[int], begin: int) -> PiecePlan:
-        """Return places one behind the other for pieces of these sizes, on pages that are there."""
+        """Return adjacent places for pieces of these sizes, on pages that are there."""
         rounded = _RoundedSizes.of(tuple(sizes))
         run = ByteRange(begin, begin + rounded.num_bytes)
         return PiecePlan((PieceStretch(begin, 0, len(rounded.sizes)),), rounded.sizes, (run,), ())
 
     @property
     def parts(self) -> tuple[ByteRange, ...]:
-        """The place of each piece."""
         parts: list[ByteRange] = []
         for stretch in self.stretches:
             ends = list(accumulate(self.sizes[stretch.first : stretch.end], initial=stretch.begin))
@@ -61,7 +58,7 @@ class PiecePlan:
 
 @dataclass(frozen=True, slots=True)
 class _RoundedSizes:
-    """Pieces by their sizes, rounded up. Adapters of one shape have the same."""
+    """Sizes of pieces, rounded up. The same for all adapters of one shape."""
 
     sizes: tuple[int, ...]
     num_bytes: int
@@ -77,9 +74,10 @@ class _RoundedSizes:
 
 
 class _Rooms:
-    """Ranges of addresses, in order, no two of which touch. Mutable.
+    """Disjoint ranges of addresses, in order, no two of which touch. Mutable.
 
-    Whoever comes or goes has steps wait: so these are two lists of numbers, which are searched by halves.
+    Steps wait while an adapter is placed or dropped, so these are two sorted lists of numbers for binary
+    search.
     """
 
     def __init__(self, begins: list[int], ends: list[int]) -> None:
@@ -89,7 +87,7 @@ class _Rooms:
         return _Rooms(self.begins.copy(), self.ends.copy())
 
     def first_fit(self, num_bytes: int, first: int = 0) -> int | None:
-        """Return the first range from `first` on that has so many bytes."""
+        """Return the first range from `first` on with at least `num_bytes`."""
         begins, ends = self.begins, self.ends
         for index in range(first, len(begins)):
             if ends[index] - begins[index] >= num_bytes:
@@ -97,7 +95,7 @@ class _Rooms:
         return None
 
     def take_out(self, part: ByteRange) -> None:
-        """Take bytes that lie within one range."""
+        """Remove bytes that lie within one range."""
         index = bisect_right(self.begins, part.begin) - 1
         begin, end = self.begins[index], self.ends[index]
         assert begin <= part.begin < part.end <= end, f"{part=} {begin=} {end=}"
@@ -141,36 +139,33 @@ class PieceBook:
 
     @property
     def slots(self) -> set[int]:
-        """The slots that have a page."""
         return set(self._num_runs)
 
     def bytes_by_owner(self) -> dict[AdapterId, int]:
-        """Return the bytes of each adapter's pieces, rounded up, by its id."""
+        """Return the bytes of each adapter's pieces, rounded up, in the order of their ids."""
         return dict(sorted(self._bytes.items()))
 
     def plan_of(self, owner: AdapterId) -> PiecePlan:
-        """Return the places that an adapter has."""
         return self._plans[owner]
 
     def slots_of(self, owner: AdapterId) -> list[int]:
-        """Return the slots on whose pages an adapter has pieces, in order."""
         return sorted({slot for run in self._plans[owner].runs for slot in self._slots_of(run)})
 
     def plan(self, sizes: Sequence[int], max_new_slots: int) -> PiecePlan | None:
-        """Return places for pieces of these sizes, and change nothing.
+        """Return places for pieces of these sizes. Changes nothing.
 
-        None: there are too few addresses, or more slots would need a page than may.
+        None: addresses are short, or more than `max_new_slots` would need a page.
         """
         rounded = _RoundedSizes.of(tuple(sizes))
         if rounded.num_bytes > self._hole_bytes + max_new_slots * self._page_bytes:
-            return None  # most often, where memory is full: whoever asks has others give way then
+            return None  # the common case when memory is full: the caller evicts and asks again
         holes = self._holes.copy()
         rooms: _Rooms | None = None  #: made when it is needed, less what was taken
         runs: list[ByteRange] = []
         stretches: list[PieceStretch] = []
         num_placed = 0
         new_slots: list[int] = []
-        #: Before which hole none has room for so many bytes.
+        #: By size: the first hole that may have room; none before it has.
         first: dict[int, int] = {}
         for num_bytes, num_pieces in rounded.groups:  # most are of one size
             num_left = num_pieces
@@ -208,7 +203,7 @@ class PieceBook:
         return PiecePlan(tuple(stretches), rounded.sizes, tuple(_merged(runs)), tuple(new_slots))
 
     def take(self, owner: AdapterId, plan: PiecePlan) -> None:
-        """Give an adapter the places of a plan that was made a moment ago."""
+        """Give an adapter the places of a plan. The book must not have changed since `plan`."""
         assert owner not in self._plans, f"adapter {owner} has its pieces"
         self._plans[owner] = plan
         self._bytes[owner] = num_bytes = sum(plan.sizes)
@@ -222,7 +217,7 @@ class PieceBook:
                 self._num_runs[slot] = self._num_runs.get(slot, 0) + 1
 
     def give(self, owner: AdapterId) -> list[int]:
-        """Take the pieces of an adapter back. Returns the slots that have none any more, whose pages go."""
+        """Take back the pieces of an adapter. Returns the slots that became empty, whose pages come free."""
         plan = self._plans.pop(owner)
         num_bytes = self._bytes.pop(owner)
         empty: list[int] = []
@@ -240,7 +235,7 @@ class PieceBook:
         return empty
 
     def check(self) -> None:
-        """Raise unless every byte of every page is in one hand. For tests."""
+        """Raise unless every byte of every page has one owner. For tests."""
         parts = [part for plan in self._plans.values() for part in plan.parts]
         assert self._bytes == {owner: sum(map(_size, plan.parts)) for owner, plan in self._plans.items()}
         holes, rooms = (
@@ -266,9 +261,9 @@ class PieceBook:
     def _slots_for(
         self, num_bytes: int, num_wanted: int, rooms: _Rooms, new_slots: Sequence[int]
     ) -> list[int] | None:
-        """Return the slots that need a page so that pieces of so many bytes lie in the first room.
+        """Return the slots that need a page so that pieces of `num_bytes` fit into the first room.
 
-        As many of them as it has room for, at most as wanted; None: there is no room for any.
+        For as many pieces as fit there, at most `num_wanted`; None: there is no room for any.
         """
         index = rooms.first_fit(num_bytes)
         if index is None:
@@ -279,7 +274,6 @@ class PieceBook:
         return [slot for slot in wanted if slot not in self._num_runs and slot not in new_slots]
 
     def _ranges_of(self, slots: Iterable[int]) -> Iterator[ByteRange]:
-        """Yield the bytes of slots, in order, those as one that follow each other."""
         begin = end = -1
         for slot in sorted(slots):
             if slot != end:
@@ -295,7 +289,7 @@ class PieceBook:
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """Return the bytes that a piece takes, which begins where kernels want it to."""
+    """Return the bytes that a piece takes with the alignment of kernels."""
     return -(-num_bytes // FACTOR_ALIGNMENT_BYTES) * FACTOR_ALIGNMENT_BYTES
 
 
@@ -304,7 +298,6 @@ def _size(part: ByteRange) -> int:
 
 
 def _merged(parts: Iterable[ByteRange]) -> list[ByteRange]:
-    """Return parts in order, those as one that touch."""
     begins, ends = list[int](), list[int]()
     for part in sorted(parts, key=lambda part: part.begin):
         if ends and ends[-1] >= part.begin:

@@ -1,9 +1,8 @@
-"""Where in an arena a model's missing parts go, and what has to move for it. Decides only: it moves nothing.
+"""Where in an arena the missing parts of a model go, and what has to move for it. Decides only.
 
-What can never move cuts the memory into stretches that cannot lend each other room, so it goes to the ends:
-the workspace, one for all models because only one steps at a time, to the low one, KV and tables to the high
-one; tensors that lie there shift. Where something is in the way that must not move, they go elsewhere.
-Tensors go where the packer puts them.
+Regions that can never move separate free memory, so they go to the ends: the workspace, one for all models
+because only one steps at a time, to the low end, KV and tables to the high end; tensors that lie there shift.
+If an immovable region is in the way, they go elsewhere. Tensors go where the packer puts them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _WINDOW = "window"
 
 @dataclass(frozen=True, slots=True)
 class PlacementNeed:
-    """Parts of a model that have no place. All of them are placed, or none is."""
+    """Parts of a model that have no place. All of them are placed, or none."""
 
     model: ModelId
     tensors: tuple[Item, ...]  #: under their owners
@@ -40,13 +39,12 @@ class PlacementNeed:
 
     @property
     def workspace(self) -> tuple[Item, ...]:
-        """A workspace of the model's own, for where the common one cannot grow so far."""
+        """A workspace of the model's own, for where the common one cannot grow far enough."""
         item = Item(Owner(self.model, Use.WORKSPACE, 0), aligned(self.workspace_bytes))
         return (item,) if self.more_bytes else ()
 
     @property
     def more_bytes(self) -> int:
-        """Bytes by which the common workspace has to grow."""
         return max(0, aligned(self.workspace_bytes) - self.common_bytes)
 
     @property
@@ -56,7 +54,7 @@ class PlacementNeed:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that have to come free before another try: not so few that there would be many tries."""
+        """Bytes to free before the next attempt: large enough to bound the number of attempts."""
         items = (*self.tensors, *self.tables, *self.workspace, *_windows(self))
         return max(self.least_bytes // MAX_TRIES, *(item.num_bytes for item in items))
 
@@ -72,9 +70,9 @@ class Placement:
 def plan_placement(
     regions: RegionList, need: PlacementNeed, movable: Set[ModelId], packer: Packer
 ) -> Placement | None:
-    """Return places for all parts, with what moves for them; None if there are none.
+    """Return places for all parts, and the moves that they need; None: there are none.
 
-    Only tensors of models that are `movable` may move.
+    Only tensors of `movable` models move.
     """
     if need.least_bytes > regions.free_bytes:
         return None
@@ -97,7 +95,7 @@ def extent_span(model: ModelId, extent: range, block_bytes: int) -> Span:
 
 @dataclass(slots=True)
 class _PlacementDraft:
-    """A placement in the making. Mutable; the functions below write it, the books as if it were done."""
+    """A placement being planned. Mutable; `books` are as if it were carried out."""
 
     books: RegionList
     movable: Set[ModelId]
@@ -119,7 +117,7 @@ class _PlacementDraft:
 
 
 def _grow_common(draft: _PlacementDraft, need: PlacementNeed) -> bool:
-    """Have the common workspace grow; False if what lies behind it must not move, or has no room."""
+    """Grow the common workspace; False: a region behind it must not move, or has no room."""
     if not need.more_bytes:
         return True
     lowest = list(_stretches(draft.books, draft.movable))[-1]  # something is free
@@ -134,7 +132,7 @@ def _grow_common(draft: _PlacementDraft, need: PlacementNeed) -> bool:
 
 
 def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -> bool:
-    """Place what never moves, at the end of the highest stretch that has the room for it."""
+    """Place immovable parts at the end of the highest stretch that has room."""
     for stretch in _stretches(draft.books, draft.movable) if need.num_blocks else ():
         blocks = blocks_within(stretch[0].begin, stretch[-1].end, need.block_bytes)[-need.num_blocks :]
         if len(blocks) < need.num_blocks:
@@ -157,7 +155,6 @@ def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -
 
 
 def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, has_own: bool) -> bool:
-    """Place all that has no place yet, as the packer likes."""
     items = [*need.tensors, *need.tables, *(need.workspace if has_own else ())]
     items = [item for item in items if not draft.has(_owner(item.key))]
     has_blocks = any(span.owner is not None and span.owner.use is Use.KV for span in draft.spans)
@@ -180,7 +177,7 @@ def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, h
 
 
 def _windows(need: PlacementNeed) -> tuple[Item, ...]:
-    """Return the bytes that hold the blocks, and what is around them, wherever they begin."""
+    """Return bytes that hold the blocks wherever they begin."""
     if not need.num_blocks:
         return ()
     # The furthest that a boundary can be from the next block.
@@ -210,7 +207,7 @@ def _is_fixed(span: Span, movable: Set[ModelId]) -> bool:
 
 
 def _stretches(regions: RegionList, movable: Set[ModelId]) -> Iterator[list[Span]]:
-    """Yield what lies between regions that must not move, the highest first, unless nothing does."""
+    """Yield the spans between immovable regions, highest first. Skips empty stretches."""
     stretch: list[Span] = []
     for span in reversed(list(regions)):
         if not _is_fixed(span, movable):
@@ -223,7 +220,7 @@ def _stretches(regions: RegionList, movable: Set[ModelId]) -> Iterator[list[Span
 
 
 def _room_at_end(stretch: Sequence[Span], num_bytes: int) -> list[Move] | None:
-    """Return moves towards the low end, in a safe order, with which the last so many bytes come free."""
+    """Return moves towards the low end, in a safe order, that free the last `num_bytes`."""
     passed, free_bytes = _passed(reversed(stretch), num_bytes)
     if free_bytes < num_bytes:
         return None
@@ -236,7 +233,7 @@ def _room_at_end(stretch: Sequence[Span], num_bytes: int) -> list[Move] | None:
 
 
 def _room_at_begin(stretch: Sequence[Span], num_bytes: int) -> list[Move] | None:
-    """Return moves towards the high end, in a safe order, with which the first so many bytes come free."""
+    """Return moves towards the high end, in a safe order, that free the first `num_bytes`."""
     passed, free_bytes = _passed(stretch, num_bytes)
     if free_bytes < num_bytes:
         return None
@@ -249,7 +246,7 @@ def _room_at_begin(stretch: Sequence[Span], num_bytes: int) -> list[Move] | None
 
 
 def _passed(spans: Iterable[Span], num_bytes: int) -> tuple[list[Span], int]:
-    """Return the tensors before so many free bytes, and how many bytes those are."""
+    """Return the tensors before `num_bytes` of free bytes, and how many free bytes were found."""
     passed: list[Span] = []
     free_bytes = 0
     for span in spans:

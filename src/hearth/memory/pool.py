@@ -1,16 +1,15 @@
-"""Device memory as whoever hosts models asks for it: one pool for weights, KV and tables of all of them.
+"""Device memory of one worker: one pool for the weights, KV, tables and adapters of all its models.
 
-A pool keeps books of its own, and no reading of the device is ever asked again. It places, maps and moves; it
-never decides that somebody has to go: its caller makes room first, in the order
+A pool places, maps and moves; it never decides what to evict. Its caller frees memory first, in the order
 
-    free memory, KV that nobody reads, idle adapters, weights of retained models, of warm ones, of paused
-    ones, KV of paused models, KV of running requests
+    free memory, unused cached KV, idle adapters, weights of retained models, of warm ones, of paused ones,
+    KV of paused models, KV of running requests
 
-and says with `EvictionTerms` whose weights may be taken, and at which price. Two pools do this: mapped pages
-(`memory/vmm.py`), where any free page fits anywhere, and one contiguous arena (`memory/arena.py`), where
-tensors have to be moved together now and then.
+and gives `EvictionTerms` for each model. There are two pools: mapped pages (`memory/vmm.py`), where any free
+page fits anywhere, and one contiguous arena (`memory/arena.py`), which moves tensors to fill gaps. A pool
+goes by its own books and never by the device's reading of free memory.
 
-One thread, that of the steps, calls all methods but `prepare`, `prepare_rest` and `prepare_pieces`.
+The step thread calls all methods but `Pool.prepare`, `Pool.prepare_rest` and `PieceMemory.prepare`.
 """
 
 from __future__ import annotations
@@ -31,54 +30,55 @@ from hearth.models.weights import TensorPlace
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes and layouts of a model, as far as a pool has to know them."""
+    """Sizes and layouts of a model, as far as a pool needs them."""
 
-    digest: Digest  #: of its manifest: another one means other bytes
-    stored: Layout  #: as its bytes lie in the file
-    served: Layout  #: as it is computed; another one only where it is widened, on a CPU
+    digest: Digest  #: of the manifest
+    stored: Layout  #: of the bytes in the file
+    served: Layout  #: of the bytes that are computed with; differs from `stored` only if widened, on a CPU
     chunk_bytes: int
-    chunks: tuple[ChunkId, ...]  #: of the stored bytes: what is equal may be shared
+    chunks: tuple[ChunkId, ...]  #: of the stored bytes: equal chunks may share memory
     workspace_bytes: int
-    tables_bytes: int  #: of what its engine always has besides
+    tables_bytes: int  #: of the tables that the engine always has
     block_bytes: int  #: of KV
-    max_blocks: int  #: KV never has more, the sink included
-    #: Of its addresses, where those are kept, the same on all workers; None: its digest decides.
+    max_blocks: int  #: of KV, the sink included
+    #: Slot of its addresses, the same on all workers; None: derived from the digest.
     slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionTerms:
-    """Terms on which weights of a model may be taken when somebody needs room."""
+    """Terms on which weights of a model may be taken."""
 
-    hold: Hold  #: only what is retained, warm or paused is ever taken
-    cost_s_per_byte: float  #: the reload cost of one byte; among equally held models the cheapest goes first
-    is_loading: bool  #: its bytes are being written: they are neither taken nor moved nor shared
-    #: A step of it is in flight: whoever gets its weights waits for what the device has queued.
+    hold: Hold  #: weights are taken only from retained, warm and paused models
+    cost_s_per_byte: (
+        float  #: reload cost of one byte; among models with the same hold the cheapest goes first
+    )
+    is_loading: bool  #: its bytes are being written: they are not taken, moved or shared
+    #: A step of it is in flight: the next owner of its weights waits for the work that is queued now.
     is_computing: bool = False
+
+
+EvictionTermsOf = Callable[[ModelId], EvictionTerms]
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """Pieces of an adapter that lie one behind the other.
-
-    Whoever brings their bytes needs no tensor, and one of each takes longer to make than their places.
-    """
+    """Adjacent pieces of an adapter. A tensor per piece takes longer to create than to place."""
 
     address: int
-    sizes: tuple[int, ...]  #: of the pieces, between which nothing lies
-    #: Returns memory of uint8, of so many bytes from an address on.
+    sizes: tuple[int, ...]  #: of the pieces, in order, without padding
+    #: Returns uint8 memory, given an address and a number of bytes.
     memory_at: Callable[[int, int], torch.Tensor]
 
     def split(self) -> Sequence[torch.Tensor]:
-        """Return the memory of each piece."""
         return self.memory_at(self.address, sum(self.sizes)).split_with_sizes(list(self.sizes))
 
 
 def piece_runs(
     plan: PiecePlan, sizes: Sequence[int], base: int, memory_at: Callable[[int, int], torch.Tensor]
 ) -> list[PieceRun]:
-    """Return pieces of these sizes in their places, which are behind `base`. `memory_at`: see `PieceRun`."""
-    if plan.sizes != tuple(sizes):  # between two of them may lie what they were rounded up by
+    """Return the pieces of a plan, whose places are relative to `base`."""
+    if plan.sizes != tuple(sizes):  # sizes were rounded up: there may be padding between pieces
         return [
             PieceRun(base + part.begin, (size,), memory_at)
             for part, size in zip(plan.parts, sizes, strict=True)
@@ -91,190 +91,180 @@ def piece_runs(
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Stored bytes that a model lacks, and where they go."""
-
     part: ByteRange
     destination: torch.Tensor  #: uint8, of that length
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A model's memory. What it has not got yet holds arbitrary bits, or must not be touched at all."""
+    """A model's memory. Parts that are not loaded hold arbitrary bits or are not mapped."""
 
     places: Mapping[str, TensorPlace]  #: of every tensor, as served
-    #: These two and the sink must not be touched before `prepare_rest` has returned.
-    workspace: torch.Tensor  #: uint8; arbitrary bits between two steps; another one each time it is placed
-    tables: torch.Tensor  #: uint8; arbitrary bits when the model is placed, and its own until it is retired
-    #: uint8. Block `b` lies at `b * block_bytes`; those that the pool has not given must not be touched.
-    kv: torch.Tensor
-    sink: int  #: the block that takes the writes of padded rows; it is there from the beginning
-    #: In the order of the file, none overlapping another, as are the parts below.
-    gaps: tuple[Gap, ...]
-    #: Stored bytes that must not be touched, written or read, before `prepare` has returned for them.
+    #: Workspace, tables and sink must not be touched before `prepare_rest` has returned.
+    workspace: torch.Tensor  #: uint8; arbitrary bits between two steps; may change with each `place`
+    tables: torch.Tensor  #: uint8; arbitrary bits when the model is placed; kept until it is retired
+    kv: (
+        torch.Tensor
+    )  #: uint8; block `b` begins at `b * block_bytes`; only blocks given by `grow` may be touched
+    sink: int  #: block that takes the writes of padded rows; present from the beginning
+    gaps: tuple[Gap, ...]  #: in file order, disjoint
+    #: Stored bytes that must not be touched before `prepare` has returned for them. In file order, disjoint.
     parts: tuple[ByteRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Memory of one model in a pool."""
-
     model: ModelId
-    weights_bytes: int  #: that are there, of `total_bytes`; shared ones count for each who has them
+    weights_bytes: int  #: present, of `total_bytes`; shared bytes count for each model that has them
     total_bytes: int
-    stored_bytes: int  #: what `weights_bytes` take in the file, which is less where they were widened
+    stored_bytes: int  #: size of `weights_bytes` in the file, which is less where they were widened
     shared_bytes: int  #: of `weights_bytes`, those that another model has as well
-    kv_bytes: int  #: the sink and what is ready to be given included
-    tables_bytes: int  #: of its engine, and those of its sampler while requests need them
+    kv_bytes: int  #: including the sink and pages that are mapped ahead
+    tables_bytes: int  #: of the engine, and of its sampler while requests need them
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """A pool at one moment.
-
-    Free, workspace, lost, pieces and all holdings, shared bytes once, make up the budget.
-    """
+    """A pool at one moment. Free, workspace, lost, pieces and holdings, shared bytes once, are the budget."""
 
     budget_bytes: int
     free_bytes: int
     workspace_bytes: int
-    lost_bytes: int  #: to rounding and fragments: in nobody's hands and of no use
+    lost_bytes: int  #: to rounding and fragmentation
     holdings: tuple[Holding, ...]  #: in the order of their names
-    pieces_bytes: Mapping[AdapterId, int]  #: of each adapter that has pieces, in the order of their ids
-    moved_bytes: int  #: so far, to make place; 0 for ever where pages are mapped
-    fallbacks: Mapping[str, int]  #: what had to be done otherwise than wished, by name
+    pieces_bytes: Mapping[AdapterId, int]  #: by adapter, in the order of their ids
+    moved_bytes: int  #: in total, to make room; always 0 with mapped pages
+    fallbacks: Mapping[str, int]  #: count by name
 
 
-class Pool(Protocol):
-    """Device memory of one worker. Mutable; see above for the threads."""
+class KvMemory(Protocol):
+    """KV blocks of placed models. A range of blocks that comes and goes as one is an extent."""
 
-    @property
-    def budget_bytes(self) -> int: ...
+    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
+        """Give a model about `num_blocks` more out of free memory; return them as extents.
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that nobody has, at no cost worth mentioning."""
+        Rounded up to whole extents; fewer if memory is short. `ahead_blocks` more are made ready in the
+        background for the next call, if memory is free. May move weights.
+        """
 
-    @property
-    def keeps_addresses(self) -> bool:
-        """True if a model's space is the same, however often its bytes leave and come back, unless
-        `take_displaced` names it."""
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int: ...
+
+    def shrink(self, model: ModelId, extent: range) -> None:
+        """Take back an extent that `extents` returned. The device may still be computing with it: the next
+        owner of the memory waits for the work that is queued now."""
+
+    def extents(self, model: ModelId) -> list[range]:
+        """Return the extents that can be taken back next, best first; at most one with mapped pages."""
+
+
+class TableMemory(Protocol):
+    """Tables of samplers, which models have only while requests need them."""
+
+    def place(self, model: ModelId, table: SamplingTable, num_bytes: int) -> torch.Tensor | None:
+        """Give a placed model uint8 memory for a table that it does not have, out of free memory.
+
+        It holds arbitrary bits and never moves. May move weights. None: memory is short, nothing changed.
+        """
+
+    def drop(self, model: ModelId, table: SamplingTable) -> None:
+        """Take back a table. The device may still be computing with it, as in `KvMemory.shrink`."""
+
+
+class PieceMemory(Protocol):
+    """Memory of adapters, each of which has many small pieces."""
 
     @property
     def page_bytes(self) -> int:
-        """Pieces of adapters share pages of so many bytes; 1: they lie anywhere."""
+        """Size of the pages that pieces share; 1: they lie anywhere."""
+
+    def place(self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0) -> list[PieceRun] | None:
+        """Give an adapter without pieces one of each size, in this order, out of free memory except
+        `spare_bytes`.
+
+        Pieces begin at multiples of 256 bytes, never move, and must not be touched before `prepare` has
+        returned. May move weights. None: memory is short, nothing changed.
+        """
+
+    def prepare(self, owner: AdapterId) -> None:
+        """Make the pieces of an adapter writable. Any one thread may call it."""
+
+    def mark(self) -> Mark | None:
+        """Return a mark behind all queued work for `drop`; None: this pool has no use for one."""
+
+    def drop(self, owner: AdapterId, last_read: Mark | None = None) -> None:
+        """Take back all pieces of an adapter that is not being written. The device may still read them: the
+        next owner waits for the work before `last_read`, or for all that is queued now."""
+
+
+class Pool(Protocol):
+    """Device memory of one worker. Mutable; see the module for its threads."""
+
+    budget_bytes: int
+    #: The space of a model stays the same while its bytes leave and return, unless `take_displaced` names it.
+    keeps_addresses: bool
+    kv: KvMemory
+    tables: TableMemory
+    pieces: PieceMemory
+
+    @property
+    def free_bytes(self) -> int: ...
 
     def missing_bytes(self, model: ModelId, shape: Shape) -> int:
-        """Return the bytes that have to come free before a model can be placed; 0: it can."""
+        """Return the bytes that must be freed before a model can be placed; 0: it can be placed now."""
 
     def place(self, model: ModelId, shape: Shape) -> Space:
-        """Return memory for all weights, for workspace, tables and the sink; KV is grown later.
+        """Return memory for all weights, workspace, tables and the sink; KV grows later.
 
-        What is there of the model stays, unless its digest is another one. Weights of others may be moved.
-        Raises DeviceError where `missing_bytes` is not 0.
+        Keeps the bytes that are present, unless their digest differs. May move weights of other models.
+        Raises DeviceError if `missing_bytes` is not 0.
         """
 
     def place_front(self, model: ModelId, shape: Shape, num_bytes: int) -> Space | None:
-        """Return memory for the first so many of the weights that a model lacks, out of free memory, and for
-        nothing else; fewer where that is short. None: nothing is missing or free, or only whole models are
-        placed here. Its gaps are filled and given back as those of `place`, before which they must be."""
+        """Return memory for the first `num_bytes` of the weights that a model lacks, out of free memory and
+        for nothing else; fewer if memory is short. None: nothing is missing or free, or this pool only places
+        whole models. Its gaps must be filled or given back before `place`."""
 
     def prepare(self, model: ModelId, part: ByteRange) -> None:
-        """Make a part of a space, or a piece of one, ready to be written. Any one thread may call it."""
+        """Make a part of a space writable. Any one thread may call it."""
 
     def prepare_rest(self, model: ModelId) -> None:
-        """Make workspace, tables and sink of a placed model ready to be used. Any thread may call it; of a
-        model that was dropped or retired meanwhile nothing is done."""
+        """Make workspace, tables and sink of a placed model usable. Any thread may call it; does nothing if
+        the model was dropped or retired meanwhile."""
 
     def load_ended(self, model: ModelId, *, is_whole: bool) -> None:
-        """Note that a load has ended: all gaps are filled, or, unless `is_whole`, given back."""
+        """Record the end of a load: all gaps are filled or, unless `is_whole`, given back."""
 
     def resident_bytes(self, model: ModelId) -> int:
-        """Return about how many stored bytes of a model's weights have memory, at no cost worth mentioning;
-        those of a load under way count. 0 for one that is unknown."""
+        """Return about how many stored bytes of a model's weights have memory, loading ones included; 0 if
+        the model is unknown. Cheap."""
 
     def is_incomplete(self, model: ModelId) -> bool:
-        """True if a model is known, and some of its weights or its workspace have no memory, so that it must
-        be placed again before it computes. Costs as little."""
+        """True if a known model lacks weights or its workspace, so that it must be placed before it computes.
+        Cheap."""
 
-    def take_weights(
-        self,
-        num_bytes: int,
-        most: Hold,
-        below_s_per_byte: float = math.inf,
-        *,
-        with_workspaces: bool = False,
-    ) -> int:
-        """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
-        many came free, which is less only where there are no more. No step begins with any of them; one may
-        be in flight, as the terms say.
+    def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
+        """Take at least `num_bytes` of weights from models with a hold up to `most` and a reload cost under
+        `below_s_per_byte`, cheapest first. Returns how many bytes came free: fewer if there are no more.
 
-        `below_s_per_byte`: only those whose reload cost is less. `with_workspaces`: if weights do not
-        suffice, also the bytes that only the workspaces of these models need; `is_incomplete` says whose.
+        No step may begin with any of these models; one may be in flight, as the terms say.
         """
 
-    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
-        """Give a placed model up to so many blocks of KV more, out of free memory. Each range is an extent.
-
-        Some more than asked where an extent has more; fewer where memory is short. `ahead_blocks` more are
-        made ready in the background, if memory is free, for the next call. Weights may be moved.
-        """
-
-    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
-        """Return the free memory that so many blocks of KV more would take, which are a placed model's."""
-
-    def shrink(self, model: ModelId, extent: range) -> None:
-        """Take back an extent that `extents` names. The device may still be computing with it: whoever gets
-        the memory next waits for what is queued now."""
-
-    def extents(self, model: ModelId) -> list[range]:
-        """Return extents that could be taken back next, best first; at most one with mapped pages."""
-
-    def place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> torch.Tensor | None:
-        """Give a placed model memory (uint8) for a table of its sampler that it has not got, if any is free.
-
-        None where that does not suffice, and nothing has changed. It holds arbitrary bits, and never moves;
-        weights may be moved for it.
-        """
-
-    def drop_table(self, model: ModelId, table: SamplingTable) -> None:
-        """Take back the memory of a table. The device may still be computing with it, as in `shrink`."""
-
-    def place_pieces(
-        self, owner: AdapterId, sizes: Sequence[int], spare_bytes: int = 0
-    ) -> list[PieceRun] | None:
-        """Give an adapter that has no pieces one of each size, in this order, out of free memory, but nothing
-        of the last `spare_bytes` of it.
-
-        None where that does not suffice, and nothing has changed. They begin at multiples of 256 bytes, never
-        move, and must not be touched before `prepare_pieces` has returned; weights may be moved for them.
-        """
-
-    def prepare_pieces(self, owner: AdapterId) -> None:
-        """Make the pieces of an adapter ready to be written. Any one thread may call it."""
-
-    def mark(self) -> Mark | None:
-        """Return a mark behind all that is queued now; None: it would make no difference to this pool."""
-
-    def drop_pieces(self, owner: AdapterId, last_read: Mark | None = None) -> None:
-        """Take back all pieces of an adapter that nobody writes. The device may still read them, as in
-        `shrink`: whatever is queued may, or by `last_read` only what is before that."""
+    def take_workspaces(self, most: Hold) -> int:
+        """Take the workspace bytes that only models with a hold up to `most` need; return how many came free.
+        `is_incomplete` names the models that lost theirs."""
 
     def retire(self, model: ModelId) -> None:
-        """Take back KV, tables, workspace and sink of a model that computes no more; its weights stay. One
-        that is unknown has nothing."""
+        """Take back KV, tables, workspace and sink of a model that no longer computes; its weights stay.
+        Ignores unknown models."""
 
     def drop(self, model: ModelId) -> None:
-        """Have all of a model go that nobody computes with or loads. One that is unknown has nothing."""
+        """Take back all memory of a model that neither computes nor loads. Ignores unknown models."""
 
     def take_moved(self) -> dict[ModelId, Mapping[str, TensorPlace]]:
-        """Return the placed models whose tensors have moved since the last call, and where they are now."""
+        """Return the placed models whose tensors moved since the last call, and where they are now."""
 
     def take_displaced(self) -> list[ModelId]:
-        """Return models that had nothing left, and whose addresses went to another that was placed since the
-        last call: what was built there must not be used again."""
+        """Return the models whose addresses went to another model since the last call. Nothing that was built
+        for those addresses may be used again."""
 
-    def usage(self) -> PoolUsage:
-        """Return who has which memory."""
-
-
-EvictionTermsOf = Callable[[ModelId], EvictionTerms]
+    def usage(self) -> PoolUsage: ...

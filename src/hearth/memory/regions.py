@@ -22,8 +22,6 @@ from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
 
 
 class Use(StrEnum):
-    """Purpose of a region."""
-
     TENSOR = "tensor"
     WORKSPACE = "workspace"
     KV = "kv"
@@ -48,8 +46,6 @@ COMMON = Owner(ModelId(""), Use.WORKSPACE, 0)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A region: consecutive bytes with one owner, or free."""
-
     begin: int
     end: int
     owner: Owner | None  #: None: it is free
@@ -72,7 +68,7 @@ class RegionList:
         self._span_by_begin = {0: Span(0, num_bytes, None)}
         self._begin_by_owner: dict[Owner, int] = {}
         self.used_bytes = Counter[Use]()
-        #: How often anything of a model was taken or given: as long as it is the same, so are its regions.
+        #: By model: how often its regions have changed.
         self.num_changes = Counter[ModelId]()
         self.version = 0  #: the same for all models together
 
@@ -97,7 +93,7 @@ class RegionList:
         return [span for span in self if span.owner is None]
 
     def free_within(self, begin: int, end: int) -> list[Span]:
-        """Return the free regions that have some of these bytes; they may reach beyond."""
+        """Return the free regions that overlap these bytes; they may reach beyond."""
         first = bisect_right(self._begins, begin) - 1
         spans = (self._span_by_begin[at] for at in self._begins[first : bisect_left(self._begins, end)])
         return [span for span in spans if span.owner is None]
@@ -108,7 +104,7 @@ class RegionList:
     def take(self, span: Span) -> None:
         """Give a span to its owner, out of one free region."""
         owner = span.owner
-        assert owner is not None, f"{span} is for nobody"
+        assert owner is not None, f"{span} has no owner"
         assert owner not in self, f"{owner} has its region already"
         assert span.begin % ALIGNMENT_BYTES == span.end % ALIGNMENT_BYTES == 0 < span.num_bytes, f"{span}"
         free = self._span_by_begin[self._begins[bisect_right(self._begins, span.begin) - 1]]
@@ -122,7 +118,7 @@ class RegionList:
         self._count(owner, span.num_bytes)
 
     def give(self, owner: Owner) -> Span:
-        """Have a region be free, as one with what is free beside it. Returns the span that the owner had."""
+        """Free a region and merge it with adjacent free ones. Returns the span that the owner had."""
         given = self.span_of(owner)
         beside = self._free_beside(given)
         for span in (given, *beside):
@@ -134,7 +130,7 @@ class RegionList:
         return given
 
     def check(self) -> None:
-        """Raise unless the regions touch, cover the memory, and agree with who owns them."""
+        """Raise unless the regions touch, cover the memory, and agree with their owners."""
         spans = list(self)
         assert (spans[0].begin, spans[-1].end) == (0, self.num_bytes), f"{spans[0]} .. {spans[-1]}"
         for before, after in pairwise(spans):
@@ -175,12 +171,12 @@ def aligned(num_bytes: int) -> int:
 
 
 def blocks_within(begin: int, end: int, block_bytes: int) -> range:
-    """Return the blocks that lie in these bytes as a whole, perhaps none."""
+    """Return the blocks that lie within these bytes as a whole."""
     return range(-(-begin // block_bytes), end // block_bytes)
 
 
 def bytes_around(blocks: range, block_bytes: int) -> ByteRange:
-    """Return the bytes of a run of blocks, up to the next boundaries of the books."""
+    """Return the bytes of a run of blocks, rounded to region boundaries."""
     begin = blocks.start * block_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     return ByteRange(begin, aligned(blocks.stop * block_bytes))
 

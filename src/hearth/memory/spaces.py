@@ -1,18 +1,77 @@
-"""Which addresses each model has: the same in every process, wherever that can be. Maps nothing.
+"""Which addresses each model has: the same in every process wherever possible. Maps nothing.
 
-A space is reserved whole and kept when its model goes, for the next one that wants it: what is still mapped
-in it then is the business of whoever maps over it.
+A space is reserved whole. When its model is dropped it is kept for the next one; pages that are still mapped
+in it are unmapped when others are mapped there.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from hearth.core.types import Digest, ModelId
+from hearth.core.types import Digest, ModelId, SamplingTable
 from hearth.memory.pages import Pages
 from hearth.policy.memory.space_slots import preferred_slot
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceAddresses:
+    """Where the parts of a model lie in its space. Pages are numbered from 0 in each part.
+
+    begin         + 32/64 of the space   + 59/64   + 60/64     + 61/64   + 62/64
+    | weights ...  | KV ...               | tables   | penalties  | bias    | workspace ...
+                                                       while requests need them
+
+    Every offset is a whole number of pages, and the same for all models and in all processes.
+    """
+
+    begin: int
+    space_bytes: int
+    page_bytes: int
+
+    @property
+    def kv_address(self) -> int:
+        return self.begin + self.space_bytes // 2
+
+    @property
+    def tables_address(self) -> int:
+        return self.begin + self.space_bytes // 64 * 59
+
+    @property
+    def workspace_address(self) -> int:
+        return self.begin + self.space_bytes // 32 * 31
+
+    def table_address(self, table: SamplingTable) -> int:
+        return self.begin + self.space_bytes // 64 * (60 + list(SamplingTable).index(table))
+
+    def has(self, place: int) -> bool:
+        return self.begin <= place < self.begin + self.space_bytes
+
+    def weights_index(self, place: int) -> int:
+        """Return the page of the weights at a place; of no use for places outside of the weights."""
+        return (place - self.begin) // self.page_bytes
+
+    def weights(self, pages: Iterable[int]) -> list[int]:
+        return self._places(self.begin, pages)
+
+    def kv(self, pages: Iterable[int]) -> list[int]:
+        return self._places(self.kv_address, pages)
+
+    def tables(self, pages: Iterable[int]) -> list[int]:
+        return self._places(self.tables_address, pages)
+
+    def table(self, table: SamplingTable, pages: Iterable[int]) -> list[int]:
+        return self._places(self.table_address(table), pages)
+
+    def workspace(self, pages: Iterable[int]) -> list[int]:
+        return self._places(self.workspace_address, pages)
+
+    def _places(self, begin: int, pages: Iterable[int]) -> list[int]:
+        page_bytes = self.page_bytes
+        return [begin + page * page_bytes for page in pages]
 
 
 class Spaces:
@@ -20,21 +79,21 @@ class Spaces:
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        #: Addresses of all spaces that are reserved: each is in one of these two, and in no other.
+        #: Addresses of all reserved spaces. Disjoint.
         self._owned: set[int] = set()
         self._idle: set[int] = set()
-        #: Addresses that were not to be had, for they are somebody else's in this process.
+        #: Addresses that are in use by something else in this process.
         self._refused: set[int] = set()
-        self.num_fallbacks = 0  #: spaces that are elsewhere than wanted
+        self.num_fallbacks = 0  #: spaces that are not at the wanted address
 
     @property
     def is_full(self) -> bool:
-        """True if another space would be one beyond those with an index, of which a process has few."""
+        """True if no space with an index is left. A process has few beyond those."""
         addresses = map(self._address, range(self._pages.num_spaces))
         return not self._idle and all(at in self._owned or at in self._refused for at in addresses)
 
     def give(self, model: ModelId, digest: Digest, slot: int | None) -> int:
-        """Return the address of a space: that of the slot, or what the digest prefers, or else another."""
+        """Return the address of a space: by slot, or as the digest prefers, or else another."""
         num_spaces = self._pages.num_spaces
         index = slot if slot is not None and slot < num_spaces else preferred_slot(digest, num_spaces)
         wanted = self._address(index)
@@ -43,24 +102,26 @@ class Spaces:
             self.num_fallbacks += 1
             log.warning(
                 "fallback address=%#x wanted=%#x model=%s reason=%s",
-                *(address, wanted, model, "taken" if wanted in self._owned else "refused"),
+                address,
+                wanted,
+                model,
+                "taken" if wanted in self._owned else "refused",
             )
         self._owned.add(address)
         return address
 
     def give_common(self) -> int:
-        """Return the address of a space that is no model's, and is kept for good."""
+        """Return the address of a space that belongs to no model and is never taken back."""
         address = self._pages.reserve(None)
         self._owned.add(address)
         return address
 
     def take_back(self, address: int) -> None:
-        """Keep a space that its model does not need any more, for the next one."""
         self._owned.remove(address)
         self._idle.add(address)
 
     def close(self) -> None:
-        """Give all addresses back. Nothing may be mapped in any of them."""
+        """Release all addresses. Nothing may be mapped at any of them."""
         for address in sorted(self._owned | self._idle):
             self._pages.free(address)
         self._owned.clear()
@@ -81,7 +142,6 @@ class Spaces:
         return address
 
     def _take_other(self, index: int) -> int:
-        """Take the next space by its index that is free."""
         num_spaces = self._pages.num_spaces
         for step in range(1, num_spaces):
             wanted = self._address((index + step) % num_spaces)
@@ -90,7 +150,7 @@ class Spaces:
         return self._take_beyond()
 
     def _take_beyond(self) -> int:
-        """Take a space without an index: where the driver once put one, or wherever it puts one now."""
+        """Take a space without an index, wherever the driver puts or has put it."""
         indexed = set(map(self._address, range(self._pages.num_spaces)))
         address = min(self._idle - indexed, default=None)
         if address is None:

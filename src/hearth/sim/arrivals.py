@@ -1,6 +1,6 @@
-"""Workloads that are drawn at random: arrivals by rate or count, lengths from a list. Reads no file.
+"""Workloads drawn at random: arrivals by rate or count, lengths from a list.
 
-Whoever draws gives the `Random`, whose seed makes a workload repeatable.
+The seed of the given `Random` makes a workload repeatable.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from hearth.sim.traces import Trace, TracedRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestLength:
-    """The tokens of one request."""
-
     num_input_tokens: int
     num_output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths that requests are drawn from, each as likely as any other; a single one is that of all."""
+    """Lengths that requests are drawn from with equal probability."""
 
     choices: tuple[RequestLength, ...]
 
@@ -38,7 +36,6 @@ class Lengths:
 
     @staticmethod
     def of(trace: Trace) -> Lengths:
-        """Return the lengths of a trace's requests."""
         return Lengths(
             tuple(RequestLength(one.num_input_tokens, one.num_output_tokens) for one in trace.requests)
         )
@@ -49,7 +46,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class CountedPeriod:
-    """A time in which one tenant sent so many requests; when exactly is not known."""
+    """A time in which one tenant sent a number of requests, at unknown times."""
 
     tenant: str
     begin_s: float
@@ -57,14 +54,13 @@ class CountedPeriod:
     num_requests: int
 
     def draw_arrivals(self, chooser: Random) -> Iterator[float]:
-        """Draw all of the times, each as likely as any other."""
         for _ in range(self.num_requests):
             yield self.begin_s + self.length_s * chooser.random()
 
 
 @dataclass(frozen=True, slots=True)
 class RatedPeriod:
-    """A time in which one tenant sends requests at a rate, with gaps that follow a Gamma distribution."""
+    """A time in which one tenant sends requests at a rate, with Gamma-distributed gaps."""
 
     tenant: str
     begin_s: float
@@ -81,7 +77,7 @@ class RatedPeriod:
             )
 
     def draw_arrivals(self, chooser: Random) -> Iterator[float]:
-        """Draw times as if it had gone on like this since ever, so that their mean number is exact."""
+        """Draw times as of a stationary process, so that their mean number is exact."""
         shape, scale = self.cv**-2, self.cv**2 / self.rate_per_s
         # A gap that is under way is likely to be a long one, and to be over in part.
         at_s = self.begin_s + chooser.random() * chooser.gammavariate(shape + 1.0, scale)
@@ -94,7 +90,6 @@ Period = CountedPeriod | RatedPeriod
 
 
 def draw_trace(name: str, periods: Sequence[Period], lengths: Lengths, chooser: Random) -> Trace:
-    """Draw the requests of all periods."""
     requests = []
     for period in periods:
         for arrival_s in period.draw_arrivals(chooser):
@@ -106,5 +101,4 @@ def draw_trace(name: str, periods: Sequence[Period], lengths: Lengths, chooser: 
 
 
 def steady(rates_per_s: Mapping[str, float], length_s: float, cv: float = 1.0) -> list[RatedPeriod]:
-    """Return one period of all tenants, each at its own rate."""
     return [RatedPeriod(tenant, 0.0, length_s, rate, cv) for tenant, rate in rates_per_s.items()]

@@ -1,7 +1,7 @@
-"""Calls of engines that a simulation jumps over, because their steps only decode. Changes no engine.
+"""Calls of engines that a simulation skips, because their steps only decode. Changes no engine.
 
-Models that are ready take turns at the device as `StepSharing` says, each call launches a step and waits for
-the one before, and a step begins when the device is free: all of that is as if every call were made.
+The result is as if every call were made: ready models share the device by `StepSharing`, each call launches a
+step and waits for the one before, and a step begins when the device is free.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from hearth.sim.stepped_engine import SteppedEngine, StepSeconds
 
 @dataclass(frozen=True, slots=True)
 class JumpedCall:
-    """A call whose steps only decode."""
-
     model: ModelId
     request_ids: tuple[RequestId, ...]  #: of those that get a token by it
     began_s: float
@@ -32,7 +30,7 @@ class JumpedCall:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """Calls one after the other that are skipped as soon as they are over.
+    """Consecutive calls that are skipped once they are over.
 
     An order that comes meanwhile cuts off those that have not begun.
     """
@@ -45,7 +43,6 @@ class Jump:
         return self.calls[-1].end_s
 
     def cut(self, now_s: float) -> None:
-        """Leave out the calls that begin later."""
         del self.calls[bisect_left(self.calls, now_s, key=lambda call: call.end_s) + 1 :]
 
 
@@ -58,10 +55,10 @@ def plan_jump(
     device_free_s: float,
     least: LeastSeconds,
 ) -> Jump | None:
-    """Return the calls from now on in which nothing but decoding happens, each begun before `until_s`.
+    """Return the next calls that only decode, each begun before `until_s`; None: make the next call.
 
-    None: the next call has to be made. `engines` are those of the models that are ready. Their KV may take so
-    many free bytes; the device is busy until `device_free_s`, and steps take `least` or longer.
+    `engines`: of the ready models, whose KV may take `free_bytes`. The device is busy until `device_free_s`,
+    and steps take `least` or longer.
     """
     ready = list(engines)
     share_bytes = free_bytes // len(ready)

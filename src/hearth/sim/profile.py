@@ -1,9 +1,8 @@
-"""How long everything takes on a machine that is simulated: steps, loads, switches. Measures nothing.
+"""How long steps, loads and switches take on a simulated machine.
 
-`python -m bench.profile` measures a machine and writes the file; `profiles/` keeps some, with their origin. A
-snapshot has one of its own model. A model that was not measured is scaled from the measured one whose weights
-are nearest in bytes: its steps take as much longer as it has more weights, and reading a token of KV as much
-longer as it has more KV.
+`python -m bench.profile` measures a machine and writes the file; `profiles/` has some. A snapshot has one of
+its own model. A model that was not measured is scaled from the nearest by bytes: its steps with the weights,
+and reading KV with the KV per token.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class LeastSeconds:
-    """The least seconds of a step, because the host takes so long for it."""
+    """The least seconds of a step, which the host takes for it."""
 
     step_s: float = 0.0
     told_s: float = 0.0  #: that an engine's timer tells of one that waits for the host, at most
 
     @staticmethod
     def of(step_s: float, told_s: float | None) -> LeastSeconds:
-        """`told_s`: None if the timer was not asked: then it tells no more than the clock."""
+        """`told_s`: None if the timer was not read: it then equals the clock."""
         return LeastSeconds(step_s, step_s if told_s is None else told_s)
 
 
@@ -64,20 +63,18 @@ class ShapeProfile:
         """Return the seconds of a step.
 
         Args:
-            num_tokens: Tokens that the step computes, over all rows.
-            num_rows: Sequences in it. As many as tokens: all of them decode.
-            context_tokens: Tokens that the rows look back on, their own included, summed over rows.
+            num_tokens: computed by the step, over all rows.
+            num_rows: sequences. As many as tokens: all of them decode.
+            context_tokens: that the rows attend to, their own included, over all rows.
         """
         return self.host_step_s + self.times.step_s(num_tokens, num_rows, context_tokens)
 
     def device_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return what an engine's timer tells of such a step."""
+        """Return the seconds of a step by an engine's timer."""
         return self.device_times.step_s(num_tokens, num_rows, context_tokens)
 
 
 class Profile:
-    """A machine, as simulations know it."""
-
     def __init__(self, measured: MeasuredProfile) -> None:
         self.measured = measured
         self.bytes_per_s: Mapping[Rung, float] = measured.bytes_per_s
@@ -95,10 +92,10 @@ class Profile:
 
     @staticmethod
     def load(path_or_name: str | Path) -> Profile:
-        """Read a profile: the name of one that is kept here, such as `h200`, or the path of a file.
+        """Read a profile by name, such as `h200`, or from a file.
 
         Raises:
-            ConfigError: there is no such profile, or the file is none.
+            ConfigError: there is no such profile, or the file is invalid.
         """
         path = Path(path_or_name)
         if path.suffix != ".json":
@@ -112,7 +109,7 @@ class Profile:
 
     @staticmethod
     def of(measured: MeasuredProfile, where: str) -> Profile:
-        """Return the profile of what was measured; `where`: what a message calls it.
+        """Return the profile of a measurement; `where`: its name in messages.
 
         Raises:
             ConfigError: its fields contradict each other.
@@ -121,7 +118,7 @@ class Profile:
         return Profile(measured)
 
     def shape(self, name: str) -> ShapeProfile:
-        """Return a measured model, or by a size such as `13B` one that is scaled from the nearest.
+        """Return a measured model, or one scaled from the nearest by a size such as `13B`.
 
         Raises:
             ConfigError: the name is neither.
@@ -142,7 +139,7 @@ class Profile:
         return self.scaled(name, weights_bytes, kv_bytes)
 
     def scaled(self, name: str, weights_bytes: int, kv_bytes_per_token: int) -> ShapeProfile:
-        """Return a model of these sizes, scaled from the nearest one that was measured."""
+        """Return a model of these sizes, scaled from the nearest measured one."""
         nearest = self._nearest(weights_bytes)
         weights, kv = weights_bytes / nearest.weights_bytes, kv_bytes_per_token / nearest.kv_bytes_per_token
         return replace(
@@ -172,12 +169,12 @@ class Profile:
 
 
 def _as_timed(step: MeasuredStep) -> MeasuredStep:
-    """Return a step as an engine's timer tells it; where it was not asked, it agrees with the clock."""
+    """Return a step as an engine's timer measured it; without one, as the clock did."""
     return step if step.device_s is None else replace_struct(step, seconds=step.device_s)
 
 
 def kept_names() -> list[str]:
-    """Return the names of the profiles that are kept here."""
+    """Return the names of the built-in profiles."""
     return sorted(path.stem for path in _KEPT.glob("*.json"))
 
 
@@ -191,7 +188,7 @@ def _read(path: Path) -> MeasuredProfile:
 
 
 def _check(measured: MeasuredProfile, where: str) -> None:
-    """Raise ConfigError where fields that fit their types do not fit each other."""
+    """Raise ConfigError if fields contradict each other."""
     names = [shape.name for shape in measured.shapes]
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}: `shapes` names a model twice: {', '.join(names)}")

@@ -1,6 +1,6 @@
-"""Carries out what `policy/memory/reclaim.py` orders on a simulated worker, on numbers. Decides nothing.
+"""Carries out the orders of `policy/memory/reclaim.py` on a simulated worker. Decides nothing.
 
-What `worker/reclaimer.py` and a pool of mapped pages are on a live worker.
+The counterpart of `worker/reclaimer.py` and a pool of mapped pages on a live worker.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import assert_never
 from hearth.core.types import Hold, ModelId
 from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.memory.eviction import TAKEABLE, Tail, effective_hold, plan_takes
-from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.eviction_chain import KvView, TablesView
+from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
@@ -24,6 +25,7 @@ from hearth.policy.memory.reclaim_orders import (
     ReclaimOrder,
     SpillTable,
     TakeWeights,
+    TakeWorkspaces,
     carry_out,
 )
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
@@ -35,59 +37,112 @@ from hearth.sim.stepped_model import SteppedModel
 _NO_TABLES = TablesView({}, {}, ())
 
 
+class SimulatedBooks:
+    """`ModelBooks` of a simulated worker, which sets `now_s`."""
+
+    def __init__(self, hosted: Mapping[ModelId, SteppedModel], turns: TurnPolicy | None) -> None:
+        self.now_s = 0.0
+        self._hosted, self._turns = hosted, turns
+
+    def models(self) -> list[ModelId]:
+        return [model for model, hosted in self._hosted.items() if hosted.is_assembled]
+
+    def kv_of(self, model: ModelId) -> KvView:
+        engine, hold = self._hosted[model].engine, self.hold(model)
+        blocks, is_paused = engine.batcher.blocks, hold is Hold.PAUSED
+        return KvView(
+            hold=hold,
+            has_work=engine.has_work,
+            block_bytes=engine.kv.range.block_bytes,
+            floor_blocks=0 if is_paused else blocks.floor_blocks,
+            max_blocks=engine.kv.range.max_blocks - 1,  # the sink is no block of the book
+            num_blocks=blocks.num_blocks,
+            num_available=blocks.num_available,
+            reserve_blocks=0 if is_paused else engine.elastic.reserve_blocks(engine.batcher.num_running),
+            due_in_s=self.due_in_s(model) if is_paused else 0.0,
+        )
+
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        return num_blocks * self._hosted[model].engine.kv.range.block_bytes
+
+    def extents(self, model: ModelId) -> list[range]:
+        return self._hosted[model].engine.kv.extents()
+
+    def cached_to_spare(self, model: ModelId) -> int:
+        return self._hosted[model].engine.batcher.kv.cached_to_spare()
+
+    def tables_of(self, _: ModelId) -> TablesView:
+        return _NO_TABLES
+
+    def hold(self, model: ModelId) -> Hold:
+        hosted = self._hosted.get(model)
+        if hosted is None:
+            return Hold.RETAINED
+        return effective_hold(
+            hosted.hold,
+            is_loading=hosted.load is not None and not hosted.load.is_front,
+            has_requests=bool(hosted.requests),
+            has_turn=self._turns is None or self._turns.is_in_turn(model),
+        )
+
+    def due_in_s(self, model: ModelId) -> float:
+        """Return in how many seconds the next token of a model is due."""
+        due_s = math.inf if self._turns is None else self._turns.due_s(model)
+        return 0.0 if math.isinf(due_s) else max(0.0, due_s - self.now_s)
+
+
 class SimulatedReclaimer:
-    """Mutable; its worker alone calls it and sets `now_s`. Shows the policy KV of models: `ModelBooks`."""
+    """Mutable; only its worker calls it."""
 
     def __init__(
         self, budget_bytes: int, hosted: Mapping[ModelId, SteppedModel], turns: TurnPolicy | None
     ) -> None:
-        """`hosted` are the hosted models, kept by whoever calls."""
+        """`hosted`: the hosted models, owned by the worker."""
         self.device = DeviceMemory(budget_bytes, PAGE_BYTES)
-        self.policy = ReclaimPolicy(self, keeps_addresses=True)
+        self.books = SimulatedBooks(hosted, turns)
+        self.policy = ReclaimPolicy(self.books, keeps_addresses=True)
         self.costs = DeviceReloadCosts()
-        self.now_s = 0.0
-        self._hosted, self._turns = hosted, turns
+        self._hosted = hosted
 
     # Weights.
 
     def missing_bytes(self, model: ModelId) -> int:
-        """Return how many bytes of a hosted model's weights have no place."""
         num_bytes = self.device.rounded(self._hosted[model].order.profile.num_bytes)
         return num_bytes - self.device.count_bytes(model)
 
     def is_incomplete(self, model: ModelId) -> bool:
-        """True if a hosted model that is not being loaded has to be before it can step."""
+        """True if a hosted model must be loaded before it can step."""
         hosted = self._hosted[model]
-        return not hosted.is_assembled or not hosted.engine.is_placed or self.missing_bytes(model) > 0
+        return not hosted.is_assembled or not hosted.engine.kv.is_placed or self.missing_bytes(model) > 0
 
     def place(self, model: ModelId) -> int | None:
-        """Give a model its place, for which others may have to give way; return how many bytes are to come.
+        """Place a model, evicting others; return how many bytes must be loaded.
 
-        None: a model is being loaded whose turn is over, and that has to be waited for.
+        None: it must wait for the load of a model whose turn is over.
         """
         hosted = self._hosted[model]
         profile, promise, engine = hosted.order.profile, hosted.order.load.promise, hosted.engine
         there_bytes = self.device.place_weights(model, profile.digest, profile.num_bytes)
-        was_placed = engine.is_placed
-        engine.place_sink()
-        tables_bytes = promise.standing_bytes - engine.kv.sink_pages * PAGE_BYTES
-        self.device.place_other(model, tables_bytes + engine.kv_bytes, promise.workspace_bytes)
+        was_placed = engine.kv.is_placed
+        engine.kv.place_sink()
+        tables_bytes = promise.standing_bytes - engine.kv.range.sink_pages * PAGE_BYTES
+        self.device.place_other(model, tables_bytes + engine.kv.num_bytes, promise.workspace_bytes)
         lack_bytes = self._run(self.policy.make_room(model, lambda: max(0, -self.device.free_bytes)))
         if not lack_bytes:
             return self.device.count_bytes(model) - there_bytes
         is_any_loading = any(one.load is not None for one in self._hosted.values())
         is_deferred = self.policy.defer(model, is_any_loading=is_any_loading)
-        assert is_deferred, f"what is promised to `{model}` cannot be had: {lack_bytes=}"
+        assert is_deferred, f"the promise to `{model}` cannot be kept: {lack_bytes=}"
         self.device.truncate(model, there_bytes)
         if not was_placed:
-            engine.clear_all()
+            engine.kv.clear_all()
             self.device.free_other(model)
         return None
 
     def place_front(self, model: ModelId, front_bytes: Callable[[int, int], int]) -> int:
-        """Give the first bytes that a model lacks a place, where others cost less; return how many.
+        """Place the first missing bytes of a model, evicting cheaper ones; return how many.
 
-        `front_bytes` says how many, of those that it lacks and those that are free.
+        `front_bytes` returns how many, given the missing and the free bytes.
         """
         missing_bytes, cost_s_per_byte = self.missing_bytes(model), self._price(model, Hold.PAUSED)
         lack_bytes = front_bytes(missing_bytes, missing_bytes) - self.device.free_bytes
@@ -100,23 +155,22 @@ class SimulatedReclaimer:
         return self.device.place_front(model, profile.digest, profile.num_bytes, num_bytes)
 
     def retire(self, model: ModelId, hosted: SteppedModel) -> None:
-        """Take back all memory of an idle model but the weights that are there."""
+        """Take back all memory of an idle model but its loaded weights."""
         if hosted.load is not None:
             self.device.truncate(model, self.device.count_bytes(model) - hosted.load.num_bytes)
-        hosted.engine.clear_all()
+        hosted.engine.kv.clear_all()
         self.device.free_other(model)
         self.policy.stop_deferring(model)
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
 
     def drop(self, model: ModelId) -> None:
-        """Take back all memory of a model, and forget what was learnt of it."""
         self.device.drop(model)
         self.policy.forget(model)
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
         self.costs.forget(model)
 
     def count_device_bytes(self) -> dict[ModelId, int]:
-        """Return how many bytes of each model are there, hosted or evicted, as a worker reports them."""
+        """Return the loaded bytes of each model, hosted or evicted, as a worker reports them."""
         coming = {name: one.load.num_bytes for name, one in self._hosted.items() if one.load is not None}
         there = {name: self.device.count_bytes(name) - coming.get(name, 0) for name in self.device.weights}
         return {name: num_bytes for name, num_bytes in there.items() if num_bytes}
@@ -124,75 +178,22 @@ class SimulatedReclaimer:
     # KV.
 
     def before_step(self, model: ModelId) -> None:
-        """Give a model the KV that its next step wants, as far as it is to be had."""
         engine = self._hosted[model].engine
-        self._run(self.policy.before_step(model, engine.elastic, engine.batcher.kv_use()))
+        self._run(self.policy.before_step(model, engine.elastic, engine.batcher.kv.use()))
 
     def after_step(self, model: ModelId, *, has_let_go: bool) -> None:
-        """Take back the KV that a model has not used for long, or does not use now that it is idle."""
         engine = self._hosted[model].engine
-        use, has_work = engine.batcher.kv_use(), engine.has_work
+        use, has_work = engine.batcher.kv.use(), engine.has_work
         self._run(
             self.policy.after_step(model, engine.elastic, use, has_work=has_work, has_let_go=has_let_go)
         )
 
     def skip(self, model: ModelId, steps: Sequence[StepSeconds], flight_end_s: float) -> None:
-        """Have steps of a model be over that only decode, with the free memory that they take."""
+        """Skip steps of a model that only decode, with the memory that they take."""
         engine = self._hosted[model].engine
-        before_bytes = engine.kv_bytes
+        before_bytes = engine.kv.num_bytes
         engine.skip(steps, self.device.free_bytes, flight_end_s)
-        self.device.resize_other(model, engine.kv_bytes - before_bytes)
-
-    # What the policy reads.
-
-    def models(self) -> list[ModelId]:
-        return [model for model, hosted in self._hosted.items() if hosted.is_assembled]
-
-    def kv_of(self, model: ModelId) -> KvView:
-        engine, hold = self._hosted[model].engine, self._hold(model)
-        blocks, is_paused = engine.batcher.blocks, hold is Hold.PAUSED
-        return KvView(
-            hold=hold,
-            has_work=engine.has_work,
-            block_bytes=engine.kv.block_bytes,
-            floor_blocks=0 if is_paused else blocks.floor_blocks,
-            max_blocks=engine.kv.max_blocks - 1,  # the sink is no block of the book
-            num_blocks=blocks.num_blocks,
-            num_available=blocks.num_available,
-            reserve_blocks=0 if is_paused else engine.elastic.reserve_blocks(engine.batcher.num_running),
-            due_in_s=self._due_in_s(model) if is_paused else 0.0,
-        )
-
-    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
-        return num_blocks * self._hosted[model].engine.kv.block_bytes
-
-    def extents(self, model: ModelId) -> list[range]:
-        return self._hosted[model].engine.extents()
-
-    def cached_to_spare(self, model: ModelId) -> int:
-        return self._hosted[model].engine.batcher.cached_to_spare()
-
-    def tables_of(self, _: ModelId) -> TablesView:
-        return _NO_TABLES
-
-    def _hold(self, model: ModelId) -> Hold:
-        """Return how the weights and KV of a model are held now."""
-        hosted = self._hosted.get(model)
-        if hosted is None:
-            return Hold.RETAINED
-        return effective_hold(
-            hosted.hold,
-            is_loading=hosted.load is not None and not hosted.load.is_front,
-            has_requests=bool(hosted.requests),
-            has_turn=self._turns is None or self._turns.is_in_turn(model),
-        )
-
-    def _due_in_s(self, model: ModelId) -> float:
-        """Return in how many seconds a model that waits for its turn has to have it."""
-        due_s = math.inf if self._turns is None else self._turns.due_s(model)
-        return 0.0 if math.isinf(due_s) else max(0.0, due_s - self.now_s)
-
-    # What it orders.
+        self.device.resize_other(model, engine.kv.num_bytes - before_bytes)
 
     def _run(self, orders: Orders) -> int:
         return carry_out(orders, self._act)
@@ -201,16 +202,18 @@ class SimulatedReclaimer:
         match order:
             case GrowKv(model, num_blocks, _):
                 engine = self._hosted[model].engine
-                before_bytes = engine.kv_bytes
-                num_got = engine.grow(num_blocks, self.device.free_bytes)
-                self.device.resize_other(model, engine.kv_bytes - before_bytes)
+                before_bytes = engine.kv.num_bytes
+                num_got = engine.kv.grow(num_blocks, self.device.free_bytes)
+                self.device.resize_other(model, engine.kv.num_bytes - before_bytes)
                 return num_got
             case ClearKv():
                 return self._clear(order)
             case TakeWeights():
                 return self._take(order)
-            case PlaceTable() | SpillTable() | DropTable() | PlaceAdapter() | DropAdapter():
-                raise AssertionError(f"no request of a simulation needs a table or an adapter: {order}")
+            case (
+                TakeWorkspaces() | PlaceTable() | SpillTable() | DropTable() | PlaceAdapter() | DropAdapter()
+            ):
+                raise AssertionError(f"not simulated: {order}")
             case _:
                 assert_never(order)
 
@@ -218,20 +221,20 @@ class SimulatedReclaimer:
         engine = self._hosted[order.model].engine
         if not order.may_forget and engine.batcher.blocks.cached_among(order.extent):
             return 0
-        before_bytes = engine.kv_bytes
-        if not engine.clear(order.extent, may_preempt=order.may_preempt, keeps_floor=order.keeps_floor):
+        before_bytes = engine.kv.num_bytes
+        if not engine.kv.clear(order.extent, may_preempt=order.may_preempt, keeps_floor=order.keeps_floor):
             return 0
-        self.device.resize_other(order.model, engine.kv_bytes - before_bytes)
+        self.device.resize_other(order.model, engine.kv.num_bytes - before_bytes)
         return len(order.extent)
 
     def _take(self, order: TakeWeights) -> int:
-        """Take weights as a pool does, cheapest first; return how many bytes came free."""
+        """Take weights as a pool does, cheapest first."""
         coming = {self.policy.placing, *(name for name, one in self._hosted.items() if one.load is not None)}
         tails = [
             Tail(model, hold, cost_s_per_byte, weights.tail)
             for model, weights in self.device.weights.items()
             if model not in coming
-            and (hold := self._hold(model)) in TAKEABLE
+            and (hold := self.books.hold(model)) in TAKEABLE
             and (cost_s_per_byte := self._price(model, hold)) < order.below_s_per_byte
         ]
         before_bytes = self.device.free_bytes
@@ -240,7 +243,6 @@ class SimulatedReclaimer:
         return self.device.free_bytes - before_bytes
 
     def _price(self, model: ModelId, hold: Hold) -> float:
-        """Return the reload cost of a byte."""
         if hold is Hold.PAUSED:
-            return self.costs.paused_cost_s_per_byte(model, self._due_in_s(model))
-        return self.costs.cost_s_per_byte(model, self.now_s)
+            return self.costs.paused_cost_s_per_byte(model, self.books.due_in_s(model))
+        return self.costs.cost_s_per_byte(model, self.books.now_s)

@@ -1,4 +1,4 @@
-"""The figures of a simulation, for people and programs. Simulates nothing."""
+"""The figures of a simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.sim.service import SimulatedService
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Values that so many percent of all do not exceed. Becomes JSON."""
+    """Becomes JSON."""
 
     p50: float
     p90: float
@@ -20,7 +20,7 @@ class Percentiles:
 
     @staticmethod
     def of(values: Sequence[float]) -> Percentiles | None:
-        """Return the percentiles of some values; None if there are none."""
+        """Return the percentiles of values; None if there are none."""
         if not values:
             return None
         ranked = sorted(values)
@@ -30,7 +30,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """How a workload fared. A request that was refused is late, with all its tokens. Becomes JSON."""
+    """The figures of a workload. All tokens of a refused request are late. Becomes JSON."""
 
     policy: str
     num_workers: int

@@ -1,4 +1,4 @@
-"""`simulate`: a workload in, its figures out. What happens in between is in `service.py`."""
+"""`simulate`: a workload in, its figures out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hearth.sim.profile import Profile
 from hearth.sim.report import SimulationReport, report_of
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import SimulationSetting
-from hearth.sim.stepped_worker import WorkerFact
+from hearth.sim.stepped_model import WorkerFact
 from hearth.sim.traces import Trace
 
 
@@ -19,10 +19,10 @@ def simulate(
     profile: Profile,
     on_progress: Callable[[int], None] | None = None,
 ) -> SimulationReport:
-    """Have a service answer all requests of a trace, whose tenants are models; return the figures.
+    """Answer all requests of a trace, whose tenants are models, with a simulated service; return the figures.
 
-    The same trace, setting and profile give the same report. `on_progress` is told how many requests are
-    answered. AssertionError is raised if a request does not end exactly once, or books are wrong at the end.
+    Deterministic. `on_progress` gets the number of answered requests. Raises AssertionError if a request does
+    not end exactly once, or books are wrong at the end.
 
     Raises:
         ConfigError: a tenant is no model, or a model has no shape in the profile.

@@ -2,8 +2,7 @@
 
     arrivals -> brain -> orders -> `SteppedWorker` -> facts -> brain -> ...
 
-Nothing is drawn at random and nothing is decided here, so the same requests are answered in the same way each
-time. Every request ends exactly once, or AssertionError is raised. Measures nothing: `report.py` does.
+Deterministic, and decides nothing itself. Raises AssertionError unless every request ends exactly once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import assert_never
 
 from hearth.core.errors import ConfigError
@@ -28,7 +28,6 @@ from hearth.policy.fleet.events import (
     Evict,
     LoadModel,
     ModelDeployed,
-    ModelProfile,
     RefusePin,
     Reject,
     RequestArrived,
@@ -43,23 +42,64 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.sim.answers import SimulatedAnswer
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.sim.profile import Profile
 from hearth.sim.setting import KIND, Policy, SimulationSetting
-from hearth.sim.stepped_model import HostOrder, StartOrder
-from hearth.sim.stepped_worker import (
+from hearth.sim.stepped_model import (
+    HostOrder,
     Paused,
     RequestsStarted,
-    SteppedWorker,
+    StartOrder,
     TokensSent,
     WorkerFact,
     WorkerOrder,
 )
+from hearth.sim.stepped_worker import SteppedWorker
 from hearth.sim.traces import TracedRequest
 
 
+@dataclass(slots=True)
+class SimulatedAnswer:
+    """One request and its tokens so far. Mutable; written by its simulation."""
+
+    request_id: RequestId
+    model: ModelId
+    arrived_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    token_s: list[float] = field(default_factory=list)  #: when each token was sent
+    started_s: float | None = None  #: when the step began that first had tokens of it; None: none had yet
+    num_pauses: int = 0  #: turns of its model that ended meanwhile
+    ended_s: float | None = None  #: None: it has not ended
+    why_not: str | None = None  #: why it was refused or cancelled; None: it was not
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.token_s) == self.num_output_tokens
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the arrival to the first token, which must exist."""
+        return self.token_s[0] - self.arrived_s
+
+    @property
+    def completion_s(self) -> float:
+        """Seconds from the arrival to the end, which must exist."""
+        assert self.ended_s is not None, f"not ended: {self}"
+        return self.ended_s - self.arrived_s
+
+    @property
+    def longest_pause_s(self) -> float:
+        return max((after - before for before, after in pairwise(self.token_s)), default=0.0)
+
+    def count_on_time(self, first_token_s: float, tokens_per_s: float) -> int:
+        """Return how many tokens were on time: token i is due i / rate after the first."""
+        due_s = self.arrived_s + first_token_s
+        return sum(at_s <= due_s + index / tokens_per_s for index, at_s in enumerate(self.token_s))
+
+
 class _Gate:
-    """Lets requests in one model at a time, in order of arrival. Mutable; written by its service."""
+    """Admits requests of one model at a time, in order of arrival. Mutable; written by its service."""
 
     def __init__(self) -> None:
         self._outside: dict[RequestId, RequestArrived] = {}
@@ -70,12 +110,12 @@ class _Gate:
         self._outside[event.request_id] = event
 
     def ended(self, request_id: RequestId) -> None:
-        """Note that a request has ended, inside or outside."""
         self._inside.discard(request_id)
         self._outside.pop(request_id, None)
 
     def let_in(self) -> list[RequestArrived]:
-        """Return who may go in now: all in a row that are for the model of those inside, or for one model."""
+        """Return the requests to admit now: the first ones in a row for one model, that of those inside if
+        any."""
         let_in = []
         for event in list(self._outside.values()):
             if self._inside and event.model != self._model:
@@ -87,15 +127,13 @@ class _Gate:
 
 
 class SimulatedService:
-    """All of a simulated service. Mutable; one caller."""
-
     def __init__(
         self,
         setting: SimulationSetting,
         profile: Profile,
         watch: Callable[[WorkerFact], None] | None = None,
     ) -> None:
-        """`watch` is told every fact of every worker, before anybody else."""
+        """`watch` gets every fact of every worker first."""
         self.setting, self.profile, self._watch = setting, profile, watch
         takes_turns = setting.policy is Policy.TURNS
         self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
@@ -119,7 +157,7 @@ class SimulatedService:
             self._tell(WorkerJoined(0.0, WorkerId(f"worker-{number}"), KIND, setting.memory_bytes))
 
     def ask(self, requests: Iterable[TracedRequest]) -> None:
-        """Have requests arrive at their times, each for the model that its tenant names.
+        """Schedule requests at their times, each for the model that its tenant names.
 
         One that is longer than the context is cut: its prompt to leave room for a token, then its answer.
         """
@@ -143,11 +181,10 @@ class SimulatedService:
             self.schedule(RequestArrived(at_s, request_id, model, num_prompt, num_output, is_batch=is_batch))
 
     def schedule(self, event: Event) -> None:
-        """Have an event happen at its time."""
         self._push(event.now_s, event)
 
     def run(self) -> None:
-        """Let things happen until every request has ended, and every worker rests."""
+        """Run until every request has ended and every worker is idle."""
         while self.num_open:
             assert self._queue, f"requests wait for nothing: {self._open()[:5]}"
             at_s, _, what = heapq.heappop(self._queue)
@@ -162,7 +199,7 @@ class SimulatedService:
                 self._advance(what, at_s)
 
     def check(self) -> None:
-        """Raise AssertionError if books of the brain or of a worker are wrong, or a request is lost."""
+        """Raise AssertionError if books are wrong or a request is lost."""
         assert self.num_open == len(self._open()), f"{self.num_open=} {self._open()[:5]}"
         audit(self.fleet)
         running = list[RequestId]()
@@ -182,7 +219,7 @@ class SimulatedService:
     # Workers.
 
     def _advance(self, name: WorkerId, at_s: float) -> None:
-        """Have a worker do what is due; nothing if it was told something since, or is gone."""
+        """Advance a worker, unless it got an order since or is gone."""
         worker = self.workers.get(name)
         if worker is None or worker.next_s != at_s:
             return
@@ -220,7 +257,7 @@ class SimulatedService:
     # The brain.
 
     def _happen(self, event: Event) -> None:
-        """Have an event happen, and let in those whom a gate held back until now."""
+        """Process an event, and admit requests that the gate held back."""
         if isinstance(event, RequestArrived) and self.answers[event.request_id].ended_s is not None:
             return  # its client has gone while it was on its way
         if self._gate is None:
@@ -235,7 +272,7 @@ class SimulatedService:
                 self._tell(replace(arrival, now_s=self.now_s))
 
     def _tell(self, event: Event) -> None:
-        """Follow an event, tell the brain, and carry out all that it orders."""
+        """Follow an event, step the brain, and carry out its actions."""
         self._follow(event)
         for action in step(self.fleet, event):
             self._carry_out(action)
@@ -246,7 +283,11 @@ class SimulatedService:
                 self._profiles[profile.model] = profile
             case WorkerJoined(_, name, _, budget_bytes):
                 self.workers[name] = SteppedWorker(
-                    *(name, budget_bytes, self.profile, self.setting.limits, self.setting.max_step_s),
+                    name,
+                    budget_bytes,
+                    self.profile,
+                    self.setting.limits,
+                    self.setting.max_step_s,
                     rules=self.setting.rules if self.fleet.config.takes_turns else None,
                 )
             case WorkerLost(_, name):
@@ -281,7 +322,10 @@ class SimulatedService:
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
                 start = StartOrder(
-                    *(request_id, model, answer.num_prompt_tokens, answer.num_output_tokens),
+                    request_id,
+                    model,
+                    answer.num_prompt_tokens,
+                    answer.num_output_tokens,
                     pace=self.setting.pace,
                     arrived_s=answer.arrived_s,
                     num_sent=len(answer.token_s),

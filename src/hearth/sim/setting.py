@@ -1,4 +1,4 @@
-"""The setting of a simulation: the models, the workers and how models share them. Simulates nothing."""
+"""The setting of a simulation: models, workers and how models share them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hearth.core.sizes import (
 )
 from hearth.core.types import ModelId, Pace
 from hearth.policy.batch.step_limits import step_limits
-from hearth.policy.fleet.events import Footprint, ModelProfile
 from hearth.policy.fleet.footprint import PAGE_BYTES
+from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import ShapeProfile
 
@@ -56,7 +56,7 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnTime:
-    """By when tokens have to be sent to count as on time."""
+    """When tokens count as on time."""
 
     first_token_s: float = 1.0  #: after the arrival
     tokens_per_s: float = 10.0  #: from then on
@@ -64,8 +64,6 @@ class OnTime:
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetting:
-    """A service to be simulated."""
-
     shapes: Mapping[ModelId, str]  #: the shape of each model, as a profile names it
     memory_bytes: int  #: of each worker
     num_workers: int = 1
@@ -81,11 +79,10 @@ class SimulationSetting:
 
     @property
     def limits(self) -> StepLimits:
-        """The limits of every engine."""
         return step_limits(self.wanted_limits, TYPICAL, TYPICAL_DTYPE, KIND, self.memory_bytes)
 
     def model_profile(self, model: ModelId, shape: ShapeProfile) -> ModelProfile:
-        """Return what the brain knows of a model of such a shape."""
+        """Return the brain's profile of a model of this shape."""
         limits = self.limits
         size = StepSize.of(limits, KIND)
         shared_bytes = _in_pages(workspace_bytes(TYPICAL, TYPICAL.layers, TYPICAL_DTYPE, size))
@@ -123,5 +120,4 @@ def parse_models(text: str) -> dict[ModelId, str]:
 
 
 def _in_pages(num_bytes: int) -> int:
-    """Return bytes rounded up to whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

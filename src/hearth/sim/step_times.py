@@ -1,19 +1,19 @@
-"""How long a step of an engine takes, from steps that were measured. Measures nothing itself.
+"""How long a step of an engine takes, from measured steps.
 
-A step has decode rows, tokens of prompts, or both, and is one graph of a GPU either way:
+A step has decode rows, prompt tokens, or both, and is one graph of a GPU either way:
 
     rows_s(rows) + context_s_per_token * context                           decode rows alone
     max(rows_s(rows), tokens_s(tokens)) + context_s_per_token * context    prompts, also beside decode rows
-    start_s                                                                more, if none was under way before
+    start_s                                                                more, if no step ran before
 
-`rows_s` and `tokens_s` are lines through what was measured, never falling; reading one token of KV costs the
-same everywhere. So a row more, a token more of a prompt, or more context never make a step shorter. What a
-prompt's tokens do with each other is in `tokens_s`; what they do with context of earlier steps costs no more
-than reading it once, which is too little for the later parts of a prompt of many thousand tokens.
+`rows_s` and `tokens_s` are monotone lines through measurements; reading one token of KV costs the same
+everywhere. So more rows, tokens or context never make a step shorter. Attention among a prompt's tokens is in
+`tokens_s`; attention to earlier context costs one read, which is too little for the later chunks of very long
+prompts.
 
-Steps are launched one ahead of the device, so the host's part of them passes beside the step before. The
-first step of an engine that rests has none before it: `start_s` is what prompts alone took longer than the
-same tokens beside rows that decode.
+Steps are launched one ahead of the device, so the host's part overlaps with the step before. The first step
+of an idle engine has none before it: `start_s` is what prompts alone took longer than the same tokens beside
+decode rows.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from hearth.snapshot.cost_profile import MeasuredStep
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Straight pieces through points, never falling. Level before the first, straight on after the last."""
+    """A monotone piecewise linear function. Level before the first point, straight on after the last."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
 
     @staticmethod
     def through(points: Mapping[float, float]) -> Line:
-        """Return the line nearest to these points: neighbours that fall are put at their mean."""
+        """Return the closest monotone line: neighbours that fall are put at their mean."""
         xs = sorted(points)
         levels: list[list[float]] = []  # points that share a height
         for x in xs:
@@ -56,14 +56,11 @@ class Line:
         return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
 
     def scaled(self, factor: float) -> Line:
-        """Return the same line, each point so many times as high."""
         return Line(self.xs, tuple(factor * y for y in self.ys))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The times of all steps of one model on one device."""
-
     rows_s: Line  #: of steps with so many decode rows and no context
     tokens_s: Line  #: of steps with so many tokens, of which some are a prompt's
     context_s_per_token: float
@@ -71,7 +68,7 @@ class StepTimes:
 
     @staticmethod
     def fitted(steps: Sequence[MeasuredStep]) -> StepTimes:
-        """Fit the times to measured steps, among which are steps of both kinds."""
+        """Fit the times to measured steps of both kinds."""
         decode = [step for step in steps if step.num_tokens == step.num_rows]
         prompts = [step for step in steps if step.num_tokens > step.num_rows]
         slope = _context_slope(decode)
@@ -85,19 +82,19 @@ class StepTimes:
         return replace(_with_prompts(rows_s, following, slope), start_s=start_s)
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        """Return the seconds of a step that another was under way before."""
+        """Return the seconds of a step that follows another."""
         context_s = self.context_s_per_token * context_tokens
         if num_tokens == num_rows:
             return self.rows_s.at(num_rows) + context_s
         return max(self.rows_s.at(num_rows), self.tokens_s.at(num_tokens)) + context_s
 
     def measured_s(self, step: MeasuredStep) -> float:
-        """Return the seconds of a step as they are measured: prompts alone from nothing to their tokens."""
+        """Return the seconds of a step as measured: prompts alone include the start."""
         step_s = self.step_s(step.num_tokens, step.num_rows, step.context_tokens)
         return step_s + self.start_s if _is_first(step) else step_s
 
     def scaled(self, weights: float, kv: float) -> StepTimes:
-        """Return the times of a model whose weights and KV have so many times the bytes."""
+        """Return the times of a model with these multiples of weights and KV."""
         return replace(
             self,
             rows_s=self.rows_s.scaled(weights),
@@ -107,18 +104,17 @@ class StepTimes:
 
 
 def _is_first(step: MeasuredStep) -> bool:
-    """True if a step had prompts alone: their rows look back on nothing but their own tokens."""
+    """True if a step had prompts alone, whose rows attend only to their own tokens."""
     return step.num_tokens > step.num_rows and step.context_tokens == step.num_tokens
 
 
 def _with_prompts(rows_s: Line, prompts: Sequence[MeasuredStep], slope: float) -> StepTimes:
-    """Return the times of a model whose steps with prompts follow others."""
     tokens_s = Line.through(_means(((step.num_tokens, step) for step in prompts), slope))
     return StepTimes(rows_s, tokens_s, slope, start_s=0.0)
 
 
 def _start_s(prompts: Sequence[MeasuredStep], following: StepTimes) -> float:
-    """Return what prompts alone took longer than by times of steps that follow others: best by share."""
+    """Return what prompts alone took longer than following steps: the weighted median."""
     most_tokens = following.tokens_s.xs[-1]
     first = [step for step in prompts if _is_first(step) and step.num_tokens <= most_tokens]
     ranked = sorted((step.seconds - following.measured_s(step), 1 / step.seconds) for step in first)
@@ -131,7 +127,7 @@ def _start_s(prompts: Sequence[MeasuredStep], following: StepTimes) -> float:
 
 
 def _context_slope(steps: Sequence[MeasuredStep]) -> float:
-    """Return what a token of context adds to a step: what fits steps of all counts of rows best, by share."""
+    """Return the seconds per context token: weighted least squares over all counts of rows."""
     above = below = 0.0
     for group in _grouped((step.num_rows, step) for step in steps).values():
         weights = [1 / step.seconds**2 for step in group]
@@ -144,7 +140,7 @@ def _context_slope(steps: Sequence[MeasuredStep]) -> float:
 
 
 def _means(steps: Iterable[tuple[int, MeasuredStep]], slope: float) -> dict[float, float]:
-    """Return by key the mean of what steps took without their context."""
+    """Return the mean seconds without context, by key."""
     return {
         key: fmean(step.seconds - slope * step.context_tokens for step in group)
         for key, group in _grouped(steps).items()

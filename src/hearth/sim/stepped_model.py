@@ -1,20 +1,22 @@
-"""A model on a simulated worker, from the order to host it to the last of its requests. Decides nothing."""
+"""A model on a simulated worker, the orders for it, and the facts that its worker reports."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hearth.core.types import Hold, ModelId, Pace, RequestId
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
-from hearth.policy.fleet.events import LoadModel, ModelProfile
+from hearth.policy.fleet.events import CancelRun, Event, Evict, LoadModel, SetHold
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.sim.profile import ShapeProfile
 from hearth.sim.stepped_engine import SteppedEngine
 
 
 @dataclass(frozen=True, slots=True)
 class HostOrder:
-    """Host a model: the brain's order, with what a live worker finds in the model's files."""
+    """Host a model: the brain's order, with what a live worker reads from the model's files."""
 
     load: LoadModel
     profile: ModelProfile
@@ -32,21 +34,49 @@ class StartOrder:
     num_output_tokens: int
     pace: Pace
     arrived_s: float
-    num_sent: int  #: tokens that workers which are gone have sent
+    num_sent: int  #: tokens that lost workers have sent
+
+
+WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSent:
+    """Requests of a model got a token each, at each of these times."""
+
+    at_s: Sequence[float]
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsStarted:
+    """Requests were admitted to a step that began now, for the first time or after a preemption."""
+
+    now_s: float
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Requests of a model wait, because its turn ended."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+#: Events for the brain, and facts that only reports of the simulation need.
+WorkerFact = Event | TokensSent | RequestsStarted | Paused
 
 
 @dataclass(frozen=True, slots=True)
 class LoadUnderWay:
-    """Bytes of a model on their way."""
-
     began_s: float
     end_s: float
     num_bytes: int
-    is_front: bool = False  #: some of those that it lacks, before its turn
+    is_front: bool = False  #: a prefetch of some missing bytes before its turn
 
     @property
     def follow_s(self) -> float:
-        """When a step may begin that follows the bytes layer by layer; infinite: no step may."""
+        """When a step that follows the load layer by layer may begin; infinite: none may."""
         return math.inf if self.is_front else max(self.began_s, self.end_s - MAX_HOLD_S)
 
 
@@ -56,8 +86,8 @@ class SteppedModel:
 
     order: HostOrder
     engine: SteppedEngine
-    is_assembled: bool = False  #: its engine is there, as it is from its first load on
-    is_returning: bool = False  #: it was evicted, and nothing of it was loaded since
+    is_assembled: bool = False  #: its engine exists: since its first load
+    is_returning: bool = False  #: it was evicted and nothing was loaded since
     hold: Hold = Hold.WARM  #: while it has no requests
     load: LoadUnderWay | None = None
     requests: dict[RequestId, StartOrder] = field(default_factory=dict)

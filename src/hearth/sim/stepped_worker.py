@@ -1,11 +1,10 @@
-"""A simulated worker that makes every step, over plain numbers and a virtual clock.
+"""A simulated worker that makes every step, in virtual time.
 
-Whose turn it is, who gives way for weights and KV, whose step is next and what is in it is decided by the
-code of a live worker (`policy/turns`, `policy/memory`, `policy/batch`). This only carries it out: a step
-takes as long as a measured profile says, a load as long as its missing bytes. As on a live worker a step is
-launched before the one before it is taken in, and orders and news wait until a call of an engine has ended.
-Calls that only decode are jumped over. Where a thousand workers are wanted, and requests may be no more than
-a drawn time, there is `worker.py`.
+Turns, evictions, batches and the order of steps are decided by the code of a live worker (`policy/turns`,
+`policy/memory`, `policy/batch`). This only carries the decisions out: a step takes as long as a measured
+profile says, a load as long as its missing bytes. As on a live worker a step is launched before the one
+before it is committed, and orders wait until a call of an engine has ended. Calls that only decode are
+skipped. For thousands of workers, whose requests take a drawn time, there is `worker.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepShari
 from hearth.policy.fleet.events import (
     CancelRun,
     DeviceReported,
-    Event,
     Evict,
     ModelReady,
     RequestFinished,
@@ -39,39 +37,20 @@ from hearth.sim.jump import Jump, JumpedCall, plan_jump
 from hearth.sim.profile import NO_LEAST, LeastSeconds, Profile
 from hearth.sim.reclaimer import SimulatedReclaimer
 from hearth.sim.stepped_engine import Flight, SteppedEngine
-from hearth.sim.stepped_model import HostOrder, LoadUnderWay, StartOrder, SteppedModel
+from hearth.sim.stepped_model import (
+    HostOrder,
+    LoadUnderWay,
+    Paused,
+    RequestsStarted,
+    StartOrder,
+    SteppedModel,
+    TokensSent,
+    WorkerFact,
+    WorkerOrder,
+)
 
 #: Engines of evicted models that are kept for their return, as on a live worker.
 MAX_RETIRED = 16
-
-WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun
-
-
-@dataclass(frozen=True, slots=True)
-class TokensSent:
-    """Requests of a model got a token each, at each of these times."""
-
-    at_s: Sequence[float]
-    request_ids: tuple[RequestId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestsStarted:
-    """Requests have tokens in a step that began now, for the first time or since they were preempted."""
-
-    now_s: float
-    request_ids: tuple[RequestId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """Requests of a model wait, because its turn ended."""
-
-    request_ids: tuple[RequestId, ...]
-
-
-#: What the brain is told, and what only a report of the simulation needs.
-WorkerFact = Event | TokensSent | RequestsStarted | Paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +64,7 @@ class _Call:
 
 
 class SteppedWorker:
-    """Hosted models on one device, and what they do. Mutable; one driver posts orders and advances it."""
+    """Hosted models on one device. Mutable; one driver posts orders and advances it."""
 
     def __init__(
         self,
@@ -102,28 +81,26 @@ class SteppedWorker:
         self.turns = None if rules is None else TurnPolicy(budget_bytes, rules=rules)
         self.reclaimer = SimulatedReclaimer(budget_bytes, self.hosted, self.turns)
         self.bytes_moved = 0
-        self.bus_s = 0.0  #: time in which bytes were on their way
+        self.bus_s = 0.0  #: time in which bytes were transferred
         self.step_s = 0.0  #: time in which steps ran
         self.num_loads = self.num_steps = self.num_preempted = 0
         self._profile, self._limits, self._max_step_s = profile, limits, max_step_s
         self._readiness, self._sharing = StepReadiness(), StepSharing()
-        #: Engines of evicted models that wait for their return.
+        #: Engines of evicted models.
         self._retired: dict[ModelId, SteppedEngine] = {}
         self._inbox: deque[WorkerOrder] = deque()
         self._running: _Call | Jump | None = None
         self._device_free_s = 0.0  #: when the last step that was launched is over
-        self._flushed_s = 0.0  #: when the last step of a model is over whose turn has ended
+        self._flushed_s = 0.0  #: when the last step of a model whose turn has ended is over
         self._bus_free_s = 0.0
-        self._is_asleep = True  #: nothing was to be done when it was last looked
-        self._awake_s = 0.0  #: when it has woken up for the first order since
+        self._is_asleep = True  #: there was nothing to do at the last advance
+        self._awake_s = 0.0  #: when it wakes up for the first order since
         self._now_s = 0.0
         self._facts: list[WorkerFact] = []
 
-    # The driver's side.
-
     @property
     def next_s(self) -> float:
-        """When something happens next; infinite: never, unless it is told something."""
+        """When something happens next; infinite: not before an order."""
         if self._running is not None:
             return self._running.end_s
         if self._inbox:
@@ -131,14 +108,14 @@ class SteppedWorker:
         return self._news_s()
 
     def _news_s(self) -> float:
-        """Return when a load ends or may be followed, or turns are to be decided, without anybody's doing."""
+        """Return when a load ends or may be followed, or turns must be decided."""
         loads = [one.load for one in self.hosted.values() if one.load is not None]
         follows = [load.follow_s for load in loads if load.follow_s > self._now_s]
         wake_s = math.inf if self.turns is None else max(self._now_s, self.turns.wake_s)
         return min([wake_s, *follows, *(load.end_s for load in loads)])
 
     def post(self, order: WorkerOrder, now_s: float) -> None:
-        """Give an order, to be carried out as soon as no step is under way."""
+        """Give an order, to be carried out when no call is running."""
         self._now_s = now_s
         if self._is_asleep:
             self._is_asleep, self._awake_s = False, now_s + self._profile.wake_s
@@ -147,15 +124,15 @@ class SteppedWorker:
             self._running.cut(now_s)
 
     def advance(self, now_s: float) -> list[WorkerFact]:
-        """Have everything happen that is due by now; return it."""
-        self._now_s = self.reclaimer.now_s = now_s
+        """Do everything that is due by now; return the facts."""
+        self._now_s = self.reclaimer.books.now_s = now_s
         if self._running is None or self._running.end_s <= now_s:
             self._end_running()
             for model, hosted in list(self.hosted.items()):
                 if hosted.load is not None and hosted.load.end_s <= now_s:
                     self._end_load(model, hosted)
             while self._inbox:
-                self._readiness.look_again()
+                self._readiness.recheck()
                 self._handle(self._inbox.popleft())
             self._take_turns()
             for model in self.reclaimer.policy.deferred():
@@ -166,16 +143,16 @@ class SteppedWorker:
         return facts
 
     def sent_by(self, now_s: float) -> list[TokensSent]:
-        """Return the tokens of a jump under way that were sent by now; the worker is lost with the rest."""
+        """Return the tokens of the present jump that were sent by now. For a worker that is lost."""
         calls = self._running.calls if isinstance(self._running, Jump) else []
         return [TokensSent([call.end_s], call.request_ids) for call in calls if call.end_s <= now_s]
 
     def check(self) -> None:
-        """Raise AssertionError if more lies on the device than there is, or a promise is broken."""
+        """Raise AssertionError if the device is overcommitted or a promise is broken."""
         device = self.reclaimer.device
         assert device.free_bytes >= 0, f"`{self.name}`: {device.free_bytes=}"
         if self.turns is not None:
-            bound_bytes = self.turns.bound_bytes()
+            bound_bytes = self.turns.memory.bound_bytes()
             assert bound_bytes <= device.budget_bytes, f"`{self.name}`: {bound_bytes=}"
         for model, hosted in self.hosted.items():
             hosted.engine.batcher.check()
@@ -183,7 +160,6 @@ class SteppedWorker:
             assert is_busy == bool(hosted.requests), f"`{model}` on `{self.name}`: {hosted.requests.keys()}"
 
     def requests(self) -> list[RequestId]:
-        """Return the requests that are here."""
         return [request_id for hosted in self.hosted.values() for request_id in hosted.requests]
 
     # Orders.
@@ -235,7 +211,6 @@ class SteppedWorker:
             self._retired.pop(model, None)
 
     def _retire(self, model: ModelId, hosted: SteppedModel) -> None:
-        """Take back all memory of an idle model but its weights."""
         if (awaited := hosted.engine.flush()) is not None:
             hosted.engine.take_in(awaited)
         self.reclaimer.retire(model, hosted)
@@ -251,15 +226,20 @@ class SteppedWorker:
         self.hosted[model].hold = hold
         if self.turns is not None:
             self.turns.pin(model, self._now_s, is_pinned=hold is Hold.PINNED)
-        self.reclaimer.policy.room_may_have_come()
+        self.reclaimer.policy.note_freed()
 
     def _start(self, start: StartOrder) -> None:
         model, now_s = start.model, self._now_s
         hosted = self.hosted[model]
         hosted.requests[start.request_id] = start
         hosted.engine.add(
-            *(start.request_id, start.num_prompt_tokens, start.num_output_tokens, start.num_sent),
-            *(start.pace, start.arrived_s, now_s),
+            start.request_id,
+            start.num_prompt_tokens,
+            start.num_output_tokens,
+            num_sent=start.num_sent,
+            pace=start.pace,
+            arrived_s=start.arrived_s,
+            now_s=now_s,
         )
         self.reclaimer.costs.asked(model, now_s)
         if hosted.hold is Hold.RETAINED:
@@ -271,18 +251,17 @@ class SteppedWorker:
             self._load(model)
 
     def _cancel(self, request_id: RequestId) -> None:
-        """End a request now; one that has ended meanwhile is no matter."""
+        """End a request now. Ignores one that has ended meanwhile."""
         for model, hosted in self.hosted.items():
             if hosted.requests.pop(request_id, None) is not None:
                 hosted.engine.batcher.cancel(request_id)
                 if self.turns is not None:
                     self.turns.ended(model, request_id)
-                self.reclaimer.policy.room_may_have_come()
+                self.reclaimer.policy.note_freed()
 
     # Turns.
 
     def _take_turns(self) -> None:
-        """Have turns end and begin, as the policy decides now."""
         if self.turns is None:
             return
         while changes := self.turns.decide(self._now_s, self._weights_view):
@@ -297,16 +276,16 @@ class SteppedWorker:
                             self._flushed_s = awaited.end_s
                         self._take_in(model, awaited)
                         self.reclaimer.policy.stop_deferring(model)
-                        self.reclaimer.policy.room_may_have_come()
+                        self.reclaimer.policy.note_freed()
                         self._facts.append(TurnEnded(self._now_s, self.name, model, why))
                         if hosted.requests:
                             self._facts.append(Paused(tuple(hosted.requests)))
                     case _:
                         assert_never(change)
-        assert self.turns.wake_s > self._now_s, f"a timer that has come already: {self.turns.wake_s=}"
+        assert self.turns.wake_s > self._now_s, f"the timer is not in the future: {self.turns.wake_s=}"
 
     def _weights_view(self, model: ModelId) -> WeightsView:
-        """Return how long a model takes to load, by what its bytes took before."""
+        """Return how long a model takes to load, by its past loads."""
         hosted = self.hosted[model]
         byte_s = self.reclaimer.costs.load_s_per_byte(model)
         missing_bytes = self.reclaimer.missing_bytes(model) if hosted.load is None else hosted.load.num_bytes
@@ -320,7 +299,7 @@ class SteppedWorker:
     # Loads.
 
     def _load(self, model: ModelId) -> None:
-        """Load what is missing of a model, unless that is under way; others may have to give way."""
+        """Load what is missing of a model, unless it is being loaded; may evict others."""
         hosted = self.hosted[model]
         if hosted.load is not None or self._is_loaded(model):
             return
@@ -334,30 +313,30 @@ class SteppedWorker:
         begin_s, end_s = ready_s, ready_s
         if num_bytes:
             begin_s = max(ready_s, self._bus_free_s, self._flushed_s)
-            end_s = self._have_cross(num_bytes, begin_s)
+            end_s = self._transfer(num_bytes, begin_s)
             hosted.engine.is_behind_load = True
         hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
 
     def _first_s(self, hosted: SteppedModel) -> float:
-        """Return how long it takes until bytes of a model can cross which was not hosted a moment ago."""
+        """Return the time before the first load of a newly hosted model can begin."""
         if not hosted.is_assembled:
             return self._profile.assemble_s
         return self._profile.return_s if hosted.is_returning else 0.0
 
     def _load_front(self) -> None:
-        """Have the first bytes of the next in line cross before its turn, where others cost less."""
+        """Prefetch the first missing bytes of the next model in line."""
         if self.turns is None or self._is_any_loading():
             return
         line = self.turns.next_in_line(self._now_s)
-        model = self.turns.early(line, lambda name: self.reclaimer.missing_bytes(name) > 0)
+        model = self.turns.next_prefetch(line, lambda name: self.reclaimer.missing_bytes(name) > 0)
         num_bytes = 0 if model is None else self.reclaimer.place_front(model, self.turns.front_bytes)
         if model is not None and num_bytes:
             begin_s = max(self._now_s, self._bus_free_s)
-            end_s = self._have_cross(num_bytes, begin_s)
+            end_s = self._transfer(num_bytes, begin_s)
             self.hosted[model].load = LoadUnderWay(begin_s, end_s, num_bytes, is_front=True)
 
-    def _have_cross(self, num_bytes: int, begin_s: float) -> float:
-        """Return when bytes are there whose load begins then."""
+    def _transfer(self, num_bytes: int, begin_s: float) -> float:
+        """Return the end of a transfer that begins at `begin_s`."""
         self._bus_free_s = begin_s + self._profile.give_way_s + self._bytes_s(num_bytes)
         return self._bus_free_s
 
@@ -375,16 +354,16 @@ class SteppedWorker:
             self.reclaimer.costs.learn_load(
                 model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
             )
-        self.reclaimer.policy.room_may_have_come()
+        self.reclaimer.policy.note_freed()
         if load.is_front:
-            if self._is_in_turn(model):  # as it is now
+            if self._is_in_turn(model):
                 self._load(model)
             return
         self.num_loads += 1
         self._complete(model, hosted, load)
 
     def _complete(self, model: ModelId, hosted: SteppedModel, load: LoadUnderWay) -> None:
-        """Note that all of a model is there by a load, which may have had nothing to bring."""
+        """Note that all weights of a model are there after a load, which may have been empty."""
         hosted.is_assembled, hosted.is_returning = True, False
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
@@ -395,7 +374,7 @@ class SteppedWorker:
     # Steps.
 
     def _begin_step(self) -> None:
-        """Call the engine of the model that is next, if any has something to compute."""
+        """Call the engine of the next model, if any has something to compute."""
         while ready := self._readiness.ready(self._busy(), self.reclaimer.policy.generation):
             if (jump := self._plan_jump(ready)) is not None:
                 self._running = jump
@@ -406,7 +385,7 @@ class SteppedWorker:
             model = self._sharing.next(ready, urgent, computed)
             self.reclaimer.before_step(model)
             hosted = self.hosted[model]
-            # A step that follows a load ends with it at the soonest, and holds up its thread until then.
+            # A step that follows a load ends with it at the earliest, and blocks the thread until then.
             load_end_s = None if hosted.load is None else hosted.load.end_s
             follow_s = None if load_end_s is None else load_end_s + self._profile.begin_s
             call = hosted.engine.launch(now_s, self._device_free_s, follow_s, self._least())
@@ -426,14 +405,13 @@ class SteppedWorker:
         self._is_asleep = not self._is_any_loading()
 
     def _least(self) -> LeastSeconds:
-        """Return what steps take at least now."""
         return self._profile.beside_load if self._is_any_loading() else NO_LEAST
 
     def _is_any_loading(self) -> bool:
         return any(one.load is not None for one in self.hosted.values())
 
     def _plan_jump(self, ready: Sequence[ModelId]) -> Jump | None:
-        """Return the calls to jump over; None while somebody waits, who may get a turn after any of them."""
+        """Return the calls to skip; None while a model waits for a turn, which any of them may begin."""
         turns = self.turns
         if turns is not None and any(turns.wants_turn(m) and not turns.is_in_turn(m) for m in self.hosted):
             return None
@@ -448,7 +426,6 @@ class SteppedWorker:
         )
 
     def _end_running(self) -> None:
-        """Take in what runs and is over now, if anything does."""
         running, self._running = self._running, None
         match running:
             case None:
@@ -465,7 +442,7 @@ class SteppedWorker:
         self._take_in(call.model, call.awaited)
 
     def _take_in(self, model: ModelId, awaited: Flight | None) -> None:
-        """Send the tokens of a step that was waited for, and end requests."""
+        """Commit a step that was waited for: send its tokens and end requests."""
         hosted = self.hosted[model]
         ended = list[RequestId]()
         if awaited is not None:
@@ -481,7 +458,7 @@ class SteppedWorker:
 
     def _end_jump(self, jump: Jump) -> None:
         calls_by_model: dict[ModelId, list[JumpedCall]] = {}
-        self._sharing.next(jump.ready)  # those who are ready stay the same
+        self._sharing.next(jump.ready)
         for call in jump.calls:
             self._sharing.stepped(call.model, call.end_s - call.began_s)
             self._note_step(call.flight_end_s, call.seconds.step_s)
@@ -496,17 +473,13 @@ class SteppedWorker:
         self.step_s += step_s
 
     def _send(self, model: ModelId, at_s: Sequence[float], request_ids: tuple[RequestId, ...]) -> None:
-        """Note that requests got a token each at each of these times."""
         if request_ids:
             self._facts.append(TokensSent(at_s, request_ids))
             if self.turns is not None:
                 self.turns.sent(model, request_ids * len(at_s), at_s[-1])
 
     def _settle(self, model: ModelId, *, has_ended: bool) -> bool:
-        """Take back the KV that a model has not used for long, or does not use now that it is idle.
-
-        Returns whether requests were preempted since it was called last.
-        """
+        """Take back unused KV of a model; return whether requests were preempted since the last call."""
         num_preempted = len(self.hosted[model].engine.batcher.take_preempted())
         self.num_preempted += num_preempted
         self.reclaimer.after_step(model, has_let_go=has_ended or num_preempted > 0)

@@ -1,4 +1,4 @@
-"""Reads traces from CSV files, plain or compressed by gzip. Which trace a file holds its columns say.
+"""Reads traces from CSV files, plain or gzipped. The columns tell the kind of trace.
 
     requests   arrival_s, [model,] input_tokens, output_tokens           one line each, times from the first
                TIMESTAMP, ContextTokens, GeneratedTokens                 Azure's LLM inference traces
@@ -8,8 +8,8 @@
     rates      model, t_s, rate_rps [, client, cv]                       ServeGen: of ten minutes
     lengths    input_tokens, output_tokens                               requests without times
 
-Other columns are ignored. What is only counted is drawn at random. Requests without input or output tokens
-have failed when they were traced, and are left out.
+Other columns are ignored. Counted requests are drawn at random. Requests without input or output tokens
+failed when they were traced, and are skipped.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of a file, by its columns."""
-
     path: Path
     number: int
     fields: Mapping[str, str]
@@ -55,8 +53,6 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _RequestColumns:
-    """The columns of a file with a line for each request."""
-
     arrival: str
     input: str
     output: str
@@ -78,12 +74,12 @@ _REQUESTS = (
 def read_trace(
     path: Path, lengths: Lengths, chooser: Random, begin_s: float = 0.0, length_s: float = math.inf
 ) -> Trace:
-    """Read the requests of a window of a trace, which begins at 0 s then.
+    """Read the requests of a window of a trace, which then begins at 0 s.
 
-    `lengths` are those of requests that a trace only counts; their times are drawn as well.
+    `lengths`: of requests that a trace only counts; their times are drawn as well.
 
     Raises:
-        ConfigError: the file is no trace, or a line of it is wrong.
+        ConfigError: the file is no trace, or a line is wrong.
     """
     header = set(_read_header(path))
     for columns in _REQUESTS:
@@ -106,16 +102,16 @@ def read_trace(
 
 
 def is_counted(path: Path) -> bool:
-    """True if a file tells only how many requests came, perhaps millions: a window of it is read alone."""
+    """True if a file only has counts of requests, perhaps millions: read only a window of it."""
     header = set(_read_header(path))
     return not any(columns.needed <= header for columns in _REQUESTS)
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Read lengths of requests from a file with such columns, with or without times.
+    """Read lengths of requests from a file, with or without times.
 
     Raises:
-        ConfigError: the file has no lengths, or a line of it is wrong.
+        ConfigError: the file has no lengths, or a line is wrong.
     """
     header = set(_read_header(path))
     for columns in _REQUESTS:
@@ -193,12 +189,11 @@ class _Row:
 
 
 def _read_header(path: Path) -> list[str]:
-    """Return the names of a file's columns."""
     return next((row.fields for row in _rows(path)), [])
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """Yield all lines behind the first, which names the columns."""
+    """Yield all lines after the header."""
     rows = _rows(path)
     header = next(rows).fields
     for row in rows:

@@ -1,4 +1,4 @@
-"""Requests of a workload: when each came, from whom, and how long it was. Reads no file and draws nothing."""
+"""Requests of a workload: when each came, from which tenant, and its length."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hearth.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A request of a workload."""
-
     arrival_s: float
     tenant: str  #: the model, function or client that the trace tells apart
     num_input_tokens: int
@@ -23,8 +21,6 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival."""
-
     name: str  #: for people
     requests: tuple[TracedRequest, ...]
 
@@ -34,17 +30,17 @@ class Trace:
 
     @staticmethod
     def of(name: str, requests: Sequence[TracedRequest]) -> Trace:
-        """Return these requests as a trace, put in order; those that came at once stay as they are."""
+        """Return requests as a trace, sorted by arrival; equal times keep their order."""
         return Trace(name, tuple(sorted(requests, key=lambda request: request.arrival_s)))
 
     @property
     def tenants(self) -> list[str]:
-        """Return who sends requests, the busiest first; among equals by name."""
+        """Tenants, the busiest first; equal ones by name."""
         counts = Counter(request.tenant for request in self.requests)
         return sorted(counts, key=lambda tenant: (-counts[tenant], tenant))
 
     def window(self, begin_s: float, length_s: float = math.inf) -> Trace:
-        """Return the requests that came within so long of a time, which is the beginning of the new trace."""
+        """Return the requests of a window, which becomes the beginning of the new trace."""
         if not begin_s >= 0.0 or not length_s > 0.0:
             raise ConfigError(
                 f"a window of a trace begins at 0 s or later and lasts longer than 0 s, "
@@ -60,13 +56,13 @@ class Trace:
         )
 
     def at_speed(self, speed: float) -> Trace:
-        """Return the same requests, coming so many times as fast."""
+        """Return the same requests at a multiple of the speed."""
         if not 0.0 < speed < math.inf:
             raise ConfigError(f"the speed of a trace is above 0, given: {speed:g}")
         return Trace(self.name, tuple(replace(one, arrival_s=one.arrival_s / speed) for one in self.requests))
 
     def cut(self, max_input_tokens: int | None = None, max_output_tokens: int | None = None) -> Trace:
-        """Return the same requests, none longer than this; None: as long as they are."""
+        """Return the same requests with limited lengths; None: no limit."""
         for name, limit in (("max_input_tokens", max_input_tokens), ("max_output_tokens", max_output_tokens)):
             if limit is not None and limit < 1:
                 raise ConfigError(f"`{name}` leaves at least 1 token, given: {limit}")
@@ -85,8 +81,8 @@ class Trace:
     def mapped(self, models: Sequence[str]) -> Trace:
         """Return the same requests, each for a model instead of from a tenant.
 
-        The busiest tenant gets the first model, the next one the second, and behind the last model they begin
-        again. How busy a tenant is these requests say: map a trace before a window of it to go by all of it.
+        The busiest tenant gets the first model, and so on, round robin. Tenants are ranked by these requests:
+        map a trace before a window of it to rank by all of it.
         """
         if not models:
             raise ConfigError("a trace is mapped to at least 1 model, given: none")

@@ -41,7 +41,7 @@ class AdapterPieces:
 
     def place(self, adapter: AdapterId, sizes: Sequence[int], spare_bytes: int) -> bool:
         """Give an adapter its memory; False: free memory but `spare_bytes` does not suffice."""
-        runs = self.pool.place_pieces(adapter, sizes, spare_bytes)
+        runs = self.pool.pieces.place(adapter, sizes, spare_bytes)
         if runs is not None:
             self._runs[adapter] = runs
         return runs is not None
@@ -75,7 +75,7 @@ class AdapterPieces:
         Those that are queued by then have ended when it gives way, unless that is within a step or two. So
         whoever gets its memory need not wait for those that run meanwhile.
         """
-        if adapter in self._runs and (mark := self.pool.mark()) is not None:
+        if adapter in self._runs and (mark := self.pool.pieces.mark()) is not None:
             self._last_reads[adapter] = mark
 
     def drop(self, adapter: AdapterId) -> int:
@@ -88,6 +88,6 @@ class AdapterPieces:
         self._layouts.pop(adapter, None)
         self._pieces.pop(adapter, None)
         del self._runs[adapter]
-        self.pool.drop_pieces(adapter, self._last_reads.pop(adapter, None))
+        self.pool.pieces.drop(adapter, self._last_reads.pop(adapter, None))
         self.residency.left(adapter)
         return self.pool.free_bytes - free_bytes

@@ -213,7 +213,7 @@ class WorkerAdapters:
 
         With what pages lose on which not all of another piece fits.
         """
-        page_bytes, num_bytes = self._reclaimer.pool.page_bytes, 0
+        page_bytes, num_bytes = self._reclaimer.pool.pieces.page_bytes, 0
         for adapter in self.residency.run_by(base):
             if (found := self._found.get(adapter)) is not None:
                 layout = found.manifest.layout
@@ -314,7 +314,7 @@ class WorkerAdapters:
         wanted.wait_s = time.perf_counter() - wanted.asked_s
         pool = self._reclaimer.pool
         load_adapter(
-            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
+            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.pieces.prepare(adapter)),
             *(self._resources, self._post, asked),
         )
         self._pieces.split(adapter)
@@ -342,7 +342,7 @@ class WorkerAdapters:
         """Have requests start that wait for an adapter, once all engines that compute with it know of it."""
         self._pieces.filled(adapter, self._found[adapter].manifest.layout)
         self.residency.loaded(adapter)
-        self._reclaimer.policy.room_may_have_come()  # what is there may be taken again
+        self._reclaimer.policy.note_freed()  # what is there may be taken again
 
     def _filled(self, adapter: AdapterId, news: AdapterFilled) -> AdapterLoaded | None:
         """Learn from a load; None: nobody knows the adapter any more."""
@@ -371,7 +371,7 @@ class WorkerAdapters:
             log.error("adapter_failed adapter=%s label=%s reason=%s", name, failure.label, failure.reason)
         if self.residency.residence(adapter) is not Residence.AWAY:
             self._pieces.drop(adapter)
-            self._reclaimer.policy.room_may_have_come()
+            self._reclaimer.policy.note_freed()
         self._found.pop(adapter, None)  # it may be another one when it is asked for again
         self._reclaimer.reload_costs.forget(adapter)
         for run in runs:
@@ -394,7 +394,7 @@ class WorkerAdapters:
                     continue  # until it is there
                 case Residence.THERE:
                     self._pieces.drop(adapter)
-                    self._reclaimer.policy.room_may_have_come()
+                    self._reclaimer.policy.note_freed()
             self._forgotten.remove(adapter)
             if self._found.pop(adapter, None) is not None:
                 self._reclaimer.reload_costs.forget(adapter)

@@ -223,7 +223,7 @@ class HostedModels:
     def front_loaded(self, hosted: HostedModel, news: FrontLoaded) -> ModelLoaded | None:
         """Note that bytes of a model have crossed; if it is its turn by now, the rest follows."""
         hosted.front_loaded(news)
-        self.reclaimer.policy.room_may_have_come()
+        self.reclaimer.policy.note_freed()
         return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None
 
     # Requests.
@@ -239,7 +239,7 @@ class HostedModels:
         if (hosted := self.hosted.get(model)) is not None:
             hosted.hold = hold
             self.turns.held(hosted)
-            self.reclaimer.policy.room_may_have_come()
+            self.reclaimer.policy.note_freed()
 
     def cancel(self, hosted: HostedModel, run: int) -> None:
         """End one of a model's requests now, wherever it is."""
@@ -276,7 +276,7 @@ class HostedModels:
     def turn_over(self, hosted: HostedModel) -> None:
         """Note that a model's turn is over: what it has is lent, also while its last step is in flight."""
         self.reclaimer.policy.stop_deferring(hosted.model)
-        self.reclaimer.policy.room_may_have_come()
+        self.reclaimer.policy.note_freed()
 
     def rest(self, hosted: HostedModel) -> StepOutcome:
         """Have a model whose turn is over rest. Returns what came of the step that was in flight."""
@@ -284,12 +284,12 @@ class HostedModels:
         if (served := hosted.served) is not None and hosted.takes_requests:
             outcome = served.engine.flush()
             self.reclaimer.after_step(hosted.model, served, outcome)
-            self.reclaimer.policy.room_may_have_come()
+            self.reclaimer.policy.note_freed()
         return outcome
 
     def look_again(self) -> None:
         """Let models step that had nothing to compute: something has come from outside."""
-        self._readiness.look_again()
+        self._readiness.recheck()
 
     def hopeless(self) -> ModelBroke | None:
         """Return a model that waits for KV which nobody is going to give back, when no model is ready.
@@ -339,6 +339,6 @@ class HostedModels:
                 {use.rung: use.seconds for use in loaded.rungs},
                 loaded.whole_s,
             )
-            self.reclaimer.policy.room_may_have_come()
+            self.reclaimer.policy.note_freed()
             self.turns.loaded(loaded.model)
         return loaded

@@ -16,7 +16,8 @@ from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.eviction import TAKEABLE
-from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.eviction_chain import KvView, TablesView
+from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
@@ -28,6 +29,7 @@ from hearth.policy.memory.reclaim_orders import (
     ReclaimOrder,
     SpillTable,
     TakeWeights,
+    TakeWorkspaces,
     carry_out,
 )
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
@@ -130,17 +132,17 @@ class Reclaimer:
     def retire(self, hosted: HostedModel) -> None:
         """Have an idle model give back all but its weights."""
         if (served := hosted.served) is not None:
-            served.engine.batcher.remove_all_blocks()
+            served.engine.batcher.kv.remove_all()
             served.pooled_tables.clear()
         self.pool.retire(hosted.model)
         self.policy.stop_deferring(hosted.model)
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
 
     def drop(self, model: ModelId) -> None:
         """Give back all memory of a model that nobody computes with any more."""
         self.pool.drop(model)
         self.policy.forget(model)
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
 
     # KV.
 
@@ -164,7 +166,7 @@ class Reclaimer:
         """Take back what only a request needed that was cancelled; its KV is its engine's again."""
         if hosted.served is not None:
             self._run(self.policy.drop_tables(hosted.model))
-        self.policy.room_may_have_come()
+        self.policy.note_freed()
 
     # Adapters.
 
@@ -224,13 +226,13 @@ class Reclaimer:
         )
 
     def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
-        return self.pool.growth_bytes(model, num_blocks)
+        return self.pool.kv.growth_bytes(model, num_blocks)
 
     def extents(self, model: ModelId) -> list[range]:
-        return self.pool.extents(model)
+        return self.pool.kv.extents(model)
 
     def cached_to_spare(self, model: ModelId) -> int:
-        return self._served(model).engine.batcher.cached_to_spare()
+        return self._served(model).engine.batcher.kv.cached_to_spare()
 
     def tables_of(self, model: ModelId) -> TablesView:
         served = self._served(model)
@@ -257,14 +259,14 @@ class Reclaimer:
                 return self._grow(model, num_blocks, ahead_blocks)
             case ClearKv():
                 return self._clear(order)
-            case TakeWeights():
+            case TakeWeights() | TakeWorkspaces():
                 return self._take(order)
             case PlaceTable(model, table, num_bytes):
                 return self._place_table(model, table, num_bytes)
             case SpillTable(model, table):
                 return self._spill_table(model, table)
             case DropTable(model, table):
-                self.pool.drop_table(model, table)
+                self.pool.tables.drop(model, table)
                 return self._served(model).pooled_tables.pop(table)
             case PlaceAdapter():
                 return self._place_adapter(order)
@@ -283,7 +285,7 @@ class Reclaimer:
     def _place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> int:
         if table in self._served(model).pooled_tables:  # too small by now
             self._lift_table(model, table)
-        memory = self.pool.place_table(model, table, num_bytes)
+        memory = self.pool.tables.place(model, table, num_bytes)
         self._follow_moves()
         if memory is None:
             return 0
@@ -305,12 +307,12 @@ class Reclaimer:
             served.engine.place_table(table, None)
         num_bytes = served.pooled_tables.pop(table, 0)
         if num_bytes:
-            self.pool.drop_table(model, table)
+            self.pool.tables.drop(model, table)
         return num_bytes
 
     def _grow(self, model: ModelId, num_blocks: int, ahead_blocks: int) -> int:
         engine = self._served(model).engine
-        extents = self.pool.grow(model, num_blocks, ahead_blocks)
+        extents = self.pool.kv.grow(model, num_blocks, ahead_blocks)
         self._follow_moves()
         for extent in extents:
             engine.add_blocks(extent)
@@ -330,18 +332,17 @@ class Reclaimer:
             )
             if not is_cleared:
                 return 0
-        self.pool.shrink(model, extent)
+        self.pool.kv.shrink(model, extent)
         return len(extent)
 
-    def _take(self, order: TakeWeights) -> int:
-        """Take weights of idle or paused models, which have to be loaded again before they can step."""
-        freed = self.pool.take_weights(
-            order.num_bytes,
-            most=TAKEABLE[-1],
-            below_s_per_byte=order.below_s_per_byte,
-            with_workspaces=order.with_workspaces,
-        )
-        # Also where nothing came free: what models share is taken from one of them, and stays with the other.
+    def _take(self, order: TakeWeights | TakeWorkspaces) -> int:
+        """Take memory of idle or paused models, which must be placed again before they can step."""
+        match order:
+            case TakeWeights(num_bytes, below_s_per_byte):
+                freed = self.pool.take_weights(num_bytes, TAKEABLE[-1], below_s_per_byte)
+            case TakeWorkspaces():
+                freed = self.pool.take_workspaces(TAKEABLE[-1])
+        # Also if nothing came free: shared weights are taken from one model and stay with the other.
         for model, hosted in self._hosted.items():
             if self.pool.is_incomplete(model):
                 hosted.became_incomplete()

@@ -14,7 +14,7 @@ from typing import assert_never
 from hearth.core.messages import StartRequest
 from hearth.core.types import Hold, ModelId, RequestId, TurnEnd
 from hearth.memory.pool import Pool
-from hearth.policy.fleet.events import Promise
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.policy.turns.turn_policy import (
     BeginTurn,
@@ -184,7 +184,7 @@ class Turns:
         """Return the one of those in line whose first bytes should cross ahead of its turn, if any."""
         if self._policy is None:
             return None
-        return self._policy.early(line, lambda model: self._hosted[model].can_cross)
+        return self._policy.next_prefetch(line, lambda model: self._hosted[model].can_cross)
 
     def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
         """Return how many of the bytes that a model lacks should cross at once ahead of its turn."""

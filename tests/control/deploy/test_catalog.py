@@ -19,8 +19,9 @@ from hearth.core.messages import PrepareModel
 from hearth.core.sizes import StepLimits, StepSize, workspace_bytes
 from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import LoadModel, Promise
+from hearth.policy.fleet.events import LoadModel
 from hearth.policy.fleet.footprint import fixed_bytes_of
+from hearth.policy.fleet.profile import Promise
 from tests.policy.fleet.test_footprint import LARGE
 
 BIG = "big"

@@ -11,7 +11,7 @@ from hearth.control.observe.pool_views import pool_parts, resident_views
 from hearth.control.observe.views import PartView
 from hearth.core.messages import AdapterUsage, ModelUse, Pong
 from hearth.core.types import Hold, ModelId, WorkerId
-from hearth.policy.fleet.events import Resident, State
+from hearth.policy.fleet.residents import Resident, State
 
 A, B = ModelId("a"), ModelId("b")
 W0 = WorkerId("w0")

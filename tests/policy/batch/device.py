@@ -498,7 +498,10 @@ class Driven(RuleBasedStateMachine):
         line_s, is_batch = float(self.num_added + late), late > 0
         self.engine.add(
             EngineRequest(
-                *(request_id, prompt, sampling, salt),
+                request_id,
+                prompt,
+                sampling,
+                salt,
                 guide=guide,
                 pooling=pooling,
                 adapter=adapter,

@@ -664,7 +664,7 @@ def test_who_gives_way_finds_its_own_output_again() -> None:
     for _ in range(9):
         launched(engine)
         engine.commit()
-    assert engine.batcher.clear(range(3, 4), may_move=False, may_preempt=True, keeps_floor=False) == []
+    assert engine.batcher.kv.clear(range(3, 4), may_move=False, may_preempt=True, keeps_floor=False) == []
     assert engine.batcher.num_running == 0
     assert [one.num_cached_tokens for one in launched(engine).admissions] == [8]
     engine.drain()
@@ -684,7 +684,7 @@ def test_prompts_that_start_in_one_step_compute_their_common_beginning_once() ->
     engine.add(request("a", [*range(8), 1, 1]))
     engine.add(request("other", [9] * 6))
     for name in "bcd":
-        engine.add(request(name, [*range(8), *(2, 2, 2, 2), ord(name) % 7]))
+        engine.add(request(name, [*range(8), 2, 2, 2, 2, ord(name) % 7]))
 
     plan = launched(engine)
 

@@ -28,7 +28,7 @@ def elastic(*extents: range, floor_blocks: int = 8, max_batch_tokens: int = 64, 
 
 def clear(engine: Loop, extent: range, may_move: bool = True, may_preempt: bool = True) -> int | None:
     """How many blocks have moved; None if it was refused."""
-    moves = engine.batcher.clear(extent, may_move=may_move, may_preempt=may_preempt)
+    moves = engine.batcher.kv.clear(extent, may_move=may_move, may_preempt=may_preempt)
     engine.batcher.check()
     if moves is None:
         return None
@@ -42,10 +42,10 @@ def clear(engine: Loop, extent: range, may_move: bool = True, may_preempt: bool 
 def test_whoever_waits_wants_blocks_for_all_of_its_prompt() -> None:
     engine = elastic(max_batch_tokens=8)
     engine.add(request("a", range(10)))
-    assert engine.batcher.wanted_blocks() == 3
-    engine.batcher.add_blocks(range(1, 4))
+    assert engine.batcher.kv.wanted_blocks() == 3
+    engine.batcher.kv.add(range(1, 4))
     assert launched(engine).table_writes.counts == [2]
-    assert engine.batcher.wanted_blocks() == 1
+    assert engine.batcher.kv.wanted_blocks() == 1
 
 
 def test_a_prefix_that_is_known_is_not_wanted() -> None:
@@ -53,7 +53,7 @@ def test_a_prefix_that_is_known_is_not_wanted() -> None:
     engine.add(request("a", range(10)))
     engine.drain()
     engine.add(request("b", [*range(9), 1, 1]))
-    assert engine.batcher.wanted_blocks() == 1
+    assert engine.batcher.kv.wanted_blocks() == 1
 
 
 def test_a_running_sequence_wants_a_block_where_its_next_token_begins_one() -> None:
@@ -61,7 +61,7 @@ def test_a_running_sequence_wants_a_block_where_its_next_token_begins_one() -> N
     engine.add(request("a", [1] * 3, max_tokens=8))
     wanted = []
     for _ in range(6):
-        wanted.append(engine.batcher.wanted_blocks())
+        wanted.append(engine.batcher.kv.wanted_blocks())
         engine.step()
     assert wanted == [1, 0, 1, 0, 0, 0]
 
@@ -70,7 +70,7 @@ def test_nobody_wants_blocks_without_a_slot_or_a_share_of_the_step() -> None:
     for engine in (elastic(max_seqs=2), elastic(max_batch_tokens=8)):
         for name in ("a", "b", "c"):
             engine.add(request(name, [int(name, 16)] * 4))
-        assert engine.batcher.wanted_blocks() == 2
+        assert engine.batcher.kv.wanted_blocks() == 2
 
 
 def test_the_longest_request_is_bounded_by_what_is_promised() -> None:
@@ -84,7 +84,7 @@ def test_without_blocks_nothing_is_planned_until_some_are_given() -> None:
     engine = elastic()
     engine.add(request("a", [1, 2, 3]))
     assert engine.step() is None
-    engine.batcher.add_blocks(range(40, 48))
+    engine.batcher.kv.add(range(40, 48))
     engine.drain()
 
 
@@ -112,7 +112,7 @@ def test_an_extent_without_live_blocks_goes_and_its_prefixes_with_it() -> None:
 
 def test_live_blocks_move_to_the_lowest_free_ones_and_tables_follow() -> None:
     engine = crowd()
-    moves = engine.batcher.clear(range(1, 3), may_move=True, may_preempt=False)
+    moves = engine.batcher.kv.clear(range(1, 3), may_move=True, may_preempt=False)
     assert moves == [BlockMove(1, 11), BlockMove(2, 12)]
     engine.device.copy(moves)
     plan = launched(engine)
@@ -126,7 +126,7 @@ def test_live_blocks_move_to_the_lowest_free_ones_and_tables_follow() -> None:
 def test_blocks_that_move_twice_before_a_step_are_written_once() -> None:
     engine = crowd()
     assert clear(engine, range(1, 3)) == 2
-    engine.batcher.add_blocks(range(1, 3))
+    engine.batcher.kv.add(range(1, 3))
     assert clear(engine, range(11, 13)) == 2
     assert [write.blocks for write in launched(engine).table_writes] == [(1,), (2,)]
     engine.drain()
@@ -156,7 +156,7 @@ def test_a_moved_prefix_is_still_found_and_one_that_was_moved_over_is_not() -> N
     assert (book.num_live, book.num_cached, book.num_free) == (2, 2, 0)
     assert clear(engine, range(3, 5)) == 2
     engine.drain()
-    engine.batcher.add_blocks(range(30, 38))
+    engine.batcher.kv.add(range(30, 38))
     for name, token in (("after", 6), ("late", 5)):
         engine.add(request(name, [token] * 8, max_tokens=1))
     found = {a.request_id: a.num_cached_tokens for a in launched(engine).admissions}
@@ -183,7 +183,7 @@ def test_the_oldest_moves_when_only_what_is_promised_is_left() -> None:
     assert clear(engine, range(11, 15)) == 0
     assert clear(engine, range(1, 3)) is None  # two blocks are less than promised
     engine = crowd()
-    engine.batcher.clear(range(13, 15), may_move=True, may_preempt=True)
+    engine.batcher.kv.clear(range(13, 15), may_move=True, may_preempt=True)
     assert clear(engine, range(1, 3)) == 2
     assert engine.batcher.take_preempted() == ()
     engine.drain()
@@ -204,14 +204,14 @@ def test_whoever_is_promised_nothing_loses_all_and_goes_on_with_new_blocks() -> 
     engine = crowd()
     engine.commit()  # as when it was flushed
     for extent in (range(11, 15), range(3, 5), range(1, 3)):
-        moves = engine.batcher.clear(extent, may_move=True, may_preempt=True, keeps_floor=False)
+        moves = engine.batcher.kv.clear(extent, may_move=True, may_preempt=True, keeps_floor=False)
         assert moves is not None
         engine.device.copy(moves)
         engine.batcher.check()
     assert set(engine.batcher.take_preempted()) == {"young", "old"}
     assert engine.batcher.blocks.num_blocks == 0
 
-    engine.batcher.add_blocks(range(1, 9))
+    engine.batcher.kv.add(range(1, 9))
     engine.drain()
 
 
@@ -253,7 +253,7 @@ class ElasticSchedules(Driven):
         extent = range(2 + 4 * place, 2 + 4 * place + EXTENT_BLOCKS)
         if extent not in self.extents:
             self.extents.append(extent)
-            self.engine.batcher.add_blocks(extent)
+            self.engine.batcher.kv.add(extent)
 
     @rule()
     def grow_as_wanted(self) -> None:
@@ -262,7 +262,7 @@ class ElasticSchedules(Driven):
         That is one who stands behind the next, and has the slot that it needs or is in the midst of a prompt.
         """
         batcher, book = self.engine.batcher, self.engine.batcher.blocks
-        wanted = batcher.wanted_blocks()
+        wanted = batcher.kv.wanted_blocks()
         place = 9
         while book.num_free < wanted:
             if range(2 + 4 * place, 2 + 4 * place + EXTENT_BLOCKS) not in self.extents:
@@ -312,7 +312,7 @@ class ElasticSchedules(Driven):
         if hasattr(self, "engine"):
             book = self.engine.batcher.blocks
             if (num_lacking := book.floor_blocks - book.num_blocks) > 0:
-                self.engine.batcher.add_blocks(range(1000, 1000 + num_lacking))
+                self.engine.batcher.kv.add(range(1000, 1000 + num_lacking))
             self.engine.drain()
             assert len(self.engine.reasons) == self.num_added
 

@@ -25,7 +25,7 @@ REQUESTS = st.lists(
 
 def batcher_of(requests: list[tuple[int, int, int]], num_blocks: int) -> Batcher:
     batcher = Batcher(LIMITS, BlockBook(BLOCK_TOKENS, floor_blocks=10))
-    batcher.add_blocks(range(1, 1 + num_blocks))
+    batcher.kv.add(range(1, 1 + num_blocks))
     for number, (num_prompt, num_output, token) in enumerate(requests):
         sampling = SamplingParams(max_tokens=num_output, ignore_eos=True, seed=0)
         batcher.add(EngineRequest(RequestId(str(number)), (token,) * num_prompt, sampling))

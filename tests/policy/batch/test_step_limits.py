@@ -25,9 +25,17 @@ WIDE = Dimensions(18, 8, 1, 256, 2048, 2048, 16384, 256000, 256, is_gated=True, 
 COUNTS, WIDTHS = st.integers(1, 64), st.integers(64, 16384)
 DIMENSIONS = st.builds(
     Dimensions,
-    *(COUNTS, COUNTS, COUNTS, st.sampled_from([64, 80, 128, 256]), WIDTHS, WIDTHS, WIDTHS),
-    st.integers(256, 300_000),
-    *(st.just(64), st.booleans(), st.booleans()),
+    num_layers=COUNTS,
+    num_heads=COUNTS,
+    num_kv_heads=COUNTS,
+    head_dim=st.sampled_from([64, 80, 128, 256]),
+    hidden_size=WIDTHS,
+    embed_size=WIDTHS,
+    intermediate_size=WIDTHS,
+    vocab_size=st.integers(256, 300_000),
+    rope_dim=st.just(64),
+    is_gated=st.booleans(),
+    is_parallel=st.booleans(),
 ).map(lambda sizes: replace(sizes, num_heads=sizes.num_heads * sizes.num_kv_heads))
 WANTED = st.builds(
     WantedLimits,

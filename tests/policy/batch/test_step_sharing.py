@@ -198,7 +198,7 @@ def test_one_that_lacks_kv_steps_again_when_some_may_have_come_or_something_was_
     readiness.starved(A, generation=3)
     assert readiness.ready([busy(A)], generation=3) == []
     assert readiness.ready([busy(A)], generation=4) == [A]
-    readiness.look_again()
+    readiness.recheck()
     assert readiness.ready([busy(A)], generation=3) == [A]
 
 
@@ -232,7 +232,7 @@ def test_whoever_is_loaded_and_has_kv_is_ready_and_no_other_before_it(
                 generation += 1
                 lacking.clear()
             case "heard":
-                readiness.look_again()
+                readiness.recheck()
                 lacking.clear()
         ready = set(readiness.ready(models, generation))
         awake = is_loaded.keys() - lacking

@@ -24,12 +24,10 @@ from hearth.policy.fleet.events import (
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
-    ModelProfile,
     ModelReady,
     ModelRemoved,
     ModelStopped,
     Option,
-    Promise,
     Reject,
     RejectReason,
     RequestArrived,
@@ -39,7 +37,6 @@ from hearth.policy.fleet.events import (
     RungUse,
     SetHold,
     SetTimer,
-    State,
     TimerFired,
     WantedAdapter,
     Why,
@@ -48,6 +45,8 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.failures import MAX_DELAY_S
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import ModelProfile, Promise
+from hearth.policy.fleet.residents import State, list_residents
 from tests.policy.fleet.world import profile
 
 A = TypeVar("A")
@@ -127,7 +126,7 @@ class Desk:
         self.finish(request)
 
     def states(self) -> dict[tuple[str, str], State]:
-        residents = self.fleet.residents(self.now_s)
+        residents = list_residents(self.fleet, self.now_s)
         return {(resident.model, resident.worker): resident.state for resident in residents}
 
 
@@ -873,7 +872,7 @@ def test_an_idle_model_is_warm_for_its_keep_alive_and_retained_afterwards() -> N
     assert desk.states() == {("a", "w1"): State.BUSY}
     desk.finish("r1")
     assert desk.states() == {("a", "w1"): State.WARM}
-    assert desk.fleet.residents(desk.now_s)[0].expires_s == 11.0
+    assert list_residents(desk.fleet, desk.now_s)[0].expires_s == 11.0
     desk.now_s = 11.0
     assert desk.states() == {("a", "w1"): State.RETAINED}
 

@@ -22,7 +22,8 @@ from hearth.policy.fleet.events import (
 from hearth.policy.fleet.evictions import plan_evictions
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Model, Replica, Worker
-from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place
+from hearth.policy.fleet.reserved_workers import ReservedWorkers
+from hearth.policy.fleet.routing import ReplicaPlace, choose_place
 from hearth.policy.fleet.serving import reserve_room
 from tests.policy.fleet.world import CONFIGS, KINDS, MANY_MOVES, Moves, World, begun, profile
 
@@ -86,7 +87,7 @@ def check_nobody_waits_in_vain(fleet: Fleet) -> None:
     reserved = ReservedWorkers(fleet)
     for model in [fleet.models[name] for name in fleet.queues.for_room]:
         assert model.profile is not None
-        if fleet.capacity.could_fit(model.profile):
+        if fleet.capacity.has_fitting(model.profile, Hold.BUSY):
             assert not any(could_host(fleet, worker, model) for worker in find_open(reserved, model))
             reserve_room(fleet, model, reserved)
         else:
@@ -172,8 +173,8 @@ def check_warm_models_go_last(fleet: Fleet, model: Model, place: ReplicaPlace) -
     ):
         assert model.profile is not None
         bytes_there = model.resident_bytes.get(place.worker.name, 0)
-        all_s = fleet.estimates.load_s(model.profile.num_bytes, model.bytes_by_rung)
-        rest_s = fleet.estimates.load_s(model.profile.num_bytes - bytes_there, model.bytes_by_rung)
+        all_s = fleet.estimates.reload.load_s(model.profile.num_bytes, model.bytes_by_rung)
+        rest_s = fleet.estimates.reload.load_s(model.profile.num_bytes - bytes_there, model.bytes_by_rung)
         assert place.evictions.evict_s < all_s - rest_s
 
 

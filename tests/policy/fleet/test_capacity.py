@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
-from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
+from hearth.policy.fleet.profile import Footprint, ModelProfile, Promise
 
 BUDGET_BYTES = 1000
 PROMISES = st.builds(
@@ -74,7 +74,7 @@ def test_a_model_has_room_exactly_if_all_promises_together_fit(
     for more_bytes in (0, BUDGET_BYTES - owed_bytes([*kept, newcomer]) + 1):
         larger = Promise(newcomer.own_bytes + more_bytes, newcomer.workspace_bytes)
         fits = owed_bytes([*kept, larger]) <= BUDGET_BYTES
-        assert promises.could_have_room(footprint_of(larger), most) == fits
+        assert promises.has_room(footprint_of(larger), most) == fits
     everybody = [*(promise for promise, _ in held), newcomer]
     assert promises.has_room(footprint_of(newcomer)) == (owed_bytes(everybody) <= BUDGET_BYTES)
     assert 0.0 <= promises.utilisation <= 1.0
@@ -104,7 +104,7 @@ def test_everybody_can_take_turns_if_each_has_room_beside_pinned_ones_and_what_o
     both = [*scaled, (newcomer, Hold.BUSY)]
     assert promises.can_take_turns(footprint_of(newcomer)) == can_all(both)
     staying = [(one, hold) for one, hold in both if hold > Hold.WARM]
-    assert promises.could_take_turns(footprint_of(newcomer)) == can_all(staying)
+    assert promises.can_take_turns(footprint_of(newcomer), without=Hold.WARM) == can_all(staying)
     total = add_up([one for one, hold in scaled if hold > Hold.WARM], shares_workspace=shares_workspace)
     assert promises.must_take_turns == (total > BUDGET_BYTES)
 
@@ -145,11 +145,11 @@ def test_whether_a_model_fits_is_found_without_looking_at_every_worker(
         return {
             name
             for name, (kind, promises) in books.items()
-            if kind in footprints and promises.could_have_room(footprints[kind], most)
+            if kind in footprints and promises.has_room(footprints[kind], most)
         }
 
     assert capacity.has_fitting(profile, Hold.WARM) == bool(find_possible(Hold.WARM))
-    assert capacity.could_fit(profile) == bool(find_possible(Hold.BUSY))
+    assert capacity.has_fitting(profile, Hold.BUSY) == bool(find_possible(Hold.BUSY))
     for most in (Hold.RETAINED, Hold.WARM, Hold.BUSY):
         found = [
             name

@@ -15,7 +15,8 @@ from hearth.policy.fleet.device_bytes import (
     rank_retired,
     record_report,
 )
-from hearth.policy.fleet.events import Evict, Promise
+from hearth.policy.fleet.events import Evict
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.records import Model, Replica, Worker
 from tests.policy.fleet.world import profile
 

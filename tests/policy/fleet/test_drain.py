@@ -15,13 +15,13 @@ from hearth.policy.fleet.events import (
     LoadModel,
     ModelDeployed,
     ModelReady,
-    Promise,
     RequestArrived,
     RequestFinished,
     TimerFired,
     WorkerJoined,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.records import Drain, Model, Replica, Worker
 from tests.policy.fleet.world import LONG_LIVES, Moves, played, profile
 

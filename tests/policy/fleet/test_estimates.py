@@ -21,7 +21,7 @@ def test_a_model_that_has_not_run_is_taken_to_run_like_the_others() -> None:
 
 
 def test_loads_are_expected_from_the_brains_own_priors() -> None:
-    assert Estimates(ReloadCosts(PRIORS)).load_s(50, None) == 5.0
+    assert Estimates(ReloadCosts(PRIORS)).reload.load_s(50, None) == 5.0
 
 
 def test_a_removed_model_is_forgotten() -> None:

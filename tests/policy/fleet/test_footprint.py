@@ -281,7 +281,7 @@ def test_a_fitted_context_is_the_longest_that_fits(
 
 def test_a_small_model_is_served_within_a_gibibyte_on_a_cpu() -> None:
     dimensions = shaped(
-        *(LARGE,),
+        LARGE,
         num_layers=30,
         num_heads=9,
         num_kv_heads=3,

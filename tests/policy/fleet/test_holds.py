@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hearth.core.types import Hold, ModelId, WorkerId
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.holds import Expiries, HoldNotices
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.records import Model, Replica, Worker
 from tests.policy.fleet.world import profile
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import Promise, RequestArrived
+from hearth.policy.fleet.events import RequestArrived
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
 from tests.policy.fleet.world import profile

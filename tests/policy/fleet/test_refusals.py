@@ -25,12 +25,12 @@ def test_a_reason_is_given_exactly_if_there_is_one(config: BrainConfig, moves: M
         needs = model.profile.footprints
         workers = list(fleet.workers.values())
         fits = [needs[one.kind].least_bytes <= one.promises.budget_bytes for one in workers]
-        could = [one.promises.could_have_room(needs[one.kind], Hold.BUSY) for one in workers]
+        could = [one.promises.has_room(needs[one.kind], Hold.BUSY) for one in workers]
         assert (explain_misfit(fleet, model.profile) is None) == (any(fits) or not workers)
         assert (explain_pinned_out(fleet, model.profile) is None) == any(could)
         for worker in workers:
             shortage = explain_shortage(worker, needs[worker.kind])
-            assert (shortage is None) == worker.promises.could_have_room(needs[worker.kind], Hold.WARM)
+            assert (shortage is None) == worker.promises.has_room(needs[worker.kind], Hold.WARM)
             if shortage is not None:
                 busy = [r.model.name for r in worker.replicas.values() if r.hold is Hold.BUSY]
                 assert all(name in shortage for name in busy[:3])

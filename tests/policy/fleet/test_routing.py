@@ -21,9 +21,9 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.known_adapters import MAX_KNOWN, KnownAdapters
-from hearth.policy.fleet.records import Request
-from hearth.policy.fleet.routing import MAX_OPTIONS, choose_replica, has_untried_place, routing_cost
+from hearth.policy.fleet.records import MAX_KNOWN, KnownAdapters, Request
+from hearth.policy.fleet.reserved_workers import MAX_OPTIONS
+from hearth.policy.fleet.routing import choose_replica, has_untried_place, routing_cost
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played, profile
 
 SECONDS = st.floats(0.0, 1e4)
@@ -93,7 +93,7 @@ def test_a_request_goes_where_its_adapter_is_unless_another_replica_saves_more_t
     chosen, chosen_bare = choose_replica(fleet, replace(bare, adapter=adapter)), choose_replica(fleet, bare)
     assert chosen is not None
     assert chosen_bare is not None
-    load_s = fleet.config.load_weight * fleet.estimates.load_s(num_bytes, None)
+    load_s = fleet.config.load_weight * fleet.estimates.reload.load_s(num_bytes, None)
     cost_s = {one.worker: one.cost_s for one in chosen_bare.options if one.obstacle is None}
     best_s, taken_s = cost_s[chosen_bare.replica.worker.name], cost_s[chosen.replica.worker.name]
     having_s = [cost_s[name] for name in cost_s if int(name[1:]) in having]
@@ -151,8 +151,8 @@ def test_a_model_has_an_untried_place_only_where_it_has_not_failed_and_idle_mode
         footprints, is_pinned = model.profile.footprints, model.profile.is_pinned
         most, takes_turns = Hold.RETAINED if is_pinned else Hold.WARM, config.takes_turns and not is_pinned
         untried = [
-            worker.promises.could_have_room(footprints[worker.kind], most)
-            or (takes_turns and worker.promises.could_take_turns(footprints[worker.kind]))
+            worker.promises.has_room(footprints[worker.kind], most)
+            or (takes_turns and worker.promises.can_take_turns(footprints[worker.kind], Hold.WARM))
             for worker in fleet.workers.values()
             if worker.name not in model.failed_on and worker.name not in model.replicas
         ]

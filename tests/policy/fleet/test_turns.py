@@ -11,17 +11,17 @@ from hearth.policy.fleet.events import (
     Dispatch,
     Evict,
     LoadModel,
-    Promise,
     RefusePin,
     Reject,
     RejectReason,
     SetHold,
-    State,
     TurnBegan,
     TurnEnded,
     Why,
 )
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.records import Replica
+from hearth.policy.fleet.residents import State, list_residents
 from hearth.policy.fleet.routing import explain_wait
 from tests.policy.fleet.test_brain import Desk, evicted, of, profile, regards, sent
 
@@ -259,7 +259,7 @@ def test_a_pin_counts_only_if_everybody_else_still_has_room_for_a_turn() -> None
     assert "`b` cannot be pinned yet" in refused.message
     assert "busy: a" in refused.message
     assert of(SetHold, actions) == []
-    (_, resident) = desk.fleet.residents(0.0)
+    (_, resident) = list_residents(desk.fleet, 0.0)
     assert (resident.model, resident.is_pin_refused) == ("b", True)
     assert of(RefusePin, desk.ask("r3", "a")) == [], "people are told once"
 

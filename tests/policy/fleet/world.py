@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from bench.fleet.cluster import SimulatedCluster
+from bench.fleet.worker import SimulatedReplica
 from hearth.core.types import Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
@@ -24,11 +26,9 @@ from hearth.policy.fleet.events import (
     End,
     Event,
     Evict,
-    Footprint,
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
-    ModelProfile,
     ModelReady,
     ModelRemoved,
     ModelStopped,
@@ -39,7 +39,6 @@ from hearth.policy.fleet.events import (
     RequestFinished,
     ResidencyReported,
     RungUse,
-    State,
     TimerFired,
     TurnBegan,
     TurnEnded,
@@ -47,8 +46,8 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.sim.cluster import SimulatedCluster
-from hearth.sim.worker import SimulatedReplica
+from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.residents import State, list_residents
 
 T = TypeVar("T")
 KEEP_ALIVES_S = (None, None, None, 0.0, 5.0, math.inf)
@@ -70,9 +69,13 @@ def profile(
     max_seqs: int = 2,
 ) -> ModelProfile:
     """A model of so many bytes of weights; `workspace_bytes` come on top."""
-    all_bytes = fixed_bytes + workspace_bytes
     footprint = Footprint(
-        *(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes), sink_bytes=sink_bytes, max_seqs=max_seqs
+        fixed_bytes=fixed_bytes + workspace_bytes,
+        min_kv_bytes=min_kv_bytes,
+        max_kv_bytes=max_kv_bytes,
+        workspace_bytes=workspace_bytes,
+        sink_bytes=sink_bytes,
+        max_seqs=max_seqs,
     )
     footprints = {"cuda": footprint, "cpu": footprint}
     return ModelProfile(ModelId(model), fixed_bytes, footprints, keep_alive_s, is_pinned, weight, digest)
@@ -93,7 +96,7 @@ class World:
         """Have an event happen, and check all that must be true after it."""
         pinned = {
             (resident.model, resident.worker)
-            for resident in self.fleet.residents(event.now_s)
+            for resident in list_residents(self.fleet, event.now_s)
             if resident.state is State.PINNED
         }
         actions = self.cluster.tell(event)
@@ -150,7 +153,8 @@ class World:
         fixed_bytes = (10, 30, 45, 90, 120)[number // 28 % 5]
         digest = f"digest {number // 140 % 2}"
         deployed = profile(
-            *(model, fixed_bytes),
+            model,
+            fixed_bytes,
             keep_alive_s=keep_alive_s,
             is_pinned=is_pinned,
             digest=digest,

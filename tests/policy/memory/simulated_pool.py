@@ -11,7 +11,8 @@ from hearth.core.types import AdapterId, Hold, ModelId, SamplingTable
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.adapter_residency import AdapterResidency
 from hearth.policy.memory.eviction import TAKEABLE
-from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.eviction_chain import KvView, TablesView
+from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import (
     ClearKv,
     DropAdapter,
@@ -23,6 +24,7 @@ from hearth.policy.memory.reclaim_orders import (
     ReclaimOrder,
     SpillTable,
     TakeWeights,
+    TakeWorkspaces,
     carry_out,
 )
 
@@ -247,6 +249,10 @@ class SimulatedPool:
                 brought = self._clear(self.models_by_id[model], order)
             case TakeWeights():
                 brought = self._take(order)
+            case TakeWorkspaces():
+                assert not self.keeps_addresses, f"{order} where models share one workspace"
+                assert not self._takeable(), f"{order} before weights that may go"
+                brought = 0
             case PlaceTable(model, table, num_bytes):
                 brought = self._place_table(self.models_by_id[model], table, num_bytes)
             case SpillTable(model, table):

@@ -21,6 +21,7 @@ from hearth.policy.memory.reclaim_orders import (
     ReclaimOrder,
     SpillTable,
     TakeWeights,
+    TakeWorkspaces,
     carry_out,
 )
 from tests.policy.memory.simulated_pool import EXTENT_BLOCKS, SimulatedModel, SimulatedPool
@@ -111,7 +112,7 @@ def test_nobody_looks_again_for_room_before_its_turn_until_some_may_have_come() 
     for _ in range(2):
         assert carry_out(policy.make_room_early(B, 10, 0.5), refuse) == 0
     assert num_orders == 1
-    policy.room_may_have_come()
+    policy.note_freed()
     assert carry_out(policy.make_room_early(B, 10, 0.5), refuse) == 0
     assert num_orders == 2
 
@@ -221,7 +222,7 @@ def test_blocks_that_should_lie_ready_are_asked_for_once_until_something_changes
         return bool(pool.orders)
 
     assert [asks(), asks()] == [True, False]
-    pool.policy.room_may_have_come()
+    pool.policy.note_freed()
     assert [asks(), asks()] == [True, False]
     pool.models_by_id[A].running = [1, 2]
     assert [asks(), asks()] == [True, False]
@@ -290,7 +291,7 @@ def test_who_was_refused_looks_again_only_when_room_may_have_come() -> None:
     pool.before_step(A, num_wanted=2)
     assert pool.orders == []
 
-    pool.policy.room_may_have_come()
+    pool.policy.note_freed()
     pool.before_step(A, num_wanted=2)
     assert pool.orders
 
@@ -326,7 +327,7 @@ def test_a_model_is_deferred_only_where_one_that_is_loaded_may_be_in_its_way(kee
     assert policy.defer(A, is_any_loading=True)
     assert policy.deferred() == []
 
-    policy.room_may_have_come()
+    policy.note_freed()
     assert policy.deferred() == [A]
     policy.stop_deferring(A)
     assert policy.deferred() == []
@@ -464,11 +465,8 @@ def test_in_an_arena_workspaces_go_for_what_is_promised_after_all_kv_that_is_len
 
     assert pool.place(B) > 0, "there is not so much"
 
-    with_workspaces = [
-        order for order in pool.orders if isinstance(order, TakeWeights) and order.with_workspaces
-    ]
-    assert bool(with_workspaces) is not keeps_addresses
-    assert keeps_addresses or max(map(pool.orders.index, with_workspaces)) > max(
+    assert (TakeWorkspaces() in pool.orders) is not keeps_addresses
+    assert keeps_addresses or pool.orders.index(TakeWorkspaces()) > max(
         at for at, order in enumerate(pool.orders) if isinstance(order, ClearKv) and order.may_preempt
     )
 
@@ -614,9 +612,8 @@ def test_no_workspace_is_taken_for_an_adapter_which_is_promised_nothing() -> Non
 
     assert pool.bring_adapter(NEW, 5) is None
 
-    takes = [order for order in pool.orders if isinstance(order, TakeWeights)]
-    assert takes
-    assert not any(order.with_workspaces for order in takes)
+    assert any(isinstance(order, TakeWeights) for order in pool.orders)
+    assert TakeWorkspaces() not in pool.orders
 
 
 def test_running_requests_give_way_to_an_adapter_beyond_what_their_model_is_promised() -> None:
@@ -705,7 +702,7 @@ class AnyEvents(RuleBasedStateMachine):
             is_full = self._promised_bytes(self.pool.models_by_id[model]) > self.pool.budget_bytes
             if is_full and other.is_hosted and other.has_turn and other.hold is not Hold.PINNED:
                 other.has_turn, other.due_in_s = False, due_in_s
-                self.pool.policy.room_may_have_come()
+                self.pool.policy.note_freed()
         if self._promised_bytes(self.pool.models_by_id[model]) <= self.pool.budget_bytes:
             self._begin_turn(model)
 
@@ -799,7 +796,7 @@ class AnyEvents(RuleBasedStateMachine):
         if (model := self.pick(number, lambda one: one.is_hosted and one.has_turn)) is not None:
             one = self.pool.models_by_id[model]
             one.hold = hold
-            self.pool.policy.room_may_have_come()
+            self.pool.policy.note_freed()
             if hold is Hold.PINNED and one.there_bytes < one.weights_bytes:
                 assert self.pool.place(model) == 0
 
@@ -813,7 +810,7 @@ class AnyEvents(RuleBasedStateMachine):
             else:
                 one.there_bytes = 0
                 self.pool.policy.forget(model)
-            self.pool.policy.room_may_have_come()
+            self.pool.policy.note_freed()
 
     @invariant()
     def the_books_are_sound(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hearth.core.types import ModelId, Pace, RequestId, TurnEnd
-from hearth.policy.fleet.events import Promise
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnChange, TurnPolicy, TurnRules, WeightsView
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
@@ -279,7 +279,7 @@ def test_a_model_without_requests_ends_its_turn_and_one_that_is_gone_is_forgotte
     table.decide(0.2)
     table.policy.forget(B)
     assert not table.policy.is_in_turn(B)
-    assert table.policy.bound_bytes() == 0
+    assert table.policy.memory.bound_bytes() == 0
     table.policy.ended(B, RequestId("b-r"))
 
 
@@ -290,31 +290,35 @@ def test_a_model_out_of_turn_keeps_what_stands_and_no_workspace_of_its_own() -> 
         for model in (A, B):
             policy.hosted(model, promise)
             policy.arrived(model, RequestId(f"{model}-r"), Pace(), 0.0, 0.0, 0)
-        assert policy.bound_bytes() == 0
+        assert policy.memory.bound_bytes() == 0
         policy.decide(0.0, lambda _: WeightsView(0.0, 0.1))
-        assert policy.bound_bytes() == 50 + 50 + (20 if shares_workspace else 20 + 20)
+        assert policy.memory.bound_bytes() == 50 + 50 + (20 if shares_workspace else 20 + 20)
         policy.ended(B, RequestId("b-r"))
         policy.decide(0.0, lambda _: WeightsView(0.0, 0.1))
-        assert policy.bound_bytes() == 50 + 5 + 20
+        assert policy.memory.bound_bytes() == 50 + 5 + 20
 
 
 def test_bytes_of_the_next_in_line_come_early_unless_another_is_being_loaded() -> None:
     table = Table({A: 80, B: 80, C: 80})
     running(table)
-    assert table.policy.early(table.policy.next_in_line(0.0), lambda model: True) is None, "nobody waits"
+    assert table.policy.next_prefetch(table.policy.next_in_line(0.0), lambda model: True) is None, (
+        "nobody waits"
+    )
     table.ask(B, 0.1)
     table.ask(C, 0.0)
     assert table.decide(0.2) == []
-    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: True) == C, "it is due first"
-    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: model == B) == B
-    assert table.policy.early(table.policy.next_in_line(0.2), lambda model: False) is None
+    assert table.policy.next_prefetch(table.policy.next_in_line(0.2), lambda model: True) == C, (
+        "it is due first"
+    )
+    assert table.policy.next_prefetch(table.policy.next_in_line(0.2), lambda model: model == B) == B
+    assert table.policy.next_prefetch(table.policy.next_in_line(0.2), lambda model: False) is None
 
     assert table.decide(2.0)[-1] == BeginTurn(C)
-    assert table.policy.early(table.policy.next_in_line(2.0), lambda model: True) is None, (
+    assert table.policy.next_prefetch(table.policy.next_in_line(2.0), lambda model: True) is None, (
         "another is being loaded"
     )
     table.load(C, 2.1)
-    assert table.policy.early(table.policy.next_in_line(2.1), lambda model: True) in (A, B)
+    assert table.policy.next_prefetch(table.policy.next_in_line(2.1), lambda model: True) in (A, B)
 
 
 def test_early_bytes_come_in_portions_and_not_by_a_few() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hearth.core.types import ModelId, Pace, RequestId, TurnEnd
 from hearth.policy.batch.step_sharing import StepSharing
-from hearth.policy.fleet.events import Promise
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.turns.paced_request import BATCH_PATIENCE_S
 from hearth.policy.turns.turn_policy import (
     BeginTurn,
@@ -177,10 +177,12 @@ class TurnWorld:
     def _check_bound(self) -> None:
         """Check what is bound, and would be, against plain sums."""
         in_turn = {name for name in self.models if self.policy.is_in_turn(name)}
-        assert self.policy.bound_bytes() == self._bound_of(in_turn) <= BUDGET_BYTES
+        assert self.policy.memory.bound_bytes() == self._bound_of(in_turn) <= BUDGET_BYTES
         self._check_adapters(in_turn)
         first, *_, last = [*self.models, *self.models]
-        assert self.policy.bound_bytes((first,), (last,)) == self._bound_of((in_turn - {last}) | {first})
+        assert self.policy.memory.bound_bytes((first,), (last,)) == self._bound_of(
+            (in_turn - {last}) | {first}
+        )
 
     def _check_adapters(self, in_turn: set[ModelId]) -> None:
         """Check that adapters fit beside what is bound, unless one model is alone or beside a pinned one."""
@@ -200,7 +202,7 @@ class TurnWorld:
     def _come_early(self) -> None:
         """Have bytes of the next in line come that fit into what is free, in no time."""
         line = self.policy.next_in_line(self.now_s)
-        name = self.policy.early(line, lambda name: self.models[name].there < 1.0)
+        name = self.policy.next_prefetch(line, lambda name: self.models[name].there < 1.0)
         if name is None:
             return
         model = self.models[name]
@@ -370,7 +372,7 @@ def test_whatever_happens_what_is_pinned_stays_and_nobody_is_woken_for_nothing(
                 assert isinstance(change, BeginTurn) or change.model not in pinned
                 if isinstance(change, EndTurn) and change.why is not TurnEnd.IDLE:
                     whole.discard(change.model)
-        assert policy.bound_bytes() <= BUDGET_BYTES
+        assert policy.memory.bound_bytes() <= BUDGET_BYTES
         assert policy.wake_s > now_s, "woken for nothing"
         is_free = not any(policy.is_in_turn(name) for name in requests)
         assert not (is_free and any(policy.wants_turn(name) for name in requests)), "nobody has the turn"

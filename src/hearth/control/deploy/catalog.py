@@ -17,8 +17,9 @@ from hearth.core.messages import AdapterOrder, HostModel, PrepareModel
 from hearth.core.sizes import StepLimits, computed_dtype
 from hearth.core.types import AdapterId, ModelId, Pace
 from hearth.policy.batch.step_limits import step_limits
-from hearth.policy.fleet.events import LoadModel, ModelProfile
+from hearth.policy.fleet.events import LoadModel
 from hearth.policy.fleet.footprint import Facts, context_of, fitted_context, footprint
+from hearth.policy.fleet.profile import ModelProfile
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from hearth.control.observe.views import ModelView, UpstreamView
 from hearth.core.errors import ConfigError, DataDirError, HearthError, StoreError
 from hearth.core.types import AdapterId, ModelId, RequestId
 from hearth.policy.fleet import events
-from hearth.policy.fleet.events import ModelProfile
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.tiers.upstream import note_version, read_upstream
 

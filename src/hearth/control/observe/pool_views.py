@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hearth.control.observe.views import PartView, ResidentAdapterView, ResidentView
 from hearth.core.messages import ModelUse, Pong
 from hearth.core.types import Hold, ModelId, WorkerId
-from hearth.policy.fleet.events import Resident, State
+from hearth.policy.fleet.residents import Resident, State
 
 
 def pool_parts(pong: Pong) -> tuple[PartView, ...]:

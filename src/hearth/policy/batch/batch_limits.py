@@ -1,7 +1,4 @@
-"""Limits of what one engine computes at once, and which requests can be served within them.
-
-Holds no state: nothing here changes while requests come and go.
-"""
+"""Limits of what one engine computes at once, and which requests it can serve. Immutable."""
 
 from __future__ import annotations
 
@@ -13,12 +10,10 @@ from hearth.policy.batch.plan import EngineRequest
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of what one engine computes at once."""
-
     max_batch_tokens: int  #: computed by one step
     max_seqs: int  #: running at once, each in a slot
     max_context: int  #: prompt and output tokens of one sequence
-    #: Tokens that a step with prompts is padded to, so that prompts are best cut there; none: no padding.
+    #: Tokens that a step with prompts is padded to: prompts are best cut there. Empty: no padding.
     step_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -30,10 +25,10 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """How long one request may be, so that alone it can always finish. Any thread may ask."""
+    """How long one request may be so that, alone, it can always finish. Any thread may read it."""
 
-    max_context: int  #: tokens of prompt and output, as the model was made for
-    kv_tokens: int  #: that fit into the KV which is promised
+    max_context: int  #: tokens of prompt and output that the model supports
+    kv_tokens: int  #: that fit into the promised KV
 
     @property
     def max_length(self) -> int:
@@ -44,14 +39,14 @@ class RequestLimits:
         """Raise if the request can never be served.
 
         Raises:
-            BadPrompt: it is empty, or what it has sampled before was its end.
+            BadPrompt: it is empty, or its earlier output is complete.
             PromptTooLong: it leaves no room for a single token.
         """
         num_prompt, num_output = len(request.prompt), len(request.output)
         if num_prompt == 0:
             raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
         max_tokens = request.sampling.max_tokens
-        num_sampled = 0 if max_tokens == 0 else 1  # what is sampled for nobody is never computed
+        num_sampled = 0 if max_tokens == 0 else 1  # a token that is not reported is not computed
         if num_prompt + num_output + num_sampled > self.max_length:
             what = f"prompt has {num_prompt} tokens" + (f" and output {num_output}" if num_output else "")
             raise PromptTooLong(
@@ -68,10 +63,10 @@ class RequestLimits:
             )
 
     def length_of(self, request: EngineRequest) -> int:
-        """Return to how many tokens a request that fits may grow: its `max_tokens` is cut where need be."""
+        """Return the limit of prompt and output tokens of a request, within its `max_tokens`."""
         max_tokens = request.sampling.max_tokens
         if max_tokens is None:
             return self.max_length
-        if max_tokens == 0:  # it ends by a token of which nobody is told
+        if max_tokens == 0:  # it ends by a token that is not reported
             return len(request.prompt) + 1
         return min(self.max_length, len(request.prompt) + max_tokens)

@@ -1,7 +1,4 @@
-"""Sets of blocks of KV, as large as that is: free ones, and cached ones in the order of their last use.
-
-Neither knows what a block holds, nor who holds it.
-"""
+"""Sets of KV blocks: free ones, and cached ones in the order of their last use."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ _END, _ABSENT = -1, -2  #: no blocks: where a chain of blocks ends, and a link o
 
 
 class FreeBlocks:
-    """A set of blocks that hands out the lowest. Mutable; written only by the `BlockBook` that owns it.
+    """Hands out the lowest block. Mutable; written only by the `BlockBook` that owns it.
 
-    A byte for each block, free or not. A set or a dict as large as a KV would be made anew from time to time,
-    and the step in which that happens waits for milliseconds; so nothing here is one.
+    A byte for each block. A set or dict of all blocks would be resized from time to time, and that step would
+    take milliseconds longer.
     """
 
     def __init__(self) -> None:
@@ -33,11 +30,10 @@ class FreeBlocks:
         return compress(count(self._lowest), self._is_free[self._lowest :])
 
     def reserve(self, num_blocks: int) -> None:
-        """Have room for blocks of numbers below this."""
+        """Make room for block numbers below this."""
         self._is_free.extend(bytes(max(0, num_blocks - len(self._is_free))))
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Take in blocks that are not free."""
         is_free = self._is_free
         if isinstance(blocks, range):  # which may be a whole KV
             is_free[blocks.start : blocks.stop] = b"\1" * len(blocks)
@@ -48,19 +44,17 @@ class FreeBlocks:
         self._lowest = min(self._lowest, min(blocks, default=self._lowest))
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Take out those of the blocks that are free."""
         for block in blocks:
             if block in self:
                 self._is_free[block] = 0
                 self._num_free -= 1
 
     def clear(self) -> None:
-        """Take out all."""
         self._is_free = bytearray(len(self._is_free))
         self._num_free = self._lowest = 0
 
     def pop_lowest(self, num_blocks: int) -> list[int]:
-        """Take out so many of the lowest blocks, or all, the lowest first."""
+        """Remove the lowest `num_blocks`, or all; return them in order."""
         is_free, at, blocks = self._is_free, self._lowest, list[int]()
         num_left = min(num_blocks, self._num_free)
         self._num_free -= num_left
@@ -75,11 +69,10 @@ class FreeBlocks:
         return blocks
 
     def lowest_outside(self, extent: range, num_blocks: int) -> list[int]:
-        """Return so many of the lowest blocks, or all, that are not in an extent."""
         return list(islice((block for block in self if block not in extent), num_blocks))
 
     def check(self) -> None:
-        """Raise if a free block would never be handed out, or more are counted than there are."""
+        """Raise if a free block would never be handed out, or the count is wrong."""
         free = list(compress(count(), self._is_free))
         assert free == list(self), f"free and never handed out: {set(free).difference(self)}"
         assert len(free) == self._num_free, f"{free=} {self._num_free=}"
@@ -88,7 +81,7 @@ class FreeBlocks:
 class CachedBlocks:
     """Blocks in the order of their last use. Mutable; written only by the `BlockBook` that owns it.
 
-    A chain through two lists, by block, that is closed behind their last entries: those of no block.
+    A doubly linked ring through two lists indexed by block; the last entries are its head.
     """
 
     def __init__(self) -> None:
@@ -108,14 +101,14 @@ class CachedBlocks:
             block = self._newer[block]
 
     def reserve(self, num_blocks: int) -> None:
-        """Have room for blocks of numbers below this."""
+        """Make room for block numbers below this."""
         for links in (self._newer, self._older):
             end = links.pop()
             links.extend([_ABSENT] * (num_blocks - len(links)))
             links.append(end)
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Take in blocks that are not there, each used after the one before it."""
+        """Add blocks, each used after the one before it."""
         newer, older, num_cached = self._newer, self._older, self._num_cached
         last = older[_END]
         for block in blocks:
@@ -127,7 +120,6 @@ class CachedBlocks:
         self._num_cached = num_cached
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Take out blocks that are there."""
         newer, older = self._newer, self._older
         for block in blocks:
             before, behind = older[block], newer[block]
@@ -136,7 +128,7 @@ class CachedBlocks:
             self._num_cached -= 1
 
     def pop_oldest(self, num_blocks: int) -> list[int]:
-        """Take out so many of those that were used least recently, or all."""
+        """Remove the `num_blocks` that were used least recently, or all."""
         newer, blocks = self._newer, list[int]()
         block = newer[_END]
         for _ in range(min(num_blocks, self._num_cached)):
@@ -149,7 +141,6 @@ class CachedBlocks:
         return blocks
 
     def clear(self) -> None:
-        """Take out all."""
         for links in (self._newer, self._older):
             links[:] = [_ABSENT] * (len(links) - 1) + [_END]
         self._num_cached = 0

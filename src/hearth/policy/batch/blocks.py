@@ -1,6 +1,6 @@
-"""The books of paged KV: which blocks are free, held by sequences, or only cached for their content.
+"""The books of paged KV: which blocks are free, held by sequences, or cached for their content.
 
-Touches no memory: a block is a number here, its content is the engine's.
+Touches no memory: a block is a number here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from itertools import compress, count, islice
 from hearth.policy.batch.block_sets import CachedBlocks, FreeBlocks
 from hearth.policy.batch.prefix import PrefixIndex, Publication
 
-SINK_BLOCK = 0  #: of a KV that is fixed: takes the writes of padded rows and is never handed out
+SINK_BLOCK = 0  #: of a fixed KV: takes the writes of padded rows and is never allocated
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """The content of one block belongs into another from now on."""
-
     source: int
     target: int
 
@@ -27,33 +25,32 @@ class BlockBook:
     """Mutable; written only by the `Batcher` that owns it.
 
     Every block but the sink, which is in no book, is exactly one of
-        free    its content is worth nothing
-        live    held by sequences; one that is found by its content may be held by several
-        cached  held by nobody, but found by its content
+        free    its content is worthless
+        live    held by one or, if found by its content, several sequences
+        cached  held by no sequence, and found by its content
 
-    A KV is given blocks and may have them taken away again; their numbers may be any. What it is promised are
-    `floor_blocks`: whoever owns the memory gives it so many whenever it asks, so a sequence that needs no
-    more can always finish. One that is fixed has its blocks from the beginning.
+    Blocks may be added and removed, with any numbers. `floor_blocks` are promised: the pool provides them on
+    demand, so a sequence that needs no more can always finish. A fixed KV has all its blocks from the
+    beginning.
     """
 
     def __init__(self, block_tokens: int, floor_blocks: int) -> None:
-        """Open a book that has no blocks yet."""
         assert block_tokens >= 1, f"{block_tokens=}"
         assert floor_blocks >= 1, f"{floor_blocks=}"
         self.block_tokens = block_tokens
         self.floor_blocks = floor_blocks
-        #: All that it has, whatever their state.
+        #: All blocks, whatever their state.
         self._blocks: set[int] = set()
         self._free = FreeBlocks()
         self._num_holders: list[int] = []  #: by block: how many sequences hold it
-        self._num_live = 0  #: blocks that are held
+        self.num_live = 0  #: blocks that are held
         self._cached = CachedBlocks()
-        #: Live or cached blocks that can be found by their content; cached ones all can.
+        #: Blocks that can be found by their content: some live ones and all cached ones.
         self.prefixes = PrefixIndex()
 
     @classmethod
     def fixed(cls, num_blocks: int, block_tokens: int) -> BlockBook:
-        """Return the book of a KV that always has so many blocks, of which the first is the sink."""
+        """Return the book of a fixed KV, whose first block is the sink."""
         assert num_blocks >= 2, f"the sink and one more block are needed: {num_blocks=}"
         book = cls(block_tokens, floor_blocks=num_blocks - 1)
         book.add(range(SINK_BLOCK + 1, num_blocks))
@@ -62,10 +59,6 @@ class BlockBook:
     @property
     def num_blocks(self) -> int:
         return len(self._blocks)
-
-    @property
-    def num_live(self) -> int:
-        return self._num_live
 
     @property
     def num_cached(self) -> int:
@@ -77,16 +70,15 @@ class BlockBook:
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be handed out: free or cached."""
+        """Blocks that can be allocated: free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit into what is promised. The number never changes, so any thread may ask."""
+        """Tokens that fit into the promised blocks. Constant: any thread may read it."""
         return self.floor_blocks * self.block_tokens
 
     def num_blocks_of(self, num_tokens: int) -> int:
-        """Return how many blocks so many tokens of one sequence take."""
         return -(-num_tokens // self.block_tokens)
 
     def num_holders(self, block: int) -> int:
@@ -102,12 +94,10 @@ class BlockBook:
         return [block for block in blocks if block in self._cached]
 
     def num_available_outside(self, extent: range) -> int:
-        """Return how many blocks beside the extent could be handed out."""
         num_inside = sum(block in self._free or block in self._cached for block in extent)
         return self.num_available - num_inside
 
     def available_outside(self, extent: range, num_blocks: int) -> list[int]:
-        """Return so many blocks beside the extent, or all, in the order in which they would be handed out."""
         blocks = self._free.lowest_outside(extent, num_blocks)
         cached = (block for block in self._cached if block not in extent)
         return blocks + list(islice(cached, num_blocks - len(blocks)))
@@ -115,7 +105,6 @@ class BlockBook:
     # Blocks that come and go.
 
     def add(self, extent: range) -> None:
-        """Have these blocks from now on, all free."""
         known = self._blocks.intersection(extent)
         assert not known, f"given twice: {sorted(known)}"
         self._blocks.update(extent)
@@ -125,7 +114,7 @@ class BlockBook:
         self._free.add(extent)
 
     def remove(self, extent: range) -> None:
-        """Have these blocks no more. None is live; those that are cached are forgotten."""
+        """Remove blocks, none of which may be live; cached ones are forgotten."""
         assert self.has_all(extent), f"not in the book: {sorted(set(extent) - self._blocks)}"
         live = self.live_in(extent)
         assert not live, f"live blocks cannot be taken away: {live}"
@@ -136,15 +125,15 @@ class BlockBook:
         self._forget(cached)
 
     def remove_all(self) -> None:
-        """Have no blocks any more. No sequence runs."""
-        assert not self._num_live, f"live blocks cannot be taken away: {self._live()}"
+        """Remove all blocks. No sequence may be running."""
+        assert not self.num_live, f"live blocks cannot be taken away: {self._live()}"
         self._blocks.clear()
         self._free.clear()
         self._cached.clear()
         self.prefixes.clear()
 
     def move(self, moves: Sequence[BlockMove]) -> None:
-        """Have live blocks elsewhere, with their holders and content; they leave free blocks behind.
+        """Move live blocks with their holders and content; the sources become free.
 
         Each target is free or cached, and no source.
         """
@@ -164,8 +153,8 @@ class BlockBook:
     # Blocks that are held.
 
     def can_allocate(self, num_blocks: int, beside: Sequence[int] = ()) -> bool:
-        """True if `num_blocks` could be handed out once the blocks `beside` have been taken."""
-        # Those of `beside` that nobody holds are cached.
+        """True if `num_blocks` can be allocated once the blocks `beside` are taken."""
+        # Blocks of `beside` without a holder are cached.
         num_cached = list(map(self._num_holders.__getitem__, beside)).count(0) if beside else 0
         return num_blocks <= len(self._free) + len(self._cached) - num_cached
 
@@ -175,12 +164,12 @@ class BlockBook:
         assert None not in map(runs.__getitem__, blocks), f"only a published block can be shared: {blocks=}"
         if cached := [block for block in blocks if not num_holders[block]]:
             self._cached.remove(cached)
-            self._num_live += len(cached)
+            self.num_live += len(cached)
         for block in blocks:
             num_holders[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hold `num_blocks` blocks of no content, or none at all if there are too few."""
+        """Hold `num_blocks` without content, or none if there are too few."""
         if num_blocks > self.num_available:
             return None
         blocks = self._free.pop_lowest(num_blocks)
@@ -191,16 +180,15 @@ class BlockBook:
         num_holders = self._num_holders
         for block in blocks:
             num_holders[block] = 1
-        self._num_live += num_blocks
+        self.num_live += num_blocks
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let go of a sequence's blocks, given head first; its tail will be evicted first."""
+        """Release the blocks of a sequence, head first; its tail is evicted first."""
         self.release_all((blocks,))
 
     def release_all(self, sequences: Iterable[Sequence[int]]) -> None:
-        """Let go of the blocks of some sequences, one by one."""
-        # In bulk: a sequence that ends may have thousands of blocks, and somebody waits for its end.
+        # In bulk: a sequence that ends may have thousands of blocks.
         num_holders, unheld = self._num_holders, list[int]()
         for blocks in sequences:
             num_shared = self._release_shared(blocks) if blocks and num_holders[blocks[0]] > 1 else 0
@@ -211,16 +199,16 @@ class BlockBook:
                 num_holders[block] = 0
         else:
             unheld = self._release_each(unheld)
-        self._num_live -= len(unheld)
+        self.num_live -= len(unheld)
         runs = self.prefixes.runs
         free = [block for block in unheld if runs[block] is None]
         self._cached.add([block for block in unheld if runs[block] is not None] if free else unheld)
         self._free.add(free)
 
     def _release_shared(self, blocks: Sequence[int]) -> int:
-        """Let go of the first blocks of a sequence that others hold, too; return how many these are.
+        """Release the leading blocks that other sequences hold too; return how many.
 
-        Few others are shared: behind a prefix that was computed twice.
+        Few blocks behind them are shared: only after a prefix that was computed twice.
         """
         num_holders = self._num_holders
         for at, block in enumerate(blocks):
@@ -230,7 +218,7 @@ class BlockBook:
         return len(blocks)
 
     def _release_each(self, blocks: Iterable[int]) -> list[int]:
-        """Let go of blocks one by one; return those that nobody holds any more."""
+        """Release blocks one by one; return those that no sequence holds any more."""
         num_holders, unheld = self._num_holders, list[int]()
         for block in blocks:
             num_left = num_holders[block] - 1
@@ -241,7 +229,6 @@ class BlockBook:
         return unheld
 
     def publish(self, publications: Iterable[Publication]) -> None:
-        """Let others find live blocks by their content."""
         num_holders, add = self._num_holders.__getitem__, self.prefixes.add
         for publication in publications:
             blocks = publication.blocks
@@ -255,7 +242,7 @@ class BlockBook:
     def withdraw_unshared(self, blocks: Iterable[int]) -> None:
         """Remove live blocks with one holder from the prefix index, because their content may be wrong.
 
-        Where one of several holders is wrong all its readers fail, and the last of them withdraws it.
+        If one of several holders is wrong all its readers fail, and the last of them withdraws it.
         """
         self.withdraw(one for one in blocks if self._num_holders[one] == 1)
 
@@ -270,20 +257,17 @@ class BlockBook:
             self._free.add(lost)
 
     def check(self, num_holders: dict[int, int] | None = None) -> None:
-        """Raise if a block is not exactly one of free, live and cached, or prefixes disagree.
-
-        `num_holders`: how many sequences hold each block, if that is known.
-        """
+        """Raise if a block is not exactly one of free, live and cached, or prefixes disagree."""
         owned = sorted([*self._free, *self._live(), *self._cached])
         expected = sorted(self._blocks)
         assert owned == expected, f"free, live and cached blocks must be {expected}: {owned}"
         assert min(self._num_holders, default=0) >= 0, f"held less than never: {self._num_holders}"
-        assert self._num_live == len(self._live()), f"{self._num_live=} {self._live()=}"
+        assert self.num_live == len(self._live()), f"{self.num_live=} {self._live()=}"
         cached = list(self._cached)
         assert len(self._cached) == len(cached), f"{len(self._cached)=} {cached=}"
         self.prefixes.check()
         lost = [block for block in self._cached if block not in self.prefixes]
-        assert not lost, f"cached blocks that nobody finds: {lost}"
+        assert not lost, f"cached blocks that are not in the index: {lost}"
         stale = [block for block in self.prefixes if block in self._free or block not in self._blocks]
         assert not stale, f"prefixes in blocks that are free or not in the book: {stale}"
         self._free.check()

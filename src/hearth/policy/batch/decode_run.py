@@ -1,6 +1,6 @@
-"""Steps in which every running sequence gets a token and nothing else happens, counted instead of planned.
+"""Steps in which every running sequence gets a token and nothing else happens: counted instead of planned.
 
-For whoever only simulates steps: an engine runs each. Says nothing of how long they take.
+Only for simulations: an engine runs each step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from hearth.policy.batch.sequence import LiveSequence
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Steps that only decode, each with the same rows."""
-
     num_steps: int
     request_ids: tuple[RequestId, ...]  #: of the rows of each step
     context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
@@ -32,10 +30,11 @@ def decode_run(
     num_blocks: int,
     block_tokens: int,
 ) -> DecodeRun:
-    """Return the next steps, at most so many, in which nobody ends at his limit and so many blocks suffice.
+    """Return the next steps, up to `max_steps`, in which no sequence reaches its limit and `num_blocks`
+    suffice.
 
-    `flights` are the sequences of each step in flight. None of the steps, where one of these does anything
-    else than to decode all that run.
+    `flights`: the sequences of each step in flight. Zero steps if one of these does more than decode all
+    running sequences.
     """
     num_flights = len(flights)
     is_decoding = all(
@@ -55,12 +54,11 @@ def decode_run(
 
 
 def blocks_wanted_by(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> int:
-    """Return how many blocks so many steps of a `DecodeRun` hand out."""
     return sum(-(-(one.num_planned + num_steps) // block_tokens) - len(one.blocks) for one in running)
 
 
 def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int, token: int) -> None:
-    """Have so many steps of a `DecodeRun` be planned and committed, in each of which all sampled `token`."""
+    """Plan and commit `num_steps` of a `DecodeRun`, in each of which all sequences sample `token`."""
     handed_out = _skipped_blocks(running, num_steps, book.block_tokens)
     for sequence in running:
         assert token not in sequence.stop_ids, f"{token=} would have ended {sequence}"
@@ -74,7 +72,7 @@ def skip_steps(running: Sequence[LiveSequence], book: BlockBook, num_steps: int,
 
 
 def last_step(running: list[LiveSequence], step_id: int) -> PlannedStep:
-    """Return the last of the steps that were skipped as if it had been planned."""
+    """Return the last skipped step as if it had been planned."""
     slots = [one.slot for one in running if one.slot is not None]
     positions = [one.num_planned - 1 for one in running]
     decode = DecodeRows([one.request_id for one in running], slots, positions, adapters=adapters_of(running))
@@ -82,7 +80,7 @@ def last_step(running: list[LiveSequence], step_id: int) -> PlannedStep:
 
 
 def _skipped_blocks(running: Sequence[LiveSequence], num_steps: int, block_tokens: int) -> list[LiveSequence]:
-    """Return to whom so many steps of a `DecodeRun` hand out blocks, in order, for each block once."""
+    """Return the sequences that `num_steps` allocate blocks to, in order, once for each block."""
     due: list[tuple[int, LiveSequence]] = []  # by the number of the step
     for sequence in running:
         begin, end = sequence.num_planned, sequence.num_planned + num_steps

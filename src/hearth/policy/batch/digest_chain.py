@@ -1,7 +1,4 @@
-"""Digests of the blocks of a token sequence, each of which stands for all tokens up to its block's end.
-
-Finds nothing by them: that is `prefix.py`'s.
-"""
+"""Digests of the blocks of a token sequence. Each covers all tokens up to the end of its block."""
 
 from __future__ import annotations
 
@@ -12,15 +9,14 @@ from hashlib import blake2b
 
 from hearth.core.types import AdapterId
 
-#: So many that nobody finds two prefixes with one digest: who did could have the KV of another text served.
+#: Long enough that no two prefixes with one digest can be found: else the KV of another text could be served.
 DIGEST_BYTES = 32
 
 
 class DigestChain:
-    """Tokens, and the digests of their full blocks as far as they were needed. Mutable.
+    """Tokens, and the digests of their full blocks, computed on demand. Mutable.
 
-    Tokens are only ever appended, by the `Batcher`; whoever needs a digest has it computed with all before
-    it. Chains of different salts or adapters have no digest in common.
+    Tokens are only appended, by the `Batcher`. Chains of different salts or adapters share no digest.
     """
 
     __slots__ = ("_adapter", "_digests", "_salt", "block_tokens", "tokens")
@@ -35,11 +31,10 @@ class DigestChain:
 
     @property
     def num_known(self) -> int:
-        """Digests that were computed, or taken from elsewhere, so far."""
         return len(self._digests)
 
     def digest(self, block: int) -> bytes:
-        """Return the digest of a full block, of which the first is 0."""
+        """Return the digest of a full block; the first block is 0."""
         digests = self._digests
         if block >= len(digests):
             parent = digests[-1] if digests else _root(self._salt, self._adapter)
@@ -49,18 +44,17 @@ class DigestChain:
         return digests[block]
 
     def computed(self, block: int) -> bytes | None:
-        """Return the digest of a block if it was needed before."""
         return self._digests[block] if block < len(self._digests) else None
 
     def adopt(self, first: int, digests: Sequence[bytes]) -> None:
-        """Take digests of equal tokens from elsewhere, of blocks from `first` on: those before are known."""
+        """Take digests of equal tokens for the blocks from `first` on. Those before must be known."""
         assert first <= len(self._digests), f"{first=} {len(self._digests)=}"
         self._digests += digests[len(self._digests) - first :]
 
 
 def chained_digests(parent: bytes, tokens: array[int], block_tokens: int) -> list[bytes]:
-    """Return the digests of blocks that follow one whose digest is `parent`."""
-    if len(tokens) == block_tokens:  # as most prompts need only one
+    """Return the digests of the blocks that follow one with digest `parent`."""
+    if len(tokens) == block_tokens:  # the common case
         return [blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()]
     digests: list[bytes] = []
     stride, content = block_tokens * tokens.itemsize, tokens.tobytes()
@@ -72,7 +66,7 @@ def chained_digests(parent: bytes, tokens: array[int], block_tokens: int) -> lis
 
 @lru_cache(maxsize=256)
 def _root(salt: bytes, adapter: AdapterId | None) -> bytes:
-    # Set apart by `person`, so that no salt can pass for the digest of another chain.
+    # Domain separation by `person`: no salt can pass for the digest of another chain.
     root = blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
     if adapter is None:
         return root

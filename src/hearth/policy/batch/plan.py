@@ -1,9 +1,10 @@
-"""The plan of one engine step, in plain ints: the only thing that crosses from policy to the engine.
+"""The plan of one engine step, in plain ints: all that crosses from policy to the engine.
 
-A sequence that runs holds a *slot*. On the device a slot owns a row of the block table, its sampling
-parameters and the token it sampled last, so a decode row needs no token from the host.
+A running sequence holds a *slot*. On the device a slot owns a row of the block table, its sampling parameters
+and the token it sampled last, so a decode row needs no token from the host.
 
-What a plan may have many of is a named tuple, which is made in a fifth of the time of a frozen dataclass.
+Parts that a plan has many of are named tuples, which take a fifth of the time of frozen dataclasses to
+create.
 """
 
 from __future__ import annotations
@@ -18,48 +19,46 @@ from hearth.core.types import AdapterId, FinishReason, Pace, Pooling, RequestId,
 
 
 class Guide(Protocol):
-    """Holds one output to a grammar, token by token. Mutable; written only by the batcher it was given to."""
+    """Constrains one output to a grammar, token by token. Mutable; written only by its batcher."""
 
     @property
     def mask(self) -> bytes:
-        """Tokens that may come next, a bit each, lowest first, in whole words of 32 bits; never none."""
+        """Allowed next tokens, a bit each, lowest first, in whole 32-bit words; never none."""
 
     def take(self, token: int) -> FinishReason | None:
-        """Go on with `token`, which the mask allowed; return a reason if it completes the output.
+        """Accept `token`, which the mask allowed; return a reason if it completes the output.
 
         Raises:
-            GuideStuck: the output is not complete, but no further token can be said to be allowed.
+            GuideStuck: the output is not complete, but no next token is known to be allowed.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as the batcher takes it: checked, with seed, stop ids and max_tokens resolved."""
+    """A request for the batcher: checked, with seed, stop ids and max_tokens resolved."""
 
     request_id: RequestId
-    prompt: Sequence[int]  #: which nobody changes; from `Intake` an array of "I", which is copied as a whole
+    prompt: Sequence[int]  #: never changed; from `Intake` an array of "I", which is fast to copy
     sampling: SamplingParams
-    #: Keeps prefixes of different tenants apart. A secret one also keeps tenants from computing digests of
-    #: their own, so it is shown nowhere.
+    #: Keeps prefixes of different tenants apart. Never shown: a tenant who knows it could compute digests.
     salt: bytes = field(default=b"", repr=False)
-    output: tuple[int, ...] = ()  #: what it had sampled before it came here; all limits count it
+    output: tuple[int, ...] = ()  #: sampled elsewhere before; counts for all limits
     guide: Guide | None = field(default=None, compare=False, repr=False)  #: has taken `output`
-    pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
-    adapter: AdapterId | None = None  #: adds to the model, and keeps prefixes apart; None: the bare model
-    is_batch: bool = False  #: nobody reads along, so that its first token is no more urgent than the others
-    line_s: float = 0.0  #: since when it stands in line, by any clock; of equals the first that came is first
-    is_streamed: bool = True  #: somebody sees each token as it comes; False: nobody sees one before the last
+    pooling: Pooling | None = None  #: of its embedding; None: none is wanted
+    adapter: AdapterId | None = None  #: None: the bare model
+    is_batch: bool = False  #: not interactive: its first token is not urgent
+    line_s: float = 0.0  #: place in the queue: a time by any clock; equal ones go by arrival
+    is_streamed: bool = True  #: each token is sent as it comes; False: all at the end
 
     def in_line(self, pace: Pace, arrived_s: float, now_s: float) -> EngineRequest:
-        """Return the request at its place in line, now that its engine gets it.
+        """Return the request with its place in the queue, now that its engine gets it.
 
-        Nobody stands before those who were here earlier, but before batch requests while they give way.
+        Interactive requests come before batch requests that yield, and behind all others that are here.
         """
         line_s = max(now_s, arrived_s + pace.patience_s)
         return replace(self, is_batch=pace.is_batch, line_s=line_s)
 
     def is_stopped_by(self, token: int, num_before: int) -> bool:
-        """True if a token that follows `num_before` sampled ones ends the request."""
         return num_before >= self.sampling.min_tokens and token in self.sampling.stop_ids
 
 
@@ -68,7 +67,7 @@ class Admission(NamedTuple):
 
     request_id: RequestId
     slot: int
-    tokens: Sequence[int]  #: prompt and what has been sampled so far
+    tokens: Sequence[int]  #: prompt and output so far
     num_prompt_tokens: int
     num_cached_tokens: int  #: found in the prefix cache, not computed again
     sampling: SamplingParams
@@ -77,7 +76,7 @@ class Admission(NamedTuple):
 class TableWrite(NamedTuple):
     """`block_table[slot][begin:][:len(blocks)] = blocks`, before the rows run; no entry twice in a plan.
 
-    Those of a slot that is given to a new sequence begin at 0 and leave no gap.
+    The writes of a slot with a new sequence begin at 0 and leave no gap.
     """
 
     slot: int
@@ -87,7 +86,7 @@ class TableWrite(NamedTuple):
 
 @dataclass(slots=True)
 class TableWrites:
-    """All writes of a plan, in columns, for there may be hundreds. Mutable; written by who makes the plan."""
+    """All writes of a plan, in columns: there may be hundreds. Mutable; written while planning."""
 
     slots: list[int] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
@@ -105,7 +104,7 @@ class TableWrites:
         return len(self.slots)
 
     def __iter__(self) -> Iterator[TableWrite]:
-        """Yield one by one, so not for a step in a hurry."""
+        """Yield the writes one by one. Slow: not for the step path."""
         at = 0
         for slot, begin, count in zip(self.slots, self.begins, self.counts, strict=True):
             yield TableWrite(slot, begin, tuple(self.blocks[at : at + count]))
@@ -120,7 +119,7 @@ class TableWrites:
 
 @dataclass(frozen=True, slots=True)
 class RowReading:
-    """A wish for more than a sample of a row; that of a whole prompt is that of all its rows."""
+    """Readings of a row besides a sample; readings of a prompt are those of all its rows."""
 
     pooling: Pooling | None  #: its hidden states, pooled; None: they are not wanted
     num_logprobs: int | None  #: most likely tokens at each place; None: no logprobs are wanted
@@ -129,8 +128,6 @@ class RowReading:
 
 
 class Row(NamedTuple):
-    """Consecutive tokens of one sequence."""
-
     request_id: RequestId
     slot: int
     start: int  #: position of the first token in the sequence
@@ -144,23 +141,22 @@ class Row(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
         return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of one token each: what the slot sampled last. Every one of them samples.
+    """Rows of one token each, the one that the slot sampled last. All of them sample.
 
-    There may be a thousand of them in every step, so they are columns of equal length rather than `Row`s.
+    A step may have a thousand, so they are columns of equal length rather than `Row`s.
     """
 
     request_ids: Sequence[RequestId] = ()
     slots: Sequence[int] = ()
     positions: Sequence[int] = ()  #: of the token in its sequence
     masks: Mapping[int, bytes] = field(default_factory=dict)  #: of guided rows, by index, as in `Guide`
-    #: One for each row, or none at all where no row has one. While the same requests decode step after step,
-    #: it is the same object.
+    #: One for each row, or empty if no row has one. While the same requests decode step after step,
+    #: this is the same object.
     adapters: Sequence[AdapterId | None] = ()
 
     def __len__(self) -> int:
@@ -169,16 +165,16 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step; it has at least one row. Decode rows come first, then prompts."""
+    """One engine step with at least one row. Decode rows come first, then prompts."""
 
     step_id: int
     admissions: tuple[Admission, ...]
     table_writes: TableWrites
     decode: DecodeRows
     prompts: tuple[Row, ...]  #: only the last may be one that does not sample
-    #: What whoever launches and measures a step asks for again and again.
+    #: Computed once, because the engine reads them often.
     num_prompt_tokens: int = field(init=False)
-    has_readings: bool = field(init=False)  #: more than samples is wanted of a row
+    has_readings: bool = field(init=False)  #: a row has a reading
     has_adapters: bool = field(init=False)  #: a row has an adapter
 
     def __post_init__(self) -> None:
@@ -189,7 +185,7 @@ class StepPlan:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All rows one by one. Made anew by every call, so not for a step in a hurry."""
+        """All rows one by one, created by every call. Slow: not for the step path."""
         adapters = self.decode.adapters or [None] * len(self.decode)
         columns = zip(
             self.decode.request_ids, self.decode.slots, self.decode.positions, adapters, strict=True
@@ -219,33 +215,29 @@ class StepPlan:
 
     @property
     def request_ids(self) -> Sequence[RequestId]:
-        """The request of each row, in order."""
         return [*self.decode.request_ids, *[row.request_id for row in self.prompts]]
 
     @property
     def sampled_ids(self) -> Sequence[RequestId]:
-        """The request of each row that samples, in order."""
         prompts = [row.request_id for row in self.prompts if row.samples]
         return [*self.decode.request_ids, *prompts] if prompts else self.decode.request_ids
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that the rows look back on, their own included."""
+        """Tokens that the rows attend to, their own included."""
         decode_tokens = sum(self.decode.positions) + len(self.decode)
         return decode_tokens + sum([row.start for row in self.prompts]) + self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A live request that ended in an error of its own; others are not affected."""
-
     request_id: RequestId
     error: HearthError
 
 
 @dataclass(slots=True)
 class CommittedStep:
-    """Tokens that live requests got by one step, in columns of equal length. Written by its `StepCommit`."""
+    """Tokens that live requests got in one step, in columns of equal length."""
 
     request_ids: Sequence[RequestId] = ()
     tokens: Sequence[int] = ()
@@ -255,7 +247,6 @@ class CommittedStep:
     failures: list[RequestFailed] = field(default_factory=list)  #: requests that ended, behind their tokens
 
     def without(self, lost: Collection[int]) -> CommittedStep:
-        """Return the step less the tokens of some samples."""
         kept = [index for index in self.sample_indices if index not in lost]
         return replace(
             self,

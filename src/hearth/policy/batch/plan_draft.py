@@ -1,4 +1,4 @@
-"""A step plan in the making, and one that waits for its commit. Chooses nobody: that is the batcher's.
+"""A step plan being made, and one that waits for its commit.
 
 The sequences of a plan go with it: by the time of the commit an id could have a new owner.
 """
@@ -16,35 +16,31 @@ from hearth.policy.batch.sequence import LiveSequence
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that was planned and not committed."""
-
     plan: StepPlan
     sequences: list[LiveSequence]  #: one for each row
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedSequences:
-    """The sequences that decode in a step, with their rows."""
-
     sequences: list[LiveSequence] = field(default_factory=list)
     rows: DecodeRows = field(default_factory=DecodeRows)
 
 
-NOBODY = DecodedSequences()
+NOTHING_DECODED = DecodedSequences()
 
 
 @dataclass(slots=True)
 class PlanDraft:
-    """A step plan in the making. Mutable; lives for one call of `Batcher.plan`, its only writer."""
+    """A step plan being made. Mutable; lives for one call of `Batcher.plan`, its only writer."""
 
     block_tokens: int
-    step_sizes: Sequence[int] = ()  #: tokens that a step with prompts is padded to; none: it is not padded
-    budget_tokens: int = 0  #: that there is room for, of prompts
-    max_prompt_tokens: int | None = None  #: that others can wait for, of prompts; None: any number
-    prompt_tokens: int = 0  #: that the step may have of prompts, and may exceed where they cost nothing
-    num_prompt_tokens: int = 0  #: that it has
-    margin_tokens: int = 0  #: of those that it may have, kept from prompts that are cut
-    is_cut: bool = False  #: no prompt follows one that was: only the last may be in the midst of its own
+    step_sizes: Sequence[int] = ()  #: tokens that a step with prompts is padded to; empty: no padding
+    budget_tokens: int = 0  #: room for prompt tokens
+    max_prompt_tokens: int | None = None  #: limit for the sake of waiting requests; None: none
+    prompt_tokens: int = 0  #: prompt tokens allowed; padding may be used beyond
+    num_prompt_tokens: int = 0  #: prompt tokens so far
+    margin_tokens: int = 0  #: of those allowed, kept from prompts that are cut
+    is_cut: bool = False  #: the last prompt was cut: none may follow
     admissions: list[Admission] = field(default_factory=list)
     table_writes: TableWrites = field(default_factory=TableWrites)
     decode: DecodeRows = field(default_factory=DecodeRows)
@@ -53,10 +49,10 @@ class PlanDraft:
     has_preempted: bool = False
 
     def allow_prompts(self, budget_tokens: int, max_prompt_tokens: int | None) -> None:
-        """Have room for prompts: what the budget leaves, and no more than `max_prompt_tokens` or one block.
+        """Set the room for prompts: the rest of the budget, at most `max_prompt_tokens` or one block.
 
-        That limit is an estimate. Only prompts that fit use it up: pieces of longer ones leave an eighth of
-        it for what the estimate misses.
+        That limit is an estimate. Prompts that fit may use all of it; chunks of longer ones leave an eighth
+        as a margin for error.
         """
         self.budget_tokens = self.prompt_tokens = budget_tokens
         self.max_prompt_tokens = max_prompt_tokens
@@ -66,22 +62,21 @@ class PlanDraft:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that the next prompt may have of the step: what is allowed, or what would be padding."""
+        """Tokens that the next prompt may have: what is allowed, or what would be padding."""
         if self.is_cut:
             return 0
         return max(self.prompt_tokens - self.num_prompt_tokens, self._padding(self.num_prompt_tokens))
 
     @property
     def has_room(self) -> bool:
-        """True if the next prompt may have any token of the step."""
         return (self.prompt_tokens > self.num_prompt_tokens and not self.is_cut) or self.tokens_left > 0
 
     def chunk_tokens(self, start: int, end: int) -> int:
         """Return how many tokens of a prompt, from `start` on, the step should have; 0: it should wait.
 
         A prompt that does not fit is cut where the step needs no padding, or else where a block ends. Behind
-        others it is not begun for a sliver: less than a quarter of what the step may have is not worth a cut.
-        But what would be padding is computed anyway, so that a prompt may have it at no cost.
+        other prompts it is not begun for less than a quarter of the allowance. Tokens that would be padding
+        cost nothing, so a prompt may have them.
         """
         if end - start <= self.prompt_tokens - self.num_prompt_tokens and not self.is_cut:
             return end - start
@@ -102,21 +97,20 @@ class PlanDraft:
         return min(num_tokens + self._padding(num_used + num_tokens), end - start)
 
     def _padding(self, num_prompt_tokens: int) -> int:
-        """Return by how many tokens a step is padded that has so many of prompts; 0: it has none of them."""
+        """Return the padding of a step with `num_prompt_tokens`; 0 without prompts."""
         num_tokens = len(self.decode) + num_prompt_tokens
         if not num_prompt_tokens or (at := bisect_left(self.step_sizes, num_tokens)) == len(self.step_sizes):
             return 0
         return min(self.step_sizes[at] - num_tokens, self.budget_tokens - num_prompt_tokens)
 
     def assign(self, sequence: LiveSequence, blocks: list[int]) -> None:
-        """Give a sequence blocks that follow those which it has."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
         self.table_writes.add(sequence.slot, len(sequence.blocks), blocks)
         sequence.blocks += blocks
         sequence.room_tokens += len(blocks) * self.block_tokens
 
     def assign_first(self, sequence: LiveSequence, blocks: list[int]) -> None:
-        """Give blocks to a sequence that starts, behind those of the prefix that it has found."""
+        """Give a starting sequence blocks behind those of its known prefix."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
         sequence.blocks += blocks
         self.table_writes.add(sequence.slot, 0, sequence.blocks)
@@ -125,10 +119,9 @@ class PlanDraft:
     def add_decode(
         self, sequences: list[LiveSequence], before: DecodedSequences, *, has_guides: bool
     ) -> None:
-        """Have the next token of each computed, for which it has a block. `before`: of the last step.
+        """Compute the next token of each sequence, which has a block for it. `before`: of the last step.
 
-        In most steps the same sequences decode as in the one before, so ids and slots are the same too, and
-        no guide holds any of them (`has_guides`).
+        Most steps decode the same sequences as the one before, so that ids and slots are reused.
         """
         positions = [one.num_planned for one in sequences]
         for sequence, position in zip(sequences, positions, strict=True):
@@ -146,9 +139,9 @@ class PlanDraft:
         self.sequences += sequences
 
     def drop_preempted(self) -> None:
-        """Have no rows and blocks of those who lost their slots since; prompts have room for what these had.
+        """Remove rows and blocks of preempted sequences, which leaves their tokens to prompts.
 
-        No prompt is in the draft yet.
+        The draft has no prompt yet.
         """
         kept = [at for at, one in enumerate(self.sequences) if one.slot is not None]
         if len(kept) == len(self.sequences):
@@ -166,7 +159,6 @@ class PlanDraft:
         )
 
     def add_prompt(self, sequence: LiveSequence, num_tokens: int) -> None:
-        """Have the next tokens of a prompt computed, for which the sequence has blocks."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
         start = sequence.num_planned
         end = start + num_tokens
@@ -188,6 +180,6 @@ class PlanDraft:
 
 
 def adapters_of(sequences: Sequence[LiveSequence]) -> Sequence[AdapterId | None]:
-    """Return the adapter of each, as decode rows have it."""
+    """Return the adapters of decode rows; empty if there are none."""
     adapters = [one.request.adapter for one in sequences]
     return adapters if any(adapters) else ()

@@ -1,7 +1,7 @@
-"""Whom of the running sequences to preempt where blocks are needed elsewhere. Preempts nobody.
+"""Which running sequences to preempt when blocks are needed. Preempts none itself.
 
-The last in line give way first, as few of them as it takes. A block that several sequences hold is there for
-others only when all of them have let go of it.
+The last in the queue go first, as few as necessary. A shared block is available only once all its holders
+have released it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hearth.policy.batch.sequence import LiveSequence
 def preempted_for_first(
     book: BlockBook, first: LiveSequence, behind: list[LiveSequence], *, has_free_slot: bool
 ) -> list[LiveSequence]:
-    """Return who has to give up slot and blocks for one that waits, of those that stand behind it.
+    """Return the sequences to preempt so that the first waiting one can start, of those `behind` it.
 
-    These are given the last in line first. Who is in the midst of a prompt gives way before them all, for
-    nobody starts beside it. Nobody, where all of them would not be enough.
+    `behind`: the last in the queue first. One in the middle of its prompt goes before all others, because no
+    sequence starts beside it. Empty if all of them would not suffice.
     """
     hits = set(first.known_prefix(book.prefixes).blocks)
     num_wanted = book.num_blocks_of(len(first.tokens)) - len(hits)
@@ -40,11 +40,10 @@ def preempted_for_first(
 def preempted_for_extent(
     book: BlockBook, running: Sequence[LiveSequence], extent: range, *, may_move: bool, may_preempt: bool
 ) -> list[LiveSequence] | None:
-    """Return whom of the running ones, given in line, to preempt before an extent can leave the book.
+    """Return the running sequences, given in queue order, to preempt so that an extent can be removed.
 
-    Whatever is live in the extent after that has to move. None: it cannot leave. As one sequence never needs
-    more than what is promised, the first gives way only where blocks may not move, or where less than that
-    would be left.
+    Live blocks that remain in the extent must move. None: it cannot be removed. The first sequence is
+    preempted only if blocks may not move, or if less than the promised KV would be left.
     """
     num_inside = len(book.live_in(extent))
     num_outside = book.num_available_outside(extent) if may_move and num_inside else 0
@@ -65,9 +64,9 @@ def preempted_for_extent(
 
 
 def _released(book: BlockBook, sequence: LiveSequence, num_released: Counter[int]) -> Iterator[int]:
-    """Yield the blocks that nobody holds once a sequence lets go of its own, as those before it did.
+    """Yield the blocks that come free when a sequence releases its own, after those before it did.
 
-    `num_released`: how many sequences have let go of each block.
+    `num_released`: how many sequences have released each block.
     """
     for block in sequence.blocks:
         num_released[block] += 1

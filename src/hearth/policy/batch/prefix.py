@@ -1,16 +1,14 @@
-"""Prefixes of token sequences by their content: which blocks hold them, and how much of a sequence is known.
+"""Prefixes of token sequences by content: which blocks hold them, and how much of a sequence is known.
 
-Holds no block, and does not know which are free.
-
-Most prompts begin with a block that nobody has ever seen, and are never asked for again. So what a sequence
-publishes is a *run* of blocks, of which only the first is found by its digest. Whoever finds that compares
-tokens from there on, and needs a digest again where its own tokens differ: by that another run may be found,
-which has branched off there.
+Most prompts begin with a block that was never seen and is never seen again. So a sequence publishes a *run*
+of blocks, and only the first is found by its digest. From there on tokens are compared; a digest is needed
+again where they differ, which may find another run that branches off there.
 
     run of blocks 0 to 4        [A B C D E]     by the digest of A
     branches off behind B           [X Y]       by the digest of A B X
 
-Whoever holds a block of a run holds those before it, too. So the last blocks of a run are evicted first.
+A sequence that holds a block of a run holds those before it, too. So the last blocks of a run are evicted
+first.
 """
 
 from __future__ import annotations
@@ -21,51 +19,52 @@ from typing import NamedTuple
 
 from hearth.policy.batch.digest_chain import DigestChain, chained_digests
 
-#: Runs are found in so many dicts, each so small that one which is made anew keeps nobody waiting.
+#: Runs are in this many dicts, each so small that resizing one does not delay a step.
 _NUM_SHARDS = 256
 
-#: Blocks that are taken from the end of a run in one go, so that those of many by turns are not compared with
-#: all of each.
+#: Blocks that are removed from the end of a run at once, which limits comparisons when runs alternate.
 _MAX_POPPED = 64
 
 
 class PrefixRun:
-    """Blocks one behind the other. Mutable; written only by the `PrefixIndex` that has it.
+    """Consecutive blocks. Mutable; written only by the `PrefixIndex` that has it.
 
-    One that was taken out of the index has no blocks.
+    A run that was removed from the index has no blocks.
     """
 
     __slots__ = (
-        *("_block_tokens", "_digests", "_parted"),
-        *("blocks", "branched", "first", "num_extended", "tokens"),
+        "_block_tokens",
+        "_digests",
+        "_parted",
+        "blocks",
+        "branched",
+        "first",
+        "num_extended",
+        "tokens",
     )
 
     def __init__(self, first: int, digest: bytes, blocks: list[int], tokens: array[int]) -> None:
-        """Have blocks, of which the first is block `first` of its sequence and has this digest."""
+        """The first of the `blocks` is block `first` of its sequence and has this digest."""
         self.first = first
         self.blocks = blocks
         self.tokens = tokens  #: of these blocks alone
         self._block_tokens = len(tokens) // len(blocks)
-        self._digests = [digest]  #: of the first of the blocks, as far as anybody asked
-        self._parted = 0  #: the block up to which the last one to be compared was alike
-        self.branched = 0  #: the last block of the sequence in whose place another run ever began
-        self.num_extended = 0  #: how often; as long as that is the same, it only ever lost blocks
+        self._digests = [digest]  #: of the first blocks, as far as they were needed
+        self._parted = 0  #: the block up to which the last compared chain was equal
+        self.branched = 0  #: the last block at which another run ever branched off
+        self.num_extended = 0  #: how often; while it is the same, the run only lost blocks
 
     @property
     def end(self) -> int:
-        """The block of its sequence that follows the last one."""
+        """The block of its sequence behind the last one."""
         return self.first + len(self.blocks)
 
     @property
     def digest(self) -> bytes:
-        """By which it is found."""
         return self._digests[0]
 
     def alike_until(self, chain: DigestChain, begin: int, end: int) -> int:
-        """Return up to which block, `end` at most, it goes on as a chain does, from block `begin` on.
-
-        All before are alike.
-        """
+        """Return up to which block, at most `end`, the run equals a chain, which it does up to `begin`."""
         end, size, own, tokens = min(end, self.end), self._block_tokens, self.tokens, chain.tokens
         offset = self.first * size
 
@@ -73,7 +72,7 @@ class PrefixRun:
             first, last = first * size, last * size
             return own[first - offset : last - offset] == tokens[first:last]
 
-        # Most differ in the next block, or where others did, behind a text that all of them begin with.
+        # Most chains differ in the next block, or where the last one did, behind a common beginning.
         parted, num_more = self._parted, 1
         while begin < end:
             num_more = min(num_more, end - begin)
@@ -88,7 +87,7 @@ class PrefixRun:
         return begin
 
     def lend_digests(self, chain: DigestChain, end: int) -> None:
-        """Have a chain that is alike up to block `end` know digests up to there, computed once for all."""
+        """Give a chain that is equal up to block `end` the digests up to there."""
         if chain.num_known >= end:
             return
         num_digests, num_blocks = len(self._digests), end - self.first
@@ -103,9 +102,9 @@ class PrefixRun:
         self.num_extended += 1
 
     def pop_last(self, blocks: Sequence[int]) -> int:
-        """Take out the last of its blocks as long as they are the first of the given ones; return how many.
+        """Remove the last blocks as long as they equal the first of the given ones; return how many.
 
-        Given the last one first.
+        `blocks`: the last one first.
         """
         num_gone = min(len(self.blocks), len(blocks))
         last = self.blocks[-num_gone:]
@@ -117,7 +116,6 @@ class PrefixRun:
         return num_gone
 
     def cut(self, block: int) -> list[int]:
-        """Take out a block and all behind it; return the latter."""
         at = len(self.blocks) - 1
         while self.blocks[at] != block:  # from the end: each that is looked at goes
             at -= 1
@@ -126,17 +124,14 @@ class PrefixRun:
         return behind
 
     def clear(self) -> None:
-        """Take out all of its blocks."""
         self._keep(0)
 
     def _keep(self, num_blocks: int) -> None:
-        """Keep so many of the first blocks, and no tokens of others."""
         del self.blocks[num_blocks:]
         del self.tokens[num_blocks * self._block_tokens :]
         del self._digests[max(1, num_blocks) :]
 
     def check(self) -> None:
-        """Raise if tokens or digests are not those of the blocks."""
         num_blocks, size = len(self.blocks), self._block_tokens
         assert self.blocks, "a run of no blocks is found by its digest"
         assert len(self.tokens) == num_blocks * size, f"{len(self.tokens)=} {num_blocks=} {size=}"
@@ -146,16 +141,16 @@ class PrefixRun:
 
 
 class Publication(NamedTuple):
-    """Blocks that hold the tokens of a chain, for others to find."""
+    """Blocks that hold the tokens of a chain, to be found by others."""
 
     chain: DigestChain
-    begin: int  #: the block of the chain that the first one holds
-    before: int | None  #: the block in front of it, with the same holder; None: it is the very first
+    begin: int  #: the block of the chain that is in the first of `blocks`
+    before: int | None  #: the block before, of the same sequence; None: there is none
     blocks: list[int]
 
 
 class PrefixIndex:
-    """Which run a digest leads to or a block is in. Mutable; written only by the `BlockBook` that owns it."""
+    """Runs by digest and by block. Mutable; written only by the `BlockBook` that owns it."""
 
     def __init__(self) -> None:
         self.runs: list[PrefixRun | None] = []  #: by block; None: nothing leads to it
@@ -169,11 +164,10 @@ class PrefixIndex:
         return (block for block, run in enumerate(self.runs) if run is not None)
 
     def reserve(self, num_blocks: int) -> None:
-        """Have room for blocks of numbers below this."""
+        """Make room for block numbers below this."""
         self.runs.extend([None] * (num_blocks - len(self.runs)))
 
     def find(self, digest: bytes) -> PrefixRun | None:
-        """Return the run whose first block has a digest."""
         return self._shards[digest[0]].get(digest)
 
     def match(self, chain: DigestChain) -> list[int]:
@@ -183,16 +177,16 @@ class PrefixIndex:
         return prefix.blocks
 
     def add(self, publication: Publication) -> None:
-        """Let blocks be found by their content. Of two with the same content the first stays.
+        """Make blocks findable by their content. Of two with the same content the first stays.
 
-        But for blocks whose digests nobody computes, as they go on where a run ends or nothing was known of
-        their text: these may be in another run, too, whose beginning was lost, and stay until evicted.
+        Except blocks whose digests are not computed, because they extend a run or nothing was known of their
+        text: these may also be in another run, whose beginning was lost, and stay until evicted.
         """
         chain, begin, before, blocks = publication
         runs, end = self.runs, begin + len(blocks)
         run = None if before is None else runs[before]
         if run is None or run.blocks[-1] != before or begin <= run.branched:
-            if run is None and begin:  # others were first with what is before, or it was withdrawn
+            if run is None and begin:  # the blocks before are in other runs, or were withdrawn
                 known, run = self._known_until(chain, 0, begin, None)
                 run = run if known == begin else None
             known, parent = self._known_until(chain, begin, end, run)
@@ -216,9 +210,9 @@ class PrefixIndex:
     def _known_until(
         self, chain: DigestChain, begin: int, end: int, run: PrefixRun | None
     ) -> tuple[int, PrefixRun | None]:
-        """Return up to which block, from `begin` to `end`, others hold what a chain has, and the last's run.
+        """Return up to which block, from `begin` to `end`, the index holds a chain, and the last run.
 
-        `run` is the one that holds what is in front of `begin`, if one does.
+        `run`: the one that holds the block before `begin`, if any.
         """
         while begin < end:
             if run is not None:
@@ -232,10 +226,7 @@ class PrefixIndex:
         return begin, run
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
-        """No longer lead to blocks whose content is lost; return others, to which nothing leads now either.
-
-        These followed one of the blocks in its run.
-        """
+        """Remove blocks whose content is lost; return those behind them in their runs, removed as well."""
         runs, lost, at = self.runs, dict[int, None](), 0
         while at < len(blocks):
             run = runs[blocks[at]]
@@ -257,7 +248,7 @@ class PrefixIndex:
         return list(lost)
 
     def move(self, targets: Mapping[int, int]) -> None:
-        """Lead to the target of each block that something has led to; no target is one of them."""
+        """Rename blocks; no target is in the index."""
         runs, moved = self.runs, set[PrefixRun]()
         for source, target in targets.items():
             if (run := runs[source]) is not None:
@@ -267,7 +258,6 @@ class PrefixIndex:
             run.blocks = [targets.get(block, block) for block in run.blocks]
 
     def clear(self) -> None:
-        """Forget all blocks at once."""
         self.runs = [None] * len(self.runs)
         for shard in self._shards:
             for run in shard.values():
@@ -275,7 +265,6 @@ class PrefixIndex:
             shard.clear()
 
     def check(self) -> None:
-        """Raise if blocks and runs do not lead to each other."""
         found = {digest: run for shard in self._shards for digest, run in shard.items()}
         for digest, run in found.items():
             assert run.digest == digest, f"found by the digest of others: {run.blocks}"
@@ -287,22 +276,20 @@ class PrefixIndex:
 
 
 class KnownPrefix:
-    """Mutable; written only by `follow`. How much of one waiting sequence an index leads to.
+    """The known prefix of one waiting sequence. Mutable; written only by `follow`.
 
-    It is followed step by step: a match of all blocks before every step would cost more than the step where
-    many sequences wait.
+    Updated step by step: matching all blocks before every step would cost more than the step.
     """
 
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        #: Runs one behind the other, up to which block of the sequence each holds what that has, and how
-        #: often the run was extended by then.
+        #: Consecutive runs, with the block of the sequence up to which each is equal, and its `num_extended`.
         self._parts: list[tuple[PrefixRun, int, int]] = []
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks of the prefix, as they were when last followed."""
+        """The blocks of the prefix as of the last `follow`."""
         blocks: list[int] = []
         for run, end, _ in self._parts:
             blocks += run.blocks[: end - run.first]
@@ -312,10 +299,9 @@ class KnownPrefix:
         return self._parts[-1][1] if self._parts else 0
 
     def follow(self, index: PrefixIndex, chain: DigestChain, num_most: int) -> None:
-        """Take in what has changed since the last call, of at most so many blocks of the same chain.
+        """Update the prefix, up to `num_most` blocks of the same chain.
 
-        Of a prompt that nobody knows only the first digest is computed: whoever waits for its first token
-        need not wait for all of them.
+        Of an unknown prompt only the first digest is computed: its first token does not wait for the others.
         """
         parts = self._parts
         if parts:
@@ -338,7 +324,7 @@ class KnownPrefix:
             until = run.end
             if until >= end and run.num_extended == num_extended:
                 continue
-            if run.num_extended != num_extended:  # perhaps by other blocks, where it had lost some
+            if run.num_extended != num_extended:  # perhaps by other blocks than those it had lost
                 until = run.alike_until(chain, run.first, end)
                 self._parts[at] = (run, until, run.num_extended)
             if until < end:
@@ -346,9 +332,9 @@ class KnownPrefix:
                 break
 
     def collect(self, blocks: set[int]) -> None:
-        """Add all blocks of the prefix to `blocks`, which has all before any that it has.
+        """Add all blocks of the prefix to `blocks`.
 
-        For whoever has a prefix in common with others has the same blocks.
+        Stops at the first one that is there: sequences with a common prefix have the same blocks before it.
         """
         for run, end, _ in reversed(self._parts):
             for at in range(end - run.first - 1, -1, -1):

@@ -1,7 +1,4 @@
-"""Requests on their way through the batcher: their tokens and blocks, who runs in which slot, and who waits.
-
-Decides nothing.
-"""
+"""The requests of a batcher: their tokens and blocks, which of them run in which slot, and which wait."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from hearth.policy.batch.prefix import KnownPrefix, PrefixIndex
 class LiveSequence:
     """One request that has not ended. Mutable; written only by the `Batcher` and its parts.
 
-    Steps of a thousand sequences read these fields, so what they need often is a field and not computed.
+    A step may read these fields of a thousand sequences, so they are stored rather than computed.
     """
 
     request: EngineRequest
@@ -33,32 +30,31 @@ class LiveSequence:
     chain: DigestChain  #: of `tokens`
     max_length: int  #: of prompt and output
     tokens: array[int] = field(init=False)  #: prompt and committed output, as words ("I")
-    #: The same as in `request`.
+    #: Copied from `request`.
     request_id: RequestId = field(init=False)
     guide: Guide | None = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     is_read: bool = field(init=False)  #: more than samples is wanted of its prompt
-    #: By which sequences stand in line, the least first: since when it does, then its arrival.
+    #: Place in the queue, the least first: its `line_s`, then its arrival.
     place: tuple[float, int] = field(init=False)
-    prefix: KnownPrefix = field(default_factory=KnownPrefix)  #: of what it waits with
-    #: Preempted, it is not admitted again before so many steps are committed: none of them has a row of it
-    #: left in flight, so that every such row of a sequence with a slot belongs to its present stay there.
+    prefix: KnownPrefix = field(default_factory=KnownPrefix)  #: while it waits
+    #: Steps that must be committed before it is admitted again after a preemption, so that none of its old
+    #: rows is in flight when it has a slot again.
     waits_for_steps: int = 0
     is_ended: bool = False
 
-    #: None while waiting; what follows is meaningful only while running.
+    #: None while waiting. The fields that follow are meaningful only while running.
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     room_tokens: int = 0  #: that fit into the blocks
     num_prefill: int = 0  #: length of `tokens` on admission; what comes later is decoded
     num_planned: int = 0  #: tokens whose KV is computed by the steps planned so far
     max_planned: int = 0  #: what `num_planned` may become before the next commit
-    #: Leading blocks of its prompt that were offered to the prefix cache: all that are planned, and of these
-    #: how many it found there or are committed.
+    #: Leading full blocks of its prompt that were published: all that are planned, and of these those that
+    #: were found or are committed.
     num_published: int = 0
     num_confirmed: int = 0
-    #: While `tokens` are fewer, one more that stops nothing does not complete the output, and no guide waits
-    #: for it.
+    #: While `tokens` are fewer, a token that is no stop token only has to be appended.
     quiet_until: int = 0
 
     def __post_init__(self) -> None:
@@ -71,7 +67,6 @@ class LiveSequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens that were sampled and committed."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
@@ -86,16 +81,16 @@ class LiveSequence:
 
     @property
     def reads_all(self) -> bool:
-        """True if all of its prompt has to be computed, because something is wanted of every token.
+        """True if all of its prompt has to be computed, because every token is read.
 
-        That is told with the first token, so whoever has one may begin behind a known prefix.
+        Readings are reported with the first token, so after that a known prefix may be skipped.
         """
         if not self.is_read or self.num_output:
             return False
         return self.request.pooling is Pooling.MEAN or self.request.sampling.prompt_logprobs is not None
 
     def reading(self, start: int, end: int) -> RowReading | None:
-        """Return what is wanted of the tokens from `start` to `end` besides a sample."""
+        """Return what is read of the tokens from `start` to `end` besides a sample."""
         if not self.is_read:
             return None
         prompt, pooling = self.request.prompt, self.request.pooling
@@ -108,22 +103,21 @@ class LiveSequence:
         return RowReading(pooling, num_logprobs, targets)
 
     def known_prefix(self, index: PrefixIndex) -> KnownPrefix:
-        """Return the blocks that the sequence, which waits, would find computed."""
-        # At least one token is computed, for there must be something to sample from.
+        """Return the blocks of a waiting sequence that are computed already."""
+        # At least one token is computed, to sample from.
         num_most = 0 if self.reads_all else (len(self.tokens) - 1) // self.chain.block_tokens
         self.prefix.follow(index, self.chain, num_most)
         return self.prefix
 
     def allow_next(self) -> None:
-        """Set how far steps may be planned, now that all of `tokens` is known.
+        """Set how far steps may be planned, after a commit.
 
-        What a guide allows next is known only behind the last token; without one, only the end is a limit:
-        the last token that may be sampled is not computed.
+        A guide needs the last token first; without one, only the end is a limit: the KV of the last token is
+        not computed.
         """
         self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
 
     def set_quiet(self) -> None:
-        """Set `quiet_until` by what it is."""
         is_loud = self.guide is not None or self.is_ended
         self.quiet_until = 0 if is_loud else self.max_length - 1
 
@@ -131,7 +125,7 @@ class LiveSequence:
 class Sequences:
     """All sequences that have not ended. Mutable; written only by the `Batcher` that owns it.
 
-    Each either runs, in a slot and with blocks, or waits without. Both stand in line by their places.
+    Each either runs, with a slot and blocks, or waits without. Both are ordered by their places.
     """
 
     def __init__(self, max_seqs: int, block_tokens: int) -> None:
@@ -140,16 +134,17 @@ class Sequences:
         self._live: dict[RequestId, LiveSequence] = {}
         self._running: dict[RequestId, LiveSequence] = {}  #: by their places
         self._waiting: deque[LiveSequence] = deque()  #: by their places
-        #: The last one that started, and the last one with a reader.
+        #: The last one that started, and the last interactive one.
         self._newest: LiveSequence | None = None
         self._newest_read: LiveSequence | None = None
         self._free_slots = list(range(max_seqs))  #: a heap
+        self.num_committed = 0  #: steps; written by the `Batcher`
         #: Since `take_preempted` was called last, in order.
         self._preempted: list[RequestId] = []
-        #: By running request: which of its blocks have moved since its row of the block table was written.
+        #: By running request: indices of the blocks that moved since its row of the block table was written.
         self._moved_indices: dict[RequestId, set[int]] = {}
         self._num_arrivals = 0
-        #: Of those that run: the tokens of how many somebody sees as they come, and how many have a guide.
+        #: Running sequences that are streamed, and that have a guide.
         self.num_streamed = self.num_guided = 0
         self._num_stopped_by = Counter[int]()  #: by token: how many sequences it ends
 
@@ -172,43 +167,40 @@ class Sequences:
 
     @property
     def stop_ids(self) -> KeysView[int]:
-        """The tokens that end a sequence, be it another than the one that samples it."""
         return self._num_stopped_by.keys()
 
     def running(self) -> list[LiveSequence]:
-        """Return the running sequences, the first in line first."""
         return list(self._running.values())
 
     def midway(self) -> LiveSequence | None:
-        """Return who is in the midst of its prompt: the last one that started, or nobody."""
+        """Return the sequence in the middle of its prompt, if any: only the last one that started can be."""
         newest = self._newest
         return newest if newest is not None and newest.slot is not None and newest.is_in_prompt else None
 
     def decoding(self) -> list[LiveSequence]:
-        """Return the running sequences whose prompt is planned, the first in line first."""
+        """Return the running sequences whose prompt is planned, in queue order."""
         running, midway = self.running(), self.midway()
         if midway is not None:
             running.remove(midway)
         return running
 
     def last(self) -> LiveSequence:
-        """Return the running sequence that is the last in line."""
         return next(reversed(self._running.values()))
 
     @property
     def awaits_first_token(self) -> bool:
-        """True if a running sequence with a reader has no token yet; the last that started has none then."""
+        """True if an interactive running sequence has no token; then the last one that started has none."""
         newest = self._newest_read
         return newest is not None and newest.slot is not None and not newest.num_output
 
-    def first_waiting(self, num_committed: int) -> LiveSequence | None:
-        """Return who is admitted next, once so many steps are committed, if there is a slot for it."""
-        if not self._waiting or (first := self._waiting[0]).waits_for_steps > num_committed:
+    def first_waiting(self) -> LiveSequence | None:
+        """Return the sequence that is admitted next, if it can be before the next commit."""
+        if not self._waiting or (first := self._waiting[0]).waits_for_steps > self.num_committed:
             return None
         return first
 
     def behind(self, sequence: LiveSequence) -> list[LiveSequence]:
-        """Return the running sequences that stand behind one in line, the last one first."""
+        """Return the running sequences behind one in queue order, the last one first."""
         place = sequence.place
         return list(takewhile(lambda one: one.place > place, reversed(self._running.values())))
 
@@ -216,27 +208,26 @@ class Sequences:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def next_to_start(self, num_committed: int) -> LiveSequence | None:
-        """Return the first of `next_in_line`, if there is one."""
+    def next_to_start(self) -> LiveSequence | None:
         if not self._free_slots or not self._waiting:
             return None
         first = self._waiting[0]
-        return None if first.waits_for_steps > num_committed else first
+        return None if first.waits_for_steps > self.num_committed else first
 
-    def next_in_line(self, num_committed: int) -> Iterator[LiveSequence]:
-        """Yield who has a slot and could be admitted, once so many steps are committed, in line."""
+    def next_in_line(self) -> Iterator[LiveSequence]:
+        """Yield the waiting sequences that have a slot and could be admitted, in queue order."""
         for sequence in islice(self._waiting, len(self._free_slots)):
-            if sequence.waits_for_steps > num_committed:
+            if sequence.waits_for_steps > self.num_committed:
                 return
             yield sequence
 
     def add(self, request: EngineRequest, max_length: int) -> None:
-        """Have a new request wait at its place, behind all others of the same time."""
+        """Queue a new request, behind all others of the same `line_s`."""
         tokens = array("I", request.prompt)
         tokens.extend(request.output)
         chain = DigestChain(tokens, self._block_tokens, request.salt, request.adapter)
         if len(tokens) > self._block_tokens:
-            chain.digest(0)  # by which a known prefix is looked for: not in the step that it starts in
+            chain.digest(0)  # needed to search a known prefix: computed here, not in a step
         sequence = LiveSequence(request, self._num_arrivals, chain, max_length)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
@@ -245,7 +236,7 @@ class Sequences:
         self._line_up(sequence)
 
     def start(self, sequence: LiveSequence) -> int:
-        """Have the first that waits run; return its slot."""
+        """Start the first waiting sequence; return its slot."""
         first, running = self._waiting.popleft(), self._running
         assert first is sequence, f"{sequence.arrival=} starts before {first.arrival=}"
         is_last = not running or next(reversed(running.values())).place < sequence.place
@@ -264,7 +255,7 @@ class Sequences:
         return slot
 
     def preempt(self, sequence: LiveSequence, num_planned_steps: int) -> list[int]:
-        """Have a sequence that runs wait at its place; return the blocks that it had."""
+        """Move a running sequence back to the queue; return the blocks that it had."""
         blocks = self._stop(sequence)
         sequence.waits_for_steps = num_planned_steps
         self._line_up(sequence)
@@ -272,7 +263,6 @@ class Sequences:
         return blocks
 
     def end(self, sequence: LiveSequence) -> list[int]:
-        """End a sequence; return the blocks that it had."""
         sequence.is_ended, sequence.quiet_until = True, 0
         request_id = sequence.request_id
         del self._live[request_id]
@@ -288,12 +278,11 @@ class Sequences:
         return []
 
     def take_preempted(self) -> tuple[RequestId, ...]:
-        """Return who was preempted since the last call and has not ended meanwhile."""
         preempted, self._preempted = tuple(self._preempted), []
         return preempted
 
     def follow(self, moves: Sequence[BlockMove]) -> None:
-        """Have all holders of blocks that were moved name the new ones."""
+        """Rename moved blocks in all sequences that hold them."""
         targets = {move.source: move.target for move in moves}
         if not targets:
             return
@@ -304,7 +293,7 @@ class Sequences:
                     self._moved_indices.setdefault(request_id, set()).add(index)
 
     def take_table_writes(self, writes: TableWrites) -> None:
-        """Add to `writes` what the next plan has to write because blocks have moved."""
+        """Add the writes for moved blocks to those of the next plan."""
         for request_id, indices in self._moved_indices.items():
             sequence = self._running[request_id]
             assert sequence.slot is not None, f"{sequence.arrival=}"
@@ -312,19 +301,19 @@ class Sequences:
                 writes.add(sequence.slot, at, (sequence.blocks[at],))
         self._moved_indices.clear()
 
-    def check(self, flights: Sequence[Sequence[LiveSequence]], num_committed: int) -> None:
-        """Raise if the books disagree with each other; `flights` are the sequences of each step in flight."""
+    def check(self, flights: Sequence[Sequence[LiveSequence]]) -> None:
+        """Raise if the books disagree. `flights`: the sequences of each step in flight."""
         running, waiting = self.running(), list(self._waiting)
         for line in (running, waiting):
             places = [sequence.place for sequence in line]
-            assert places == sorted(set(places)), f"out of line: {places}"
+            assert places == sorted(set(places)), f"out of order: {places}"
         assert {s.request_id for s in running + waiting} == self._live.keys(), f"{self._live.keys()=}"
         slots = sorted([s.slot for s in running if s.slot is not None] + self._free_slots)
         assert slots == list(range(self._max_seqs)), f"slots lost or given twice: {slots}"
         holding = [s.arrival for s in waiting if s.slot is not None or s.blocks]
         assert not holding, f"waiting with a slot or blocks: {holding}"
         midway = [s.arrival for s in running if s.is_in_prompt and s is not self._newest]
-        assert not midway, f"in the midst of the prompt and not the last that started: {midway}"
+        assert not midway, f"in the middle of the prompt and not the last that started: {midway}"
         num_stopped_by = Counter(token for s in self._live.values() for token in s.stop_ids)
         assert self._num_stopped_by == num_stopped_by, f"{self._num_stopped_by=} {num_stopped_by=}"
         num_streamed = sum(s.request.is_streamed for s in running)
@@ -346,7 +335,9 @@ class Sequences:
             assert s.num_confirmed <= num_full, f"{s.arrival=} {s.num_confirmed=} {num_full=}"
             if len(s.tokens) > s.num_prefill:
                 assert s.num_confirmed == num_full, f"{s.arrival=} {s.num_confirmed=} {num_full=}"
-        early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
+        early = [
+            s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= self.num_committed
+        ]
         assert not early, f"could be admitted with a row in flight: {early}"
 
     def _line_up(self, sequence: LiveSequence) -> None:

@@ -1,6 +1,6 @@
-"""The tokens of a step on their way to its sequences: who goes on, who ends, and who fails alone.
+"""Gives the tokens of a step to its sequences: which go on, which end, and which fail.
 
-Plans nothing, and leaves the books of blocks to be changed later (`late_books.py`).
+Leaves changes of the block books for later (`late_books.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepCommit:
     committed: CommittedStep = field(default_factory=CommittedStep)
 
     def take(self, tokens: Sequence[int], broken_rows: Collection[int]) -> CommittedStep:
-        """Take in one token for each row that samples, in order; those of `broken_rows` mean nothing."""
+        """Take one token for each row that samples, in order; those of `broken_rows` are worthless."""
         plan, sequences, committed, lost = self.flight.plan, self.flight.sequences, self.committed, set[int]()
         num_samples = plan.num_samples
         assert len(tokens) == num_samples, f"{len(tokens)} tokens for {num_samples} samples, {plan.step_id=}"
@@ -51,7 +51,7 @@ class StepCommit:
         return committed.without(lost) if lost else committed
 
     def _append_quiet(self, tokens: Sequence[int]) -> list[int]:
-        """Give sequences tokens of which nothing follows; return the sampling rows with others, in order."""
+        """Append tokens that only have to be appended; return the other sampling rows, in order."""
         # There may be a thousand rows, and most of them are quiet.
         sequences, positions = self.flight.sequences, self.flight.plan.decode.positions
         stop_ids, loud, stopped = self.sequences.stop_ids, list[int](), list[int]()
@@ -69,7 +69,7 @@ class StepCommit:
         return [*loud, *range(len(positions), len(tokens))]
 
     def _append(self, sequence: LiveSequence, token: int) -> None:
-        """Give a sequence a token that is its first, may be its last, or that a guide waits for."""
+        """Append a first token, one that may be the last, or one for a guide."""
         tokens = sequence.tokens
         if len(tokens) == sequence.num_prefill:
             sequence.num_confirmed = sequence.num_published
@@ -79,7 +79,6 @@ class StepCommit:
             self._go_on_or_end(sequence, token)
 
     def _go_on_or_end(self, sequence: LiveSequence, token: int) -> None:
-        """End a sequence if the token that it has just got was its last."""
         reason, stuck = None, None
         if sequence.request.is_stopped_by(token, sequence.num_output - 1):
             reason = FinishReason.STOP
@@ -101,7 +100,7 @@ class StepCommit:
             self._fail(sequence, stuck)
 
     def _lose(self, sequence: LiveSequence) -> None:
-        """Have the row of a sequence count for nothing: it has ended, or it fails now for its logits."""
+        """Ignore the row of an ended sequence, or fail one whose logits are not finite."""
         if not sequence.is_ended:
             self.books.withdraw(sequence)
             self._fail(sequence, _not_finite(sequence))

@@ -1,20 +1,20 @@
-"""Which of a worker's busy models may step, and which one steps next. Measures no time and steps nothing.
+"""Which busy models of a worker may step, and which one steps next.
 
-Busy models share the device by time, not by steps: next is the one that has had the least. A model that was
-idle has saved up nothing: it starts where the least served of the others stands, so it neither waits for
-them to catch up nor makes them wait. What it had beyond that it keeps, or going idle for a moment would pay.
+Busy models share the device by time, not by steps: the one that had the least is next. A model that was idle
+has saved nothing: it starts at the least of the others. What it had beyond that it keeps, or a moment of
+idleness would pay.
 
-Nobody waits for long because a step of its own was long: that may have been a kernel being compiled, of which
-the others had nothing and which will not come again, while its next token is due.
+A long step of its own never makes a model wait for long: it may have been a compiled kernel, which will not
+come again.
 
-A first token goes first: somebody waits for it who has nothing to read yet. Whoever steps early for it has
-had its share, so the others catch up, and it goes early only as long as it is not far ahead of them. Once the
-device computes it there is nothing to launch for it, and whoever is in front of it on the device steps first:
+First tokens go first, as long as their model is not far ahead of the others, which catch up afterwards. Once
+the device computes a first token there is nothing to launch for it, and the model in front of it on the
+device steps first:
 
     device    A's step | B's first token | A's next step
-    host      B launches; A launches, and tells its tokens; B waits, and tells its first
+    host      B launches; A launches, and sends its tokens; B waits, and sends its first
 
-If B waited at once, A's tokens would be told as late as B's, and the device had nothing to do behind them.
+If B waited at once, A's tokens would be sent as late as B's, and the device would run dry behind them.
 """
 
 from __future__ import annotations
@@ -24,28 +24,26 @@ from dataclasses import dataclass
 
 from hearth.core.types import ModelId
 
-#: No model counts as having had more than this beyond the least served one. No step that only computes takes
-#: longer, so that by those the time is shared exactly.
+#: Limit of what a model counts as having had beyond the least served one. Longer than any step that only
+#: computes, so that those share the time exactly.
 MAX_LEAD_S = 0.5
-#: How much more than the others a model may have had whose first token goes first.
+#: How far ahead of the others a model may be whose first token goes first.
 MAX_EARLY_S = 0.1
-#: A step that follows a load, layer by layer, waits for copies to be queued, and so does whatever comes after
-#: it. So it starts when the rest of the load should not take longer than this: enough to have a prompt
-#: computed while the last layers arrive, too little to be noticed by another model's request.
+#: A step that follows a load layer by layer waits for copies, and all steps behind it wait too. So it starts
+#: when the rest of the load should take no longer than this: enough to compute a prompt while the last layers
+#: arrive, too little for other models' requests to notice.
 MAX_HOLD_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class BusyModel:
-    """A model with work, and how much of it is on the device."""
-
     model: ModelId
-    is_loaded: bool  #: all of its bytes are there
-    can_follow_load: bool  #: the rest should be there soon, and a step may follow it layer by layer
+    is_loaded: bool  #: all of its weights are loaded
+    can_follow_load: bool  #: a step may follow the rest of its load layer by layer
 
 
 class StepReadiness:
-    """Mutable; written by the step thread alone. Which models had nothing to compute, for want of KV."""
+    """Which models had nothing to compute because KV was short. Mutable; written by the step thread."""
 
     def __init__(self) -> None:
         #: By model whose last step had nothing to compute: the generation of memory then. As long as that is
@@ -55,36 +53,33 @@ class StepReadiness:
     def ready(self, busy: Iterable[BusyModel], generation: int) -> list[ModelId]:
         """Return the models that may step now.
 
-        A model that is still being loaded would hold up others, so it steps only while none of them can.
+        A model that is being loaded would hold up the others, so it steps only if none of them can.
         """
         awake = [one for one in busy if self._starved.get(one.model) != generation]
         loaded = [one.model for one in awake if one.is_loaded]
         return loaded or [one.model for one in awake if one.can_follow_load]
 
     def starved(self, model: ModelId, generation: int) -> None:
-        """Note that a model's step had nothing to compute, for want of KV."""
         self._starved[model] = generation
 
-    def look_again(self) -> None:
-        """Let all models step that had nothing to compute: something has come from outside."""
+    def recheck(self) -> None:
+        """Let all starved models try again after an external event."""
         self._starved.clear()
 
     def hopeless(self, busy: Iterable[BusyModel]) -> ModelId | None:
-        """Return a model that waits for KV which nobody is going to give back; None if there is none.
+        """Return a model that waits for KV which will never come free; None if there is none.
 
-        To be asked when no model is ready, and none is being found or loaded.
+        Only valid while no model is ready, looked up or loaded.
         """
         return next((one.model for one in busy if one.model in self._starved), None)
 
 
 class StepSharing:
-    """Mutable; written by the step thread alone."""
-
     def __init__(self) -> None:
         #: Time on the device, on a common scale, of every model that was busy and is not forgotten.
         self._spent_s: dict[ModelId, float] = {}
         self._busy: set[ModelId] = set()  #: when `next` was last asked
-        #: Number of each model's last step: of equals the one that waits for longer goes first.
+        #: Number of each model's last step: of equals the one that waited longer goes first.
         self._last_step: dict[ModelId, int] = {}
         self._num_steps = 0
 
@@ -94,14 +89,14 @@ class StepSharing:
         urgent: Collection[ModelId] = (),
         computed: Collection[ModelId] = (),
     ) -> ModelId:
-        """Return the one of `ready`, which must not be empty, that steps next.
+        """Return the model of `ready`, which must not be empty, that steps next.
 
-        `urgent`: those of them with a request that waits for its first token. `computed`: those of `urgent`
-        that have launched all that such requests wait for, and the device has not done it yet.
+        `urgent`: those with a request that waits for its first token. `computed`: those of `urgent` that have
+        launched all steps that such requests wait for, and the device has not done them.
         """
         stayed = self._busy.intersection(ready)
         if not stayed:
-            self._spent_s.clear()  # nobody to be compared with: a new beginning
+            self._spent_s.clear()  # no other model to compare with
         least_s = min((self._spent_s[model] for model in stayed), default=0.0)
         for model in ready:
             spent_s = self._spent_s.get(model, 0.0)
@@ -110,13 +105,12 @@ class StepSharing:
         least_s = min(self._spent_s[model] for model in ready)
         early = [model for model in urgent if self._spent_s[model] <= least_s + MAX_EARLY_S]
         model = min(early or ready, key=self._place)
-        # Whoever is in front may have a first token of its own there, and somebody in front of that.
+        # The model in front may be computing a first token as well, with another one in front.
         while model in computed and (in_front := self._launched_before(model, ready)):
             model = min(in_front, key=self._place)
         return model
 
     def stepped(self, model: ModelId, seconds: float) -> None:
-        """Note that a model has stepped for so long."""
         self._spent_s[model] += seconds
         self._num_steps += 1
         self._last_step[model] = self._num_steps
@@ -129,7 +123,6 @@ class StepSharing:
         return self._spent_s[model], self._last_step.get(model, -1)
 
     def forget(self, model: ModelId) -> None:
-        """Forget a model that is no longer hosted, if it ever was busy."""
         self._busy.discard(model)
         self._spent_s.pop(model, None)
         self._last_step.pop(model, None)

@@ -1,4 +1,4 @@
-"""Check what must be true of a fleet between two steps. Changes nothing; walks over everything."""
+"""Checks invariants of a fleet between two steps. Walks over everything."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import islice
 
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import CapacityIndex, Promises
-from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Promise
 from hearth.policy.fleet.records import Model, Worker, share_for_batch
 
 
@@ -85,7 +85,7 @@ def _check_worker(fleet: Fleet, worker: Worker) -> None:
 
 
 def _check_turns(worker: Worker) -> None:
-    """Check that those in turn have room beside what all others keep, and that everybody's turn can come.
+    """Check that models in turn have room beside what the others keep, and that every turn can come.
 
     A replica has nothing, and keeps nothing, before its first turn.
     """

@@ -1,17 +1,16 @@
-"""All decisions of the control plane: an event goes in, orders come out. Pure: no clock, no randomness.
+"""All decisions of the control plane: an event goes in, actions come out. Pure: no clock, no randomness.
 
-A request runs where its model has a free slot, else its model is loaded where there is room or where idle
-models can give way (`routing.py`, `evictions.py`), else it waits (`serving.py`). What follows from an event
-follows in the same step.
+A request runs where its model has a free slot; else its model is loaded where there is room or idle models
+can be evicted (`routing.py`, `evictions.py`); else it waits (`serving.py`). All consequences of an event
+follow in the same step.
 
-Models that do not fit together may take turns on a worker. Whose turn it is the worker decides, who sees
-every token (`policy/turns`); here is decided who is hosted where, so that everybody's turn can come.
+Models that do not fit together may take turns on a worker. The worker decides the turns (`policy/turns`); the
+brain decides which models are hosted where, so that every turn can come.
 
-The books are promises: what hosted models of a worker are promised, of those that take turns the ones in
-turn, is never more than its budget, and what its memory holds at a moment is the worker's own affair
-(`device_bytes.py` knows a little of it). Orders to one worker are carried out in order. So the books count an
-evicted model as gone and a loading one as there at once, and requests follow directly behind the order to
-load.
+The books hold promises: what the hosted models of a worker, or those in turn, are promised never exceeds its
+budget. What its memory holds at a moment is the worker's own affair (`device_bytes.py` knows a little of it).
+A worker carries out orders in sequence. So the books count an evicted model as gone and a loading one as
+there at once, and requests follow directly behind the order to load.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from hearth.policy.fleet.events import (
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
-    ModelProfile,
     ModelReady,
     ModelRemoved,
     ModelStopped,
@@ -61,6 +59,7 @@ from hearth.policy.fleet.failures import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pins import grant_pins
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, share_for_batch
 from hearth.policy.fleet.refusals import (
     explain_misfit,
@@ -79,12 +78,12 @@ from hearth.policy.fleet.serving import (
     set_timer,
 )
 
-#: When a client is told to come back while there is no worker: most are up by then.
+#: Retry delay that a client is told while there is no worker.
 NO_WORKER_S = 10.0
 
 
 def step(fleet: Fleet, event: Event) -> list[Action]:
-    """Enter what happened into the books, and return all orders that follow from it."""
+    """Enter an event into the books, and return all actions that follow from it."""
     fleet.advance(event.now_s)
     actions = _apply(fleet, event) + _serve_waiting(fleet)
     if isinstance(event, RequestArrived) and (refused := _reject_beyond_queue(fleet, event)) is not None:
@@ -93,7 +92,7 @@ def step(fleet: Fleet, event: Event) -> list[Action]:
 
 
 def _notify_holds(fleet: Fleet) -> list[Action]:
-    """Tell workers how models are held; they see for themselves who is busy, and nothing else of it."""
+    """Tell workers how models are held. They see for themselves which are busy."""
     return [
         SetHold(replica.model.name, replica.worker.name, replica.notified_hold)
         for replica in fleet.notices.take()
@@ -101,7 +100,7 @@ def _notify_holds(fleet: Fleet) -> list[Action]:
 
 
 def _serve_waiting(fleet: Fleet) -> list[Action]:
-    """Return all orders that follow for those who wait, and for those who should be pinned."""
+    """Return all actions for waiting requests and for models to be pinned."""
     actions = grant_pins(fleet)
     while fleet.queues.must_serve or fleet.queues.must_refuse:
         if fleet.queues.must_refuse:
@@ -114,7 +113,7 @@ def _serve_waiting(fleet: Fleet) -> list[Action]:
 
 
 def _apply(fleet: Fleet, event: Event) -> list[Action]:
-    """Enter an event into the books, and return the orders that concern only what it is about."""
+    """Enter an event into the books, and return the actions that concern only its subject."""
     match event:
         case RequestArrived():
             return _accept_request(fleet, event)
@@ -176,7 +175,7 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
     fleet.estimates.reload.asked(model.name, fleet.now_s)
     request = fleet.accept(event, model)
     actions = load_beside_paused(fleet, model) + fill_slots(fleet, model)
-    # Behind others of its model it changes nothing, unless they are so many now that another replica pays.
+    # Behind others of its model it changes nothing, unless another replica pays now.
     if model.first_waiting is request or is_second_worthwhile(fleet, model):
         fleet.queues.must_serve = True
     return actions
@@ -185,7 +184,7 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
 def _refuse_unusable(
     fleet: Fleet, event: RequestArrived, model: Model, profile: ModelProfile
 ) -> Reject | None:
-    """Refuse a request of a model that is on no worker: a load failed a moment ago, or pins leave no room."""
+    """Refuse a request of a model on no worker: a load failed recently, or pins leave no room."""
     if model.failure is not None and (retry_s := find_retry_s(fleet, model)) is not None:
         message = explain_failure(model.failure, retry_s)
         return Reject(event.request_id, failure_reason(model.failure), message, retry_s)
@@ -195,7 +194,7 @@ def _refuse_unusable(
 
 
 def _must_await_turn(fleet: Fleet, model: Model) -> bool:
-    """True if a request of a model would go where it has to wait for a turn, because there is no room."""
+    """True if a request of a model would have to wait for a turn, because there is no room."""
     if not fleet.config.takes_turns:
         return False
     if model.with_free_slot:
@@ -209,13 +208,13 @@ def _has_full_queue(fleet: Fleet, event: RequestArrived) -> bool:
 
 
 def _max_queue(fleet: Fleet, event: RequestArrived) -> int:
-    """Return how many requests may wait, of both classes, that one of this class may wait too."""
+    """Return the queue length, of both classes, up to which a request of this class may wait."""
     most = fleet.config.max_queue
     return share_for_batch(most) if event.is_batch else most
 
 
 def _reject_beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
-    """Reject a new request that has to wait while too many others do."""
+    """Reject a new request that would have to wait in a full queue."""
     queues, max_queue = fleet.queues, _max_queue(fleet, event)
     request = queues.requests.get(event.request_id)
     if request is None or request.replica is not None:
@@ -227,7 +226,6 @@ def _reject_beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
 
 
 def _refuse_for_queue(fleet: Fleet, event: RequestArrived) -> Reject:
-    """Refuse a request because too many others wait, and say when fewer do."""
     queues, max_queue = fleet.queues, _max_queue(fleet, event)
     num_waiting = queues.num_waiting + queues.num_awaiting_turn
     num_running = max(1, queues.num_running - queues.num_awaiting_turn)
@@ -255,7 +253,6 @@ def _finish_request(fleet: Fleet, event: RequestFinished) -> list[Action]:
 
 
 def _learn_from_success(fleet: Fleet, request: Request) -> None:
-    """Learn that a replica works, and how long requests of its model run; nothing of one that is gone."""
     replica = request.replica
     if replica is not None and not replica.is_stale:
         replica.has_served = True
@@ -270,7 +267,6 @@ def _cancel_request(fleet: Fleet, event: RequestCancelled) -> list[Action]:
 
 
 def _end_and_cancel(fleet: Fleet, request: Request) -> list[Action]:
-    """End a request whose worker does not know."""
     replica = request.replica
     fleet.end(request)
     if replica is None:
@@ -279,7 +275,7 @@ def _end_and_cancel(fleet: Fleet, request: Request) -> list[Action]:
 
 
 def _use_free_slot(fleet: Fleet, replica: Replica | None) -> list[Action]:
-    """Give the slot that came free to the next one of its model; an idle replica may have to leave."""
+    """Give a free slot to the next request of its model; an idle replica may have to leave."""
     if replica is None:
         return []
     return fill_slots(fleet, replica.model) + evict_if_leaving(fleet, replica)
@@ -323,7 +319,7 @@ def _record_turn(fleet: Fleet, worker: WorkerId, model: ModelId, *, is_in_turn: 
 
 
 def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
-    """Remove a replica: what a proven one was doing goes on; one that was not would only fail again."""
+    """Remove a replica. Requests of a proven one go on; those of others would only fail again."""
     replica = _find_replica(fleet, event.worker, event.model)
     if replica is None:
         return []
@@ -356,7 +352,7 @@ def _add_worker(fleet: Fleet, event: WorkerJoined) -> list[Action]:
 
 
 def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
-    """Remove a worker: what it was doing goes on; what it may have been lost by is not tried for ever."""
+    """Remove a worker. Its requests go on; suspected models are not retried for ever."""
     worker = fleet.workers.get(event.worker)
     if worker is None:
         return []
@@ -388,6 +384,5 @@ def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message
 
 
 def _find_replica(fleet: Fleet, worker: WorkerId, model: ModelId) -> Replica | None:
-    """Return the replica that a worker speaks of; None if it is gone, so that what is said comes late."""
     known = fleet.workers.get(worker)
     return None if known is None else known.replicas.get(model)

@@ -1,11 +1,11 @@
-"""The device memory that workers have promised to models, one worker at a time and ranked over all of a kind.
+"""Device memory that workers have promised to models, per worker and ranked over all of a kind.
 
-A model is promised its weights, its tables, a workspace and the least KV that it can be served with. What it
-has beyond that is lent by its worker, so no model goes for more KV. Plans no evictions.
+A model is promised its weights, tables, workspace and the least KV that it can be served with. KV beyond that
+is lent by the worker, so no model is evicted for more KV.
 
-Where models take turns a worker may host more of them than it has room for. Then its promise binds it towards
-those in turn, towards pinned ones, which are always in turn, and for the little that all others keep. So who
-is hosted has to fit beside the pinned ones and what the others keep: then everybody's turn can come.
+If models take turns, a worker may host more than fit. Its promise then binds it towards models in turn,
+pinned ones, which are always in turn, and for the little that all others keep. So a hosted model must fit
+beside the pinned ones and what the others keep: then every turn can come.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hearth.core.types import Hold, WorkerId
-from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
+from hearth.policy.fleet.profile import Footprint, ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 
 
 @dataclass(slots=True)
 class Promises:
-    """Bytes of one worker's budget, by how the replicas are held that they are promised to.
+    """Bytes of one worker's budget, by the hold of the replicas that they are promised to.
 
-    Mutable; a worker's own are written only by `Fleet.reindex`, a copy by whoever made it. Nothing else adds
-    up what replicas take of a worker: what each has for itself, and the largest workspace of all, or, while
-    in turn, each its own where the worker's pool is not sure to share it.
+    Mutable; a worker's own are written only by `Fleet.reindex`. Counts what each replica has for itself, and
+    the largest workspace of all, or each its own while in turn if the pool may not share it.
     """
 
     budget_bytes: int
@@ -39,7 +38,6 @@ class Promises:
     turns_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
 
     def add(self, promise: Promise, hold: Hold) -> None:
-        """Promise bytes to a replica that is held so."""
         promise = self._booked(promise)
         self.own_bytes_by_hold[hold] += promise.own_bytes
         self.standing_bytes_by_hold[hold] += promise.standing_bytes
@@ -47,7 +45,6 @@ class Promises:
         _add_one(self.turns_by_hold[hold], promise.own_bytes - promise.standing_bytes)
 
     def release(self, promise: Promise, hold: Hold) -> None:
-        """Take back what a replica that is held so was promised."""
         promise = self._booked(promise)
         self.own_bytes_by_hold[hold] -= promise.own_bytes
         self.standing_bytes_by_hold[hold] -= promise.standing_bytes
@@ -55,58 +52,49 @@ class Promises:
         _remove_one(self.turns_by_hold[hold], promise.own_bytes - promise.standing_bytes)
 
     def copy(self) -> Promises:
-        """Return the same promises, to try out what would be free without some of them."""
+        """Return a copy, to try out what would be free without some promises."""
         return Promises(
-            *(self.budget_bytes, self.shares_workspace, self.own_bytes_by_hold.copy()),
+            self.budget_bytes,
+            self.shares_workspace,
+            self.own_bytes_by_hold.copy(),
             workspaces_by_hold=[sizes.copy() for sizes in self.workspaces_by_hold],
             standing_bytes_by_hold=self.standing_bytes_by_hold.copy(),
             turns_by_hold=[sizes.copy() for sizes in self.turns_by_hold],
         )
 
     def workspace_bytes(self, above: Hold | None = None) -> int:
-        """Return the largest shared workspace, of replicas that are held more than `above`, or of all."""
+        """Return the largest shared workspace of replicas held more than `above`, or of all."""
         return _largest(self.workspaces_by_hold[_first_above(above) :])
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are promised to nobody; models may use them all the same.
-
-        Negative on a worker whose models have to take turns.
-        """
+        """Bytes that are not promised; models may use them anyway. Negative if models must take turns."""
         return self.budget_bytes - sum(self.own_bytes_by_hold) - self.workspace_bytes()
 
     def freeable_bytes(self, most: Hold) -> int:
-        """Return how many bytes are free once every replica that is held at most so is gone."""
+        """Return the free bytes once every replica with a hold up to `most` is gone."""
         return self.budget_bytes - sum(self.own_bytes_by_hold[most + 1 :]) - self.workspace_bytes(most)
 
-    def has_room(self, footprint: Footprint) -> bool:
-        """True if a model can be promised its least without anybody going."""
-        return self._bytes_with(footprint) <= self.budget_bytes
-
-    def could_have_room(self, footprint: Footprint, most: Hold) -> bool:
-        """True if a model can be promised its least once every replica that is held at most so is gone."""
-        return self._bytes_with(footprint, above=most) <= self.budget_bytes
+    def has_room(self, footprint: Footprint, without: Hold | None = None) -> bool:
+        """True if a model fits, without the replicas of a hold up to `without`."""
+        return self._bytes_with(footprint, above=without) <= self.budget_bytes
 
     @property
     def must_take_turns(self) -> bool:
-        """True if replicas with requests, and pinned ones, do not all have room together."""
+        """True if replicas with requests, and pinned ones, do not all fit together."""
         return self.freeable_bytes(Hold.WARM) < 0
 
     @property
     def can_all_take_turns(self) -> bool:
-        """True if every replica has room in its turn, while all others but pinned ones are out of turn."""
+        """True if every replica fits in its turn, while all others but pinned ones are out of turn."""
         return self._turn_bytes() <= self.budget_bytes
 
-    def can_take_turns(self, footprint: Footprint) -> bool:
-        """True if a model and all replicas have room, each in its turn."""
-        return self._turn_bytes(footprint) <= self.budget_bytes
-
-    def could_take_turns(self, footprint: Footprint) -> bool:
-        """True if a model and all replicas have room, each in its turn, once all idle replicas are gone."""
-        return self._turn_bytes(footprint, above=Hold.WARM) <= self.budget_bytes
+    def can_take_turns(self, footprint: Footprint, without: Hold | None = None) -> bool:
+        """True if a model and all replicas with a hold above `without` fit, each in its turn."""
+        return self._turn_bytes(footprint, above=without) <= self.budget_bytes
 
     def _turn_bytes(self, footprint: Footprint | None = None, above: Hold | None = None) -> int:
-        """Return what is promised in the largest turn, of replicas held more than `above` and of a model."""
+        """Return the bytes of the largest turn, of replicas held more than `above` and a model."""
         first, promise = _first_above(above), Promise(0, 0)
         if footprint is not None:
             promise = self._booked(footprint.promise)
@@ -122,13 +110,13 @@ class Promises:
         )
 
     def _bytes_with(self, footprint: Footprint, above: Hold | None = None) -> int:
-        """Return what is promised to replicas held more than `above` and a model, all in turn."""
+        """Return the bytes of replicas held more than `above` and a model, all in turn."""
         promise = self._booked(footprint.promise)
         own_bytes = promise.own_bytes + sum(self.own_bytes_by_hold[_first_above(above) :])
         return own_bytes + max(promise.workspace_bytes, self.workspace_bytes(above))
 
     def _booked(self, promise: Promise) -> Promise:
-        """Return a promise as this worker keeps it: with a workspace of its own where none can be shared."""
+        """Return a promise as this worker keeps it: with its own workspace if none can be shared."""
         return promise if self.shares_workspace else promise.unshared
 
     @property
@@ -165,8 +153,8 @@ def _remove_one(num_by_size: dict[int, int], size: int) -> None:
 class CapacityIndex:
     """The workers of one kind of device, ranked by bytes.
 
-    A worker with room for a model ranks at least as high as what the model has for itself. The converse does
-    not hold where the model needs a larger workspace than those that are there: `find_fitting` looks again.
+    A worker with room for a model ranks at least as high as the model's own bytes. The converse fails if the
+    model needs a larger workspace, so `find_fitting` checks again.
     """
 
     promises: dict[WorkerId, Promises] = field(default_factory=dict)
@@ -180,7 +168,6 @@ class CapacityIndex:
     budget: Ranking[WorkerId, int] = field(default_factory=Ranking)
 
     def put(self, name: WorkerId, promises: Promises) -> None:
-        """Rank a worker by what it has promised now."""
         self.promises[name] = promises
         self.free.put(name, promises.free_bytes)
         self.retained.put(name, promises.freeable_bytes(Hold.RETAINED))
@@ -189,7 +176,6 @@ class CapacityIndex:
         self.budget.put(name, promises.budget_bytes)
 
     def drop(self, name: WorkerId) -> None:
-        """Forget a worker that was lost."""
         del self.promises[name]
         for ranking in self.rankings:
             ranking.drop(name)
@@ -197,9 +183,9 @@ class CapacityIndex:
     def find_fitting(
         self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool = False
     ) -> Iterator[WorkerId]:
-        """Return workers with room for a model once every replica that is held at most so is gone.
+        """Return workers with room for a model once every replica with a hold up to `most` is gone.
 
-        With `most` None nobody goes. Not to be continued after a change.
+        `most` None: without evictions. Not to be continued after a change.
         """
         by_hold = {
             None: self.free,
@@ -210,34 +196,24 @@ class CapacityIndex:
         ranking = by_hold[most]
         own_bytes = footprint.promise.own_bytes
         names = ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
-        return (name for name in names if self.fits(name, footprint, most))
-
-    def fits(self, name: WorkerId, footprint: Footprint, most: Hold | None) -> bool:
-        """True if a worker has room for a model once every replica that is held at most so is gone."""
-        promises = self.promises[name]
-        return promises.has_room(footprint) if most is None else promises.could_have_room(footprint, most)
+        return (name for name in names if self.promises[name].has_room(footprint, most))
 
     @property
     def rankings(self) -> tuple[Ranking[WorkerId, int], ...]:
-        """All five rankings, each with the same workers."""
         return self.free, self.retained, self.idle, self.unpinned, self.budget
 
 
 class FleetCapacity:
-    """The ranked workers of every kind of device. Mutable; written only by the fleet."""
-
     def __init__(self) -> None:
         self.by_kind: dict[str, CapacityIndex] = {}
 
     def put(self, kind: str, name: WorkerId, promises: Promises) -> None:
-        """Rank a worker, new or known, by what it has promised now."""
         index = self.by_kind.get(kind)
         if index is None:
             index = self.by_kind[kind] = CapacityIndex()
         index.put(name, promises)
 
     def drop(self, kind: str, name: WorkerId) -> None:
-        """Forget a worker that was lost."""
         index = self.by_kind[kind]
         index.drop(name)
         if not len(index.budget):
@@ -250,12 +226,8 @@ class FleetCapacity:
             if footprint is not None:
                 yield index, footprint
 
-    def could_fit(self, profile: ModelProfile) -> bool:
-        """True if some worker would have room for the model if everything unpinned went."""
-        return self.has_fitting(profile, Hold.BUSY)
-
     def has_fitting(self, profile: ModelProfile, most: Hold) -> bool:
-        """True if some worker would have room for the model if everything went that is held at most so."""
+        """True if some worker has room for the model without replicas of a hold up to `most`."""
         return any(
             next(index.find_fitting(footprint, most, roomiest_first=True), None) is not None
             for index, footprint in self.find_suited(profile)

@@ -1,28 +1,30 @@
-"""Models that are deployed, removed and stopped, and what has to leave for that. Loads nothing."""
+"""Models that are deployed, removed and stopped."""
 
 from __future__ import annotations
 
 from hearth.core.types import ModelId
 from hearth.policy.fleet.device_bytes import forget_model, free_retired, record_bytes
-from hearth.policy.fleet.events import Action, Evict, ModelProfile, ModelStopped, RejectReason
+from hearth.policy.fleet.events import Action, Evict, ModelStopped, RejectReason
 from hearth.policy.fleet.evictions import price_victim
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Stop
 from hearth.policy.fleet.refusals import explain_outdated, explain_removed, refuse_hopeless, reject
 
 
 def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
-    """Enter a model or its new profile; replicas of other bytes, or of other sizes, serve nobody new."""
+    """Enter a model or its new profile. Replicas of other bytes or sizes take no new requests."""
     model = fleet.models.setdefault(profile.model, Model(profile.model))
     before, model.profile = model.profile, profile
     model.is_stopped = False
     model.clear_failures()
     fleet.update_unplaced(model)
     fleet.queues.must_serve = True
-    is_other = before is None or (before.digest, before.num_bytes, before.footprints) != (
-        *(profile.digest, profile.num_bytes, profile.footprints),
+    is_same = before is not None and (
+        (before.digest, before.num_bytes, before.footprints)
+        == (profile.digest, profile.num_bytes, profile.footprints)
     )
-    if not is_other:
+    if is_same:
         fleet.reindex_model(model)
         return []
     actions: list[Action] = [
@@ -34,7 +36,7 @@ def deploy_model(fleet: Fleet, profile: ModelProfile) -> list[Action]:
 
 
 def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
-    """Forget a model: who waits for it is rejected, and what runs may finish."""
+    """Remove a model: waiting requests are rejected, running ones may finish."""
     model = fleet.models.get(name)
     if model is None or model.profile is None:
         return []
@@ -52,7 +54,7 @@ def remove_model(fleet: Fleet, name: ModelId) -> list[Action]:
 
 
 def stop_model(fleet: Fleet, event: ModelStopped) -> list[Action]:
-    """Have all replicas of a model become retained when idle, or leave if they are to be freed."""
+    """Make all replicas of a model retained when idle, or evict them if they are to be freed."""
     model = fleet.models.get(event.model)
     if model is None:
         return []
@@ -67,7 +69,6 @@ def stop_model(fleet: Fleet, event: ModelStopped) -> list[Action]:
 
 
 def evict_if_leaving(fleet: Fleet, replica: Replica) -> list[Action]:
-    """Evict a replica that is idle and not to stay."""
     if replica.running or not replica.is_leaving:
         return []
     cost_s, is_freed = price_victim(replica, fleet.estimates, fleet.now_s).cost_s, replica.must_free_bytes
@@ -78,9 +79,9 @@ def evict_if_leaving(fleet: Fleet, replica: Replica) -> list[Action]:
 
 
 def _outdate(fleet: Fleet, model: Model, before: ModelProfile | None) -> list[Action]:
-    """Have replicas of an old version leave, idle ones now and busy ones when they are idle.
+    """Evict replicas of an old version, idle ones now and busy ones when they are idle.
 
-    So does what is left of earlier replicas, unless its bytes are those of the new version.
+    Bytes of earlier replicas go too, unless they are those of the new version.
     """
     actions: list[Action] = []
     after = model.profile

@@ -1,7 +1,7 @@
-"""How many bytes of which model lie in the device memory of which worker: books that no promise depends on.
+"""How many bytes of each model lie in the device memory of each worker. No promise depends on it.
 
-A model is loaded, and its requests go, where most of it is already; `routing.py` decides that. What these
-books say may be a moment old, so it only ever makes an estimate better or worse.
+`routing.py` prefers workers that have most of a model. The numbers may be a moment old, so they only affect
+estimates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from hearth.policy.fleet.records import Model, Worker
 
 
 def record_bytes(model: Model, worker: Worker, num_bytes: int) -> None:
-    """Write down that so many bytes of a model are on a worker now."""
     most = 0 if model.profile is None else model.profile.num_bytes
     if (known_bytes := min(num_bytes, most)) > 0:
         model.resident_bytes[worker.name] = known_bytes
@@ -26,7 +25,7 @@ def record_bytes(model: Model, worker: Worker, num_bytes: int) -> None:
 
 
 def rank_retired(model: Model, worker: Worker) -> None:
-    """Rank a worker by its bytes of a model, if it has no replica; called whenever one came or went."""
+    """Rank a worker by its bytes of a model without a replica. Called whenever one came or went."""
     num_bytes = model.resident_bytes.get(worker.name)
     if num_bytes is None or worker.name in model.replicas:
         model.retired.drop(worker.name)
@@ -37,7 +36,7 @@ def rank_retired(model: Model, worker: Worker) -> None:
 def record_report(
     models: Mapping[ModelId, Model], worker: Worker, bytes_by_model: Mapping[ModelId, int]
 ) -> None:
-    """Write down all that a worker says it has; models that are not deployed do not count."""
+    """Record a worker's report; models that are not deployed do not count."""
     for model in list(worker.resident_models.values()):
         if model.name not in bytes_by_model:
             record_bytes(model, worker, 0)
@@ -49,9 +48,9 @@ def record_report(
 
 
 def count_missing_bytes(model: Model, worker: Worker) -> int:
-    """Return how many bytes have to be loaded before a model can run on a worker.
+    """Return how many bytes must be loaded before a model can run on a worker.
 
-    That may be some of a ready replica too: KV of others took them while the model was idle.
+    Also of a ready replica: KV of others may have taken some while it was idle.
     """
     replica = worker.replicas.get(model.name)
     if replica is not None and not replica.is_ready:
@@ -61,19 +60,17 @@ def count_missing_bytes(model: Model, worker: Worker) -> int:
 
 
 def forget_model(model: Model, workers: Mapping[WorkerId, Worker]) -> None:
-    """Count no bytes of a model any more, because other bytes are deployed under its name."""
     for name in list(model.resident_bytes):
         record_bytes(model, workers[name], 0)
 
 
 def forget_worker(worker: Worker) -> None:
-    """Count no bytes on a worker any more, because it was lost."""
     for model in list(worker.resident_models.values()):
         record_bytes(model, worker, 0)
 
 
 def free_retired(model: Model, workers: Mapping[WorkerId, Worker]) -> list[Action]:
-    """Order workers without a replica of a model to free what they still have of it."""
+    """Order workers without a replica of a model to free its bytes."""
     actions: list[Action] = []
     for name in model.retired:
         record_bytes(model, workers[name], 0)

@@ -1,17 +1,15 @@
-"""Which busy models give way to one that has waited too long for room. `serving.py` ends what is begun here.
+"""Which busy models are drained for one that has waited too long for room. `serving.py` ends drains.
 
-Where models take turns only those wait for room that have none in a turn beside what others keep out of turn:
-few, and nearly as large as a worker.
+If models take turns, only those wait for room that fit into no turn: few, and nearly as large as a worker.
 
-A request that has waited for its patience gets the cheapest set of models on one worker drained: they take
-no new requests, and when the last of their running ones has ended there is room. It contains idle models too,
-for they would have to go anyway and must not become busy meanwhile. A loading model is not drained: those who
-wait for it have waited as well, so they are served first, and the load is not wasted. Nor is one for which
-somebody waits who came earlier.
+A request that has waited for its patience gets the cheapest set of models on one worker drained: they take no
+new requests, and when the last running one has ended there is room. The set includes idle models, which must
+not become busy meanwhile. A loading model is not drained, because its requests have waited as well, nor is
+one with a request that came earlier.
 
-Nobody knows how long a running request will be. So a drain that is not done after `max_drain_s` is given up:
-its worker serves everybody again, rests from drains for as long, and only then may be drained once more.
-Meanwhile a model is loaded there as long as the one that waits will have room beside it.
+The length of running requests is unknown. So a drain that is not done after `max_drain_s` is given up: its
+worker takes requests again, and is not drained for as long. Meanwhile models are loaded there if they leave
+room for the one that waits.
 """
 
 from __future__ import annotations
@@ -21,21 +19,21 @@ from itertools import islice
 
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.evictions import Victim, choose_fewest, price_victim
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Footprint
 from hearth.policy.fleet.records import Drain, Model, Replica, Worker
 
-#: Workers that are compared: those that lack the least.
+#: Workers that are compared.
 MAX_WORKERS = 8
 
 
 def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
     """Return the cheapest drain that gives a model room.
 
-    None if a drain would help on no worker, or there is room already and the model only waits behind others.
+    None if no drain helps, or there is room already and the model only waits behind others.
     """
-    assert model.profile is not None, f"nobody can wait for a removed model: `{model.name}`"
+    assert model.profile is not None, f"removed: `{model.name}`"
     plans: list[tuple[Victim, ...]] = []
     for index, footprint in fleet.capacity.find_suited(model.profile):
         ranking = index.unpinned if fleet.config.takes_turns else index.idle
@@ -50,7 +48,6 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
 
 
 def begin_drain(fleet: Fleet, drain: Drain) -> None:
-    """Have the victims of a drain take no new requests."""
     fleet.drains[drain.model.name] = drain.worker.drain = drain
     for replica in drain.victims:
         replica.drain = drain
@@ -58,17 +55,16 @@ def begin_drain(fleet: Fleet, drain: Drain) -> None:
 
 
 def is_done(drain: Drain) -> bool:
-    """True if no victim runs a request any more."""
     return not any(replica.running for replica in drain.victims)
 
 
 def is_in_vain(fleet: Fleet, drain: Drain) -> bool:
-    """True if victims still run requests after all the time that a drain may take."""
+    """True if victims still run requests after `max_drain_s`."""
     return fleet.now_s >= drain.began_s + fleet.config.max_drain_s and not is_done(drain)
 
 
 def leaves_room(fleet: Fleet, drain: Drain, footprint: Footprint) -> bool:
-    """True if the model that waits has room once its drain is done, also if another is loaded meanwhile."""
+    """True if the waiting model has room after its drain, also if another model is loaded meanwhile."""
     profile, promises = drain.model.profile, drain.worker.promises.copy()
     if profile is None:
         return True
@@ -80,9 +76,9 @@ def leaves_room(fleet: Fleet, drain: Drain, footprint: Footprint) -> bool:
 
 
 def is_needless(fleet: Fleet, drain: Drain) -> bool:
-    """True if the model does not wait for room any more, or a victim can no longer give way to it.
+    """True if the model no longer waits for room, or a victim can no longer go.
 
-    A victim cannot if it has been pinned meanwhile, or must serve somebody earlier first.
+    A victim cannot go if it was pinned meanwhile, or has an earlier request.
     """
     return drain.model.name not in fleet.queues.for_room or not all(
         _may_go(replica, drain.model) for replica in drain.victims
@@ -90,7 +86,6 @@ def is_needless(fleet: Fleet, drain: Drain) -> bool:
 
 
 def _has_room(fleet: Fleet, promises: Promises, footprint: Footprint) -> bool:
-    """True if a model has room, be it in turns."""
     return promises.can_take_turns(footprint) if fleet.config.takes_turns else promises.has_room(footprint)
 
 
@@ -111,7 +106,6 @@ def _find_drainable(worker: Worker, model: Model) -> Iterator[Replica]:
 
 
 def _may_go(replica: Replica, model: Model) -> bool:
-    """True if a replica may give way to a model at all."""
     own, other = replica.model.first_waiting, model.first_waiting
     is_earlier = own is not None and other is not None and own.place < other.place
     return replica.hold is not Hold.PINNED and not is_earlier
@@ -127,7 +121,7 @@ def _choose_victims(fleet: Fleet, worker: Worker, model: Model, footprint: Footp
 
 
 def _price(fleet: Fleet, replica: Replica) -> Victim:
-    """Return a replica with its reload cost and the time until its requests have ended."""
+    """Return a replica with its reload cost plus the time until its requests have ended."""
     priced = price_victim(replica, fleet.estimates, fleet.now_s)
     if not replica.running:
         return priced

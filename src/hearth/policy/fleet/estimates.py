@@ -1,48 +1,40 @@
-"""Times that the brain has learnt: how long requests run, and what it costs to have a model back.
-
-Running averages over what the events said. Decides nothing, measures nothing.
-"""
+"""Times that the brain has learnt: how long requests run, and what reloading a model costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hearth.core.types import ModelId, Rung
+from hearth.core.types import ModelId
 from hearth.policy.memory.reload_cost import ReloadCosts
 
-#: How long a request is taken to run until the first one has.
+#: Assumed run time before the first request has ended.
 PRIOR_RUN_S = 1.0
-#: What the newest run counts in a mean; all earlier ones together count the rest.
+#: Weight of the newest run in a mean.
 NEWEST_WEIGHT = 0.2
 
 
 @dataclass(slots=True)
 class Estimates:
-    """Mean run times of requests, and the reload costs of models. Mutable; written only by `step`."""
+    """Mean run times of requests, and reload costs of models. Mutable; written only by `step`."""
 
     reload: ReloadCosts
     mean_run_s: float | None = None
     run_s_by_model: dict[ModelId, float] = field(default_factory=dict)
 
     def ran(self, model: ModelId, seconds: float) -> None:
-        """Learn from one request how long those of its model run, from when its worker could run it."""
+        """Learn the run time of a request, from when its worker could run it."""
         self.mean_run_s = _averaged(self.mean_run_s, seconds)
         self.run_s_by_model[model] = _averaged(self.run_s_by_model.get(model), seconds)
 
     def forget(self, model: ModelId) -> None:
-        """Drop what is known of a model that was removed: another of the same name may be nothing like it."""
+        """Forget a removed model: another of the same name may be nothing like it."""
         self.run_s_by_model.pop(model, None)
         self.reload.forget(model)
 
     def run_s(self, model: ModelId | None = None) -> float:
-        """Return how long a request of a model runs; of all models where that one has shown none yet."""
+        """Return the run time of a request of a model, or of all models if it has none yet."""
         known_s = self.mean_run_s if model is None else self.run_s_by_model.get(model, self.mean_run_s)
         return PRIOR_RUN_S if known_s is None else known_s
-
-    def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:
-        """Return how long a load of so many bytes takes from the rungs that have them."""
-        return self.reload.load_s(num_bytes, bytes_by_rung)
 
 
 def _averaged(mean: float | None, newest: float) -> float:

@@ -1,7 +1,4 @@
-"""Events that the brain is told and actions that it orders. Events are facts and carry their time.
-
-Decides nothing: that is `policy/fleet/brain.py`.
-"""
+"""Events for the brain and actions that it orders. Events are facts and carry their time."""
 
 from __future__ import annotations
 
@@ -10,71 +7,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
+from hearth.policy.fleet.profile import NOTHING_PROMISED, ModelProfile, Promise
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """Device memory that a worker owes a model which it hosts."""
-
-    own_bytes: int  #: for the model alone
-    workspace_bytes: int  #: one for all models, as large as the largest needs, where the pool can share it
-    standing_bytes: int = 0  #: of `own_bytes`, what it has also while it waits for its turn
-
-    @property
-    def unshared(self) -> Promise:
-        """The same promise where the pool may have to give every model in turn its own workspace."""
-        return Promise(self.own_bytes + self.workspace_bytes, 0, self.standing_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Device memory that a model takes on one kind of device."""
-
-    fixed_bytes: int  #: weights, workspace and tables: all but KV
-    min_kv_bytes: int  #: promised to it, however much others want; below this it cannot be served
-    max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
-    workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
-    tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
-    sink_bytes: int = 0  #: of `min_kv_bytes`, what its engine never gives up
-    max_seqs: int = 1  #: requests that it runs at a time, for which its memory is sized
-
-    @property
-    def weights_bytes(self) -> int:
-        """Weights, with what is lost to them while they are loaded and where they lie."""
-        return self.fixed_bytes - self.workspace_bytes - self.tables_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """Bytes that a worker without other models must promise to host the model."""
-        return self.fixed_bytes + self.min_kv_bytes
-
-    @property
-    def promise(self) -> Promise:
-        """The least that a worker must promise to host the model beside others."""
-        standing_bytes = self.tables_bytes + self.sink_bytes
-        return Promise(self.least_bytes - self.workspace_bytes, self.workspace_bytes, standing_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelProfile:
-    """The facts of a deployed model that placement has to know."""
-
-    model: ModelId
-    num_bytes: int  #: to be loaded
-    footprints: Mapping[str, Footprint]  #: by kind of device
-    keep_alive_s: float  #: idle for longer, it is only retained
-    is_pinned: bool = False
-    weight: float = 1.0  #: how much a second of its start matters, in its reload cost
-    digest: str = ""  #: another one means other bytes under the same name
-
 
 # Events.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDeployed:
-    """A model was deployed, or the profile of a known one has changed."""
+    """A model was deployed, or its profile changed."""
 
     now_s: float
     profile: ModelProfile
@@ -82,15 +23,13 @@ class ModelDeployed:
 
 @dataclass(frozen=True, slots=True)
 class ModelRemoved:
-    """A model is no longer deployed."""
-
     now_s: float
     model: ModelId
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStopped:
-    """A user wants a model idle: retained, or with `is_freed` out of memory. What runs may finish."""
+    """A user wants a model idle: retained, or with `is_freed` out of memory. Running requests may finish."""
 
     now_s: float
     model: ModelId
@@ -105,7 +44,7 @@ class WorkerJoined:
     worker: WorkerId
     kind: str
     budget_bytes: int
-    shares_workspace: bool = True  #: its pool is sure to need one workspace for all models
+    shares_workspace: bool = True  #: one workspace for all models always suffices
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,48 +53,40 @@ class WorkerLost:
 
     now_s: float
     worker: WorkerId
-    culprit: ModelId | None = None  #: the model whose step was under way; None: none was, or nobody knows
-    has_answered: bool = False  #: the culprit has made tokens on that worker
-    reason: str = "died"  #: what the worker did, for people
-    #: Requests with a row in that step, against which alone the loss counts; None: nobody knows.
+    culprit: ModelId | None = None  #: the model whose step was running; None: none or unknown
+    has_answered: bool = False  #: the culprit has produced tokens on that worker
+    reason: str = "died"  #: what the worker did, in words
+    #: Requests with a row in that step, the only ones that the loss counts against; None: unknown.
     in_step: tuple[RequestId, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WantedAdapter:
-    """The adapter that a request runs with."""
-
     adapter: AdapterId
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A client wants an answer from a model."""
-
     now_s: float
     request_id: RequestId
     model: ModelId
     num_prompt_tokens: int
     max_tokens: int | None
-    keep_alive_s: float | None = None  #: of this request; infinite pins the model; None: the model's own
-    digest: str | None = None  #: of the version that its tokens were made for; None: whatever is deployed
-    is_batch: bool = False  #: nobody reads along, so it gives way to others
+    keep_alive_s: float | None = None  #: infinite pins the model; None: the model's own
+    digest: str | None = None  #: of the version that the prompt was tokenised for; None: any
+    is_batch: bool = False  #: not interactive: lower priority
     adapter: WantedAdapter | None = None  #: None: the bare model
 
 
 class End(StrEnum):
-    """How a request ended."""
-
-    DONE = "done"  #: its worker is through with it
-    STOPPED = "stopped"  #: its answer is complete, but the worker does not know: a stop string
-    FAILED = "failed"  #: on its worker, and nothing can be learnt from how long it ran
+    DONE = "done"  #: its worker has finished it
+    STOPPED = "stopped"  #: at a stop string, which the worker does not know
+    FAILED = "failed"  #: on its worker: its run time says nothing
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request that was dispatched has ended."""
-
     now_s: float
     request_id: RequestId
     num_output_tokens: int
@@ -172,8 +103,6 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgressed:
-    """A load has brought some more bytes to a worker."""
-
     now_s: float
     worker: WorkerId
     model: ModelId
@@ -182,8 +111,6 @@ class LoadProgressed:
 
 @dataclass(frozen=True, slots=True)
 class RungUse:
-    """The part of a load that one rung delivered."""
-
     rung: Rung
     num_bytes: int
     seconds: float
@@ -191,25 +118,25 @@ class RungUse:
 
 @dataclass(frozen=True, slots=True)
 class ModelReady:
-    """All bytes of a model are on a worker, at its first load or after others had taken some."""
+    """All weights of a model are on a worker, at its first load or after some were evicted."""
 
     now_s: float
     worker: WorkerId
     model: ModelId
     rungs: tuple[RungUse, ...]
     total_s: float  #: of the load that ended now
-    ahead_bytes: int = 0  #: of those of the rungs, that came before it, ahead of the model's turn
-    shared_bytes: int = 0  #: besides those of the rungs: another load was reading them already
+    ahead_bytes: int = 0  #: of the rungs' bytes, those prefetched before it
+    shared_bytes: int = 0  #: besides the rungs' bytes: read by another load
 
     @property
     def whole_s(self) -> float | None:
-        """The time in which the bytes of the rungs came, and no others; None: it is not known."""
+        """The time in which exactly the bytes of the rungs came; None: unknown."""
         return None if self.ahead_bytes or self.shared_bytes else self.total_s
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFailed:
-    """A model could not be loaded, or broke when it was ready. It has left the worker's memory."""
+    """A model could not be loaded, or failed later. It has left the worker's memory."""
 
     now_s: float
     worker: WorkerId
@@ -219,7 +146,7 @@ class ModelFailed:
 
 @dataclass(frozen=True, slots=True)
 class TurnBegan:
-    """A model is promised its memory on a worker from now on, and steps as soon as all of it is there."""
+    """A model is promised its memory on a worker, and steps as soon as its weights are loaded."""
 
     now_s: float
     worker: WorkerId
@@ -228,7 +155,7 @@ class TurnBegan:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A model is promised nothing on a worker any more; its requests, if it has any, wait there."""
+    """A model is no longer promised memory on a worker; its requests, if any, wait there."""
 
     now_s: float
     worker: WorkerId
@@ -247,9 +174,9 @@ class ResidencyReported:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReported:
-    """How much of the weights of each model lies in a worker's device memory, whether hosted or retired.
+    """How much of each model's weights lies in a worker's device memory, hosted or retired.
 
-    A full report, which replaces the one before: of a model that it does not name, nothing is there.
+    A full report, which replaces the one before.
     """
 
     now_s: float
@@ -289,32 +216,28 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One worker for a request, with the parts of its routing cost."""
-
     worker: WorkerId
     queue_s: float
     load_s: float
     utilisation: float  #: from 0 to 1
     cost_s: float
-    obstacle: str | None = None  #: why it is out of the question; then the numbers say nothing
-    evict_s: float = 0.0  #: the reload costs of those that would have to go, summed
-    missing_bytes: int = 0  #: of its weights, not in that worker's device memory: what `load_s` is for
+    obstacle: str | None = None  #: why it was not considered; then the numbers mean nothing
+    evict_s: float = 0.0  #: sum of the reload costs of evicted replicas
+    missing_bytes: int = 0  #: of weights that are not on that worker's device
 
 
 class Why(StrEnum):
-    """Why a request went where it did."""
-
-    RESIDENT = "resident"  #: the model was there and had a free slot
-    LOADING = "loading"  #: it was on its way there
+    RESIDENT = "resident"  #: the model was loaded and had a free slot
+    LOADING = "loading"  #: the model was loading
     FREE_ROOM = "free_room"  #: loaded into free memory
-    EVICTED = "evicted"  #: loaded where others had to go
-    TURNS = "turns"  #: hosted beside busy models that leave no room for it: they take turns
+    EVICTED = "evicted"  #: loaded after evicting others
+    TURNS = "turns"  #: hosted beside busy models, which take turns with it
     WAITED = "waited"  #: a slot or room came free
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Give a request to a worker; where the model is still loading there, it waits for it."""
+    """Give a request to a worker, where it may have to wait for its model to load."""
 
     request_id: RequestId
     model: ModelId
@@ -326,34 +249,34 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Host a model from now on, and load what is missing of it there, where turns are taken in its turn."""
+    """Host a model and load what is missing, in its turn if models take turns."""
 
     model: ModelId
     worker: WorkerId
     kv_floor_bytes: int  #: of KV that it is promised
     max_kv_bytes: int  #: it never gets more
-    promise: Promise = Promise(0, 0)  #: all that it is owed, where turns are taken while it has one
+    promise: Promise = NOTHING_PROMISED  #: all that it is owed, in its turn if models take turns
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Host an idle model no longer. Comes before what is promised its room.
+    """Stop hosting an idle model. Precedes the order that uses its room.
 
-    Its bytes stay until somebody needs their place, unless it `is_freed`; that may also come for what is left
-    of a model that was evicted before.
+    Its bytes stay until their memory is needed, unless `is_freed`; that also applies to models evicted
+    before.
     """
 
     model: ModelId
     worker: WorkerId
     cost_s: float  #: the reload cost of its weights
-    is_freed: bool  #: its bytes have to go now: nobody wants them, or a user wants them gone
+    is_freed: bool  #: its bytes go now: they are outdated, or a user freed them
 
 
 @dataclass(frozen=True, slots=True)
 class SetHold:
-    """Hold a hosted model so while it has no requests: retained, warm or pinned.
+    """Set the hold of a hosted model while it has no requests: retained, warm or pinned.
 
-    A new model is warm, and so is a retained one that gets a request: nobody has to say so.
+    A new model is warm, and so is a retained one that gets a request, without an order.
     """
 
     model: ModelId
@@ -363,7 +286,7 @@ class SetHold:
 
 @dataclass(frozen=True, slots=True)
 class RefusePin:
-    """Tell people that a model is not pinned though it should be: it may give way to others for now."""
+    """Report that a model cannot be pinned for now."""
 
     model: ModelId
     worker: WorkerId
@@ -371,14 +294,12 @@ class RefusePin:
 
 
 class RejectReason(StrEnum):
-    """Why a request was refused."""
-
     UNKNOWN_MODEL = "unknown_model"
     QUEUE_FULL = "queue_full"
     NEVER_FITS = "never_fits"
-    PINNED_OUT = "pinned_out"  #: it would fit, were it not for what is pinned
+    PINNED_OUT = "pinned_out"  #: it would fit without what is pinned
     LOAD_FAILED = "load_failed"
-    WORKERS_LOST = "workers_lost"  #: because of it, or of its model, as far as can be told
+    WORKERS_LOST = "workers_lost"  #: because of it or its model, as far as known
     MODEL_REMOVED = "model_removed"  #: or another version took its place
 
 
@@ -394,15 +315,13 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class CancelRun:
-    """Stop a request that a worker has and nobody wants any more."""
-
     request_id: RequestId
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Have `TimerFired` posted at that time; a later order replaces this one."""
+    """Post `TimerFired` at that time; replaces the last timer."""
 
     at_s: float
 
@@ -410,49 +329,16 @@ class SetTimer:
 Action = Dispatch | LoadModel | Evict | SetHold | RefusePin | Reject | CancelRun | SetTimer
 
 
-# The brain's state, as others may see it.
-
-
-class State(StrEnum):
-    """The state of a model on a worker, for people."""
-
-    LOADING = "loading"
-    WAITING = "waiting"  #: for its first turn; nothing was loaded for it yet
-    PAUSED = "paused"  #: with requests, until its next turn
-    BUSY = "busy"
-    WARM = "warm"
-    RETAINED = "retained"
-    PINNED = "pinned"
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """A model on a worker, for people."""
-
-    model: ModelId
-    worker: WorkerId
-    state: State
-    num_bytes: int  #: of device memory that it is promised, KV included
-    loaded_bytes: int
-    total_bytes: int
-    num_running: int
-    expires_s: float | None  #: when a warm one becomes retained; None: busy, pinned or retained
-    is_pin_refused: bool = False  #: it should be pinned, and those beside it would have no room
-    max_seqs: int = 1  #: requests that it runs at a time
-
-
 @dataclass(frozen=True, slots=True)
 class BrainConfig:
-    """The constants of the brain's decisions."""
-
-    max_queue: int = 512  #: requests that wait for a slot, for room or for the first turn of their model
-    #: Waiting for longer, a request has a busy model drained for its own, unless they can take turns.
+    max_queue: int = 512  #: requests that wait for a slot, room or their model's first turn
+    #: After this, a busy model is drained for a waiting request, unless they can take turns.
     patience_s: float = 2.0
-    #: A drain that is not done after so long is given up, and its worker rests from drains for as long.
+    #: A drain is given up after this, and its worker is not drained for as long.
     max_drain_s: float = 30.0
-    #: Workers have models that do not fit together take turns, and say whose turn it is.
+    #: Models that do not fit together take turns, which workers decide.
     takes_turns: bool = False
-    max_resumes: int = 3  #: workers that may be lost because of a request, as far as can be told
+    max_resumes: int = 3  #: workers that may be lost because of a request
     queue_weight: float = 1.0  #: of `queue_s` in the routing cost
     load_weight: float = 1.0  #: of `load_s` in the routing cost
     packing_s: float = 0.05  #: what an idle worker costs against a full one, in the routing cost

@@ -1,6 +1,6 @@
-"""Which idle replicas of a worker are evicted for a model that needs room. Evicts nothing itself.
+"""Which idle replicas of a worker to evict for a model. Evicts none itself.
 
-Retained replicas go before warm ones, busy and pinned ones are not touched, and no more go than have to.
+Retained replicas go before warm ones; busy and pinned ones stay; no more go than necessary.
 """
 
 from __future__ import annotations
@@ -11,41 +11,36 @@ from dataclasses import dataclass
 from hearth.core.types import Hold
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.events import Footprint
+from hearth.policy.fleet.profile import Footprint
 from hearth.policy.fleet.records import Replica, Worker
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A replica that may have to go."""
-
     replica: Replica
     cost_s: float  #: the reload cost of its weights
 
     @property
     def rank(self) -> tuple[Hold | None, float, str]:
-        """A key for sorting: first goes what is held least, then what costs least per byte."""
+        """A sort key: the least held first, then the cheapest per byte."""
         replica = self.replica
         return replica.hold, self.cost_s / max(1, replica.promise.own_bytes), replica.model.name
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """The replicas that have to go before a model has room on a worker; none if it has room already."""
-
     victims: tuple[Victim, ...]
 
     @property
     def evict_s(self) -> float:
-        """The reload costs of all victims together."""
         return sum(victim.cost_s for victim in self.victims)
 
 
 def plan_evictions(
     worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
 ) -> EvictionPlan | None:
-    """Return who has to go for a model; None if there is no room even if every idle replica went."""
-    if not worker.promises.could_have_room(footprint, Hold.WARM):
+    """Return what to evict for a model; None if it has no room without any idle replica."""
+    if not worker.promises.has_room(footprint, Hold.WARM):
         return None
     if worker.promises.has_room(footprint):
         return EvictionPlan(())
@@ -56,27 +51,26 @@ def plan_evictions(
 def plan_turn_evictions(
     worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
 ) -> EvictionPlan | None:
-    """Return who has to go for a model that takes turns with those that stay; None if it has no turn then.
+    """Return what to evict for a model that takes turns with the rest; None if it has no turn then.
 
-    Few have to: the weights of an idle model are lent anyway, and only what it keeps besides is in the way.
+    Few have to go: weights of idle models are lent anyway, and only what they keep besides is in the way.
     """
-    if not worker.promises.could_take_turns(footprint):
+    if not worker.promises.can_take_turns(footprint, without=Hold.WARM):
         return None
     victims = [price_victim(replica, estimates, now_s) for replica in find_idle(worker)]
     return EvictionPlan(choose_fewest(worker.promises, victims, lambda left: left.can_take_turns(footprint)))
 
 
 def find_idle(worker: Worker) -> list[Replica]:
-    """Return the replicas of a worker that have no requests and are not pinned."""
     return [replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM)]
 
 
 def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
-    """Return a replica with its reload cost, which is 0 for an old version: nobody loads that again."""
+    """Return a replica with its reload cost, which is 0 for an old version."""
     model = replica.model
     if model.profile is None or replica.is_stale:
         return Victim(replica, 0.0)
-    load_s = estimates.load_s(replica.total_bytes, model.bytes_by_rung)
+    load_s = estimates.reload.load_s(replica.total_bytes, model.bytes_by_rung)
     weight = model.profile.weight
     return Victim(replica, estimates.reload.cost_s(model.name, load_s, weight, now_s))
 
@@ -84,7 +78,7 @@ def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim
 def choose_fewest(
     promises: Promises, victims: Iterable[Victim], has_room: Callable[[Promises], bool]
 ) -> tuple[Victim, ...]:
-    """Return the victims of lowest rank without which there is room, less those not needed after all."""
+    """Return the victims of lowest rank that make room, without those not needed after all."""
     promises = promises.copy()
     chosen: list[Victim] = []
     for victim in sorted(victims, key=lambda victim: victim.rank):

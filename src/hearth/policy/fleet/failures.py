@@ -1,13 +1,13 @@
-"""Models that failed: for how long they are not tried again, and who is refused meanwhile. Loads nothing.
+"""Models that failed: how long they are not retried, and which requests are refused meanwhile.
 
-A model has failed on a worker if it could not be loaded there, or broke before it had served anybody: a load
-proves little, since what breaks a model may be its first step. While a worker has room for it where it has
-not failed, it is tried there. Else it is loaded nowhere for a while, which doubles each time until it has
-served: every try costs a load, and others their room.
+A model has failed on a worker if it could not be loaded there, or failed before it had served a request: a
+load proves little, because the first step may fail. It is tried on other workers with room. If there are
+none, it is not loaded for a while, which doubles each time until it has served: every try costs a load, and
+room.
 
-A model that takes its worker along, by its first step or by its load, costs all others of that worker theirs.
-Once may have been chance; from the second time in a row on it is loaded nowhere for a while, room or not.
-A loss counts only against requests of models that are suspected: others go on as often as it takes.
+A model that kills its worker, in its first step or load, costs all other models there theirs. Once may be
+chance; from the second time in a row it is not loaded anywhere for a while. A loss only counts against
+requests of suspected models.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from hearth.policy.fleet.records import LoadFailure, Model, Replica, Worker
 from hearth.policy.fleet.refusals import reject
 from hearth.policy.fleet.routing import has_untried_place
 
-#: How long a model that failed is not tried again at first; then twice as long, up to a limit.
+#: Delay of the first retry of a failed model; it doubles up to a limit.
 FIRST_DELAY_S, MAX_DELAY_S = 2.0, 60.0
-#: A replica that breaks after it was ready for so long does not count as one that could not be loaded.
+#: A replica that fails after being ready for this long counts as proven.
 PROVEN_S = 60.0
-#: Workers that are lost in a row because of a model before it has served anybody, until it is held back.
+#: Workers that a model may kill in a row, before it has served a request, until it is held back.
 MAX_DEADLY_LOADS = 1
-#: A client that was refused is told to come back no sooner and no later; many ignore longer times.
+#: Limits of the retry delay that a refused client is told; many ignore longer ones.
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 def clamp_retry_s(seconds: float) -> float:
-    """Return what a client is told that should come back in so many seconds."""
     return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds))
 
 
 def is_proven(replica: Replica, now_s: float) -> bool:
-    """True if a replica has served somebody, or was ready for so long that it counts as if it had."""
+    """True if a replica has served a request, or was ready long enough to count as if it had."""
     return replica.is_ready and (replica.has_served or now_s >= replica.ready_s + PROVEN_S)
 
 
 def back_off(fleet: Fleet, model: Model, message: str) -> None:
-    """Have a model that failed not be tried again for a while, unless it is served or has room elsewhere."""
+    """Delay the next try of a failed model, unless it is served or has room elsewhere."""
     if not (model.usable or has_untried_place(fleet, model)):
         _hold_back(fleet, model, message, is_deadly=False)
 
@@ -54,10 +53,8 @@ def _hold_back(fleet: Fleet, model: Model, message: str, *, is_deadly: bool) -> 
 
 
 def find_suspects(worker: Worker, culprit: ModelId | None) -> list[Replica]:
-    """Return the replicas because of which a worker may have been lost.
-
-    That is the one whose step was under way; where none was, those that were being loaded, else any of them.
-    """
+    """Return the replicas that may have killed a worker: the one whose step was running; without one, those
+    being loaded, else all."""
     replicas = list(worker.replicas.values())
     if culprit is not None:
         return [replica for replica in replicas if replica.model.name == culprit]
@@ -65,21 +62,21 @@ def find_suspects(worker: Worker, culprit: ModelId | None) -> list[Replica]:
 
 
 def _is_loading(replica: Replica) -> bool:
-    """True if bytes of a replica are on their way, which is so in its turn only."""
+    """True if a replica is being loaded, which only happens in its turn."""
     return not replica.is_ready and replica.is_in_turn
 
 
 def record_loss(
     fleet: Fleet, suspect: Replica, message: str, *, is_certain: bool, has_answered: bool
 ) -> None:
-    """Remember that a worker was lost, perhaps because of a replica.
+    """Record that a worker was lost, perhaps because of a replica.
 
-    `is_certain`: the replica was at work, not just there. `has_answered`: its steps had made tokens before,
-    so that the loss was chance, or one request's doing.
+    `is_certain`: the replica was at work, not just there. `has_answered`: its steps had produced tokens, so
+    the loss was chance or caused by one request.
     """
     model = suspect.model
     if suspect.is_stale or not (suspect.is_ready or suspect.is_in_turn):
-        return  # Nothing was loaded for it, or it says nothing of the version that is deployed now.
+        return  # Nothing was loaded for it, or it is of another version.
     if has_answered or is_proven(suspect, fleet.now_s):
         model.num_deadly_loads = 0
         return
@@ -89,7 +86,7 @@ def record_loss(
 
 
 def find_retry_s(fleet: Fleet, model: Model) -> float | None:
-    """Return in how many seconds a model that failed is tried again; None if nothing stands against it."""
+    """Return in how many seconds a failed model is retried; None if it may be loaded now."""
     failure = model.failure
     if failure is None or fleet.now_s >= failure.until_s or model.usable:
         return None
@@ -99,7 +96,6 @@ def find_retry_s(fleet: Fleet, model: Model) -> float | None:
 
 
 def explain_failure(failure: LoadFailure, retry_s: float) -> str:
-    """Say why a model is not served, and when it is tried again."""
     return f"{failure.message}; it is tried again in {math.ceil(retry_s)} s"
 
 
@@ -108,7 +104,7 @@ def failure_reason(failure: LoadFailure) -> RejectReason:
 
 
 def refuse_failing(fleet: Fleet, model: Model) -> list[Action]:
-    """Reject all who wait for a model that is not to be loaded now."""
+    """Reject all requests that wait for a model which must not be loaded now."""
     failure, retry_s = model.failure, find_retry_s(fleet, model)
     if failure is None or retry_s is None:
         return []

@@ -1,11 +1,9 @@
-"""The state of the brain: who waits, what runs, which model holds how much of which worker.
+"""The state of the brain: waiting and running requests, and what each model holds of each worker.
 
-Keeps the books and their indices; decides nothing.
-
-Every lookup that a decision needs is an index, so that no event costs a walk over all workers or models:
-workers of one kind are ranked by the room they have or could make (`capacity.py`), a model's replicas by the
-requests they run, models that wait by their first request (`queues.py`). `reindex` is the one place that
-carries a change of a replica into all of these.
+Decides nothing. Every lookup that a decision needs is an index, so that no event costs a walk over all
+workers or models: workers of one kind are ranked by their room (`capacity.py`), a model's replicas by their
+requests, waiting models by their first request (`queues.py`). `reindex` carries a change of a replica into
+all of these.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from hearth.core.types import Hold, ModelId, RequestId, WorkerId
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
 from hearth.policy.fleet.device_bytes import forget_worker, rank_retired
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.events import BrainConfig, RequestArrived, Resident, State, WorkerJoined
+from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
 from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
@@ -42,18 +40,17 @@ class Fleet:
         self.capacity = FleetCapacity()
         self.expiries = Expiries()
         self.notices = HoldNotices()
-        #: Deployed as pinned, not stopped, and on no worker: to be loaded unasked where there is room.
+        #: Deployed as pinned, not stopped, and on no worker: to be loaded unasked.
         self.unplaced: dict[ModelId, Model] = {}
-        #: Replicas that should be pinned and are not, because others would have no room for their turns.
+        #: Replicas that cannot be pinned, because others would have no room for their turns.
         self.refused_pins: dict[Replica, None] = {}
         #: By the model that waits, in the order in which they began; at most one per worker.
         self.drains: dict[ModelId, Drain] = {}
-        #: Workers that were drained in vain, and until when no room of theirs is kept for who waits;
-        #: the first rests no longer than those after it.
+        #: Workers that were drained in vain, and until when they are not drained or reserved, in order.
         self.resting: dict[WorkerId, float] = {}
-        #: When the first model that waits, and has no drain, keeps room from others no longer.
+        #: When the first waiting model without a drain stops reserving room.
         self.kept_until_s = math.inf
-        #: The last time ordered that has not come yet.
+        #: The last ordered timer that has not fired.
         self.timer_s: float | None = None
         #: Replicas that were ever added.
         self.num_added = 0
@@ -62,11 +59,11 @@ class Fleet:
 
     @property
     def is_complete(self) -> bool:
-        """True if no worker is missing: what cannot be done now cannot be done by waiting for one either."""
+        """True if no worker is missing: waiting for one would not help."""
         return 0 < self.most_workers == len(self.workers)
 
     def advance(self, now_s: float) -> None:
-        """Begin a step: time never goes back, and warm replicas whose time is over become retained."""
+        """Begin a step. Time never goes back; warm replicas expire."""
         self.step_number += 1
         self.now_s = max(self.now_s, now_s)
         while (replica := self.expiries.pop_due(self.now_s)) is not None:
@@ -76,19 +73,12 @@ class Fleet:
             self.queues.must_serve = True
 
     def replicas(self) -> Iterator[Replica]:
-        """Yield every replica of every worker."""
         for worker in self.workers.values():
             yield from worker.replicas.values()
-
-    def residents(self, now_s: float) -> list[Resident]:
-        """Return what `hearth ps` shows: every model on every worker, in the order of their names."""
-        replicas = sorted(self.replicas(), key=lambda replica: (replica.worker.name, replica.model.name))
-        return [_describe_resident(replica, now_s) for replica in replicas]
 
     # Workers and replicas.
 
     def join(self, event: WorkerJoined) -> None:
-        """Enter a new worker, which has promised nothing yet."""
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
         promises = Promises(event.budget_bytes, event.shares_workspace)
         worker = Worker(event.worker, event.kind, promises)
@@ -102,7 +92,7 @@ class Fleet:
     ) -> list[Request]:
         """Remove a worker and its replicas; return its requests, which wait again, in order of arrival.
 
-        The loss counts against those of `suspects`, and of these against those `in_step` where that is known.
+        The loss counts against requests of `suspects`, and of these against those `in_step` if that is known.
         """
         requests = [request for replica in worker.replicas.values() for request in replica.running.values()]
         requests.sort(key=lambda request: request.number)
@@ -134,7 +124,7 @@ class Fleet:
         self.reindex(replica)
 
     def remove(self, replica: Replica) -> None:
-        """Remove an idle replica, and with the last one of a removed model the model."""
+        """Remove an idle replica, and its model if that was removed and this was the last one."""
         assert not replica.running, f"`{replica.model.name}` still runs {len(replica.running)} requests"
         model, worker = replica.model, replica.worker
         del model.replicas[worker.name], worker.replicas[model.name]
@@ -146,7 +136,6 @@ class Fleet:
             del self.models[model.name]
 
     def reindex(self, replica: Replica) -> None:
-        """Carry whatever has changed about a replica into the books."""
         self._reindex_one(replica)
         model = replica.model
         if model.replicas and model.is_pinned:  # Another one may be the oldest now.
@@ -157,12 +146,11 @@ class Fleet:
         self.update_unplaced(model)
 
     def reindex_model(self, model: Model) -> None:
-        """Carry a change that concerns every replica of a model into the books."""
         for replica in list(model.replicas.values()):
             self.reindex(replica)
 
     def update_unplaced(self, model: Model) -> None:
-        """Enter a model into `unplaced` if it has to be loaded unasked, else take it out."""
+        """Enter a model into `unplaced` if it must be loaded unasked, else remove it."""
         is_wanted = model.profile is not None and model.profile.is_pinned and not model.is_stopped
         if is_wanted and not any(not replica.is_stale for replica in model.replicas.values()):
             self.unplaced[model.name] = model
@@ -170,10 +158,10 @@ class Fleet:
             self.unplaced.pop(model.name, None)
 
     def _update_pin(self, replica: Replica) -> None:
-        """Have a replica pinned if it should be and can be; else enter it for `pins.py`, or take it out."""
+        """Pin a replica if it should and can be; else enter it for `pins.py`, or remove it."""
         model, worker = replica.model, replica.worker
         if not (model.is_pinned or replica.has_pin or self.refused_pins):
-            return  # as it is with nearly all
+            return  # the common case
         is_wanted = worker.replicas.get(model.name) is replica and model.pinned_replica is replica
         if is_wanted and not replica.has_pin:
             replica.has_pin = not self.config.takes_turns or self.with_pin(replica).can_all_take_turns
@@ -186,7 +174,6 @@ class Fleet:
             replica.is_pin_refused = False
 
     def with_pin(self, replica: Replica) -> Promises:
-        """Return what a worker would have promised if one of its replicas were pinned."""
         promises = replica.worker.promises.copy()
         if replica.hold is not None:
             promises.release(replica.promise, replica.hold)
@@ -198,7 +185,7 @@ class Fleet:
         self.update_indexes(replica)
 
     def update_indexes(self, replica: Replica) -> None:
-        """Carry what is known of a replica into the books, without a decision about its pin."""
+        """Carry a replica into the books, without a decision about its pin."""
         model, worker = replica.model, replica.worker
         is_there = worker.replicas.get(model.name) is replica
         hold = replica.hold_at(self.now_s) if is_there else None
@@ -219,7 +206,7 @@ class Fleet:
         self.queues.line_up(model)
 
     def _change_hold(self, replica: Replica, hold: Hold | None) -> None:
-        """Move what a replica is promised to another hold; None: it is promised nothing any more."""
+        """Move the promise of a replica to another hold; None: it is promised nothing any more."""
         worker, before = replica.worker, replica.hold
         if before is not None:
             worker.promises.release(replica.promise, before)
@@ -236,7 +223,7 @@ class Fleet:
     # Requests.
 
     def accept(self, event: RequestArrived, model: Model) -> Request:
-        """Have a new request wait, if only for a moment; the caller decides whether `must_serve` follows."""
+        """Queue a new request, if only for a moment; the caller decides whether `must_serve` follows."""
         request = self.queues.accept(event, model, self.now_s)
         if model.is_stopped:
             model.is_stopped = False
@@ -245,7 +232,6 @@ class Fleet:
         return request
 
     def start(self, request: Request, replica: Replica) -> None:
-        """Give a waiting request a slot of a replica."""
         model = request.model
         assert replica.has_free_slot, f"no slot for `{request.request_id}`"
         self.queues.dequeue(request)
@@ -255,9 +241,9 @@ class Fleet:
         self.queues.await_turn(request, is_waiting=not replica.is_in_turn)
         first = model.first_waiting
         if self.queues.for_room and request.queued_step < self.step_number:
-            self.queues.must_serve = True  # Who waits for room may have waited longer than those behind it.
+            self.queues.must_serve = True  # Models for room may have waited longer than those behind it.
         if first is not None and first.overdue_s(self.config.patience_s) <= self.now_s:
-            self.queues.must_serve = True  # Who has waited too long already is the first now.
+            self.queues.must_serve = True  # An overdue request is the first now.
         replica.running[request.request_id] = request
         if replica.stop is not None and request.number >= replica.stop.number:
             replica.stop = None
@@ -270,7 +256,7 @@ class Fleet:
             self.reindex(replica)
 
     def end(self, request: Request) -> None:
-        """Free the slot or the place in the queue of a request that finished, is gone, or was refused."""
+        """Free the slot or the place in the queue of a request that ended."""
         self.queues.remove(request)
         if request.replica is not None:
             self._stop_running(request, request.replica)
@@ -280,9 +266,9 @@ class Fleet:
             self.queues.line_up(request.model)
 
     def requeue(self, request: Request, *, is_at_fault: bool) -> None:
-        """Put a request that lost its replica back to its place in the order of arrival.
+        """Return a request that lost its replica to its place in the queue.
 
-        `is_at_fault`: because of a step that it was in, as far as can be told.
+        `is_at_fault`: because of a step that it was in, as far as known.
         """
         assert request.replica is not None, f"waits already: `{request.request_id}`"
         self._stop_running(request, request.replica)
@@ -292,7 +278,6 @@ class Fleet:
         self.queues.must_serve = True
 
     def change_turn(self, replica: Replica, *, is_in_turn: bool) -> None:
-        """Note that the turn of a replica began or ended."""
         replica.is_in_turn, replica.turn_changed_s = is_in_turn, self.now_s
         if is_in_turn:
             replica.has_had_turn = True
@@ -310,40 +295,7 @@ class Fleet:
 
 
 def _enter(books: dict[Name, Replica], name: Name, replica: Replica, *, is_in: bool) -> None:
-    """Have a replica in some books, or not."""
     if is_in:
         books[name] = replica
     else:
         books.pop(name, None)
-
-
-def _describe_resident(replica: Replica, now_s: float) -> Resident:
-    state = _describe_state(replica, now_s)
-    return Resident(
-        model=replica.model.name,
-        worker=replica.worker.name,
-        state=state,
-        num_bytes=replica.promise.own_bytes + replica.promise.workspace_bytes,
-        loaded_bytes=replica.loaded_bytes,
-        total_bytes=replica.total_bytes,
-        num_running=len(replica.running),
-        expires_s=replica.expires_s if state is State.WARM else None,
-        is_pin_refused=replica.is_pin_refused,
-        max_seqs=replica.max_seqs,
-    )
-
-
-def _describe_state(replica: Replica, now_s: float) -> State:
-    if not replica.is_ready and replica.is_in_turn:
-        return State.LOADING
-    match replica.hold:
-        case Hold.PINNED:
-            return State.PINNED
-        case Hold.BUSY:
-            return State.BUSY
-        case Hold.PAUSED:
-            return State.PAUSED if replica.is_ready else State.WAITING
-        case Hold.WARM if now_s < replica.expires_s:
-            return State.WARM
-        case _:
-            return State.RETAINED

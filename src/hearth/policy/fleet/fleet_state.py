@@ -1,8 +1,8 @@
-"""The facts of a fleet as plain values, and the same fleet rebuilt from them. Decides nothing.
+"""The facts of a fleet as plain values, and the fleet rebuilt from them.
 
-Stored is what cannot be computed: all fields of requests, models and replicas except those in `_REBUILT`, and
-the order of records where a decision depends on it. Promises, capacity, rankings, queues and expiries are
-rebuilt. A replica is referred to by its number.
+Stored are all fields of requests, models and replicas except those in `_REBUILT`, and the order of records
+where a decision depends on it. Promises, capacity, rankings, queues and expiries are rebuilt. A replica is
+referred to by its number.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hearth.core.types import ModelId, WorkerId
 from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import record_bytes
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.events import BrainConfig, Promise, WorkerJoined
+from hearth.policy.fleet.events import BrainConfig, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.known_adapters import KnownAdapters
-from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
+from hearth.policy.fleet.profile import Promise
+from hearth.policy.fleet.records import Drain, KnownAdapters, Model, Replica, Request, Worker
 
 Facts = Mapping[str, object]  #: the stored fields of a record, by name
 
@@ -141,7 +141,7 @@ def restore(config: BrainConfig, state: FleetState) -> Fleet:
     """Return a fleet that decides as the saved one would have.
 
     Raises:
-        ValueError, KeyError, AssertionError: a record has wrong facts, or refers to one that is not there.
+        ValueError, KeyError, AssertionError: a record has wrong facts or refers to a missing one.
     """
     fleet, replicas = Fleet(config), dict[int, Replica]()
     fleet.now_s, fleet.step_number, fleet.num_added = state.now_s, state.step_number, state.num_added

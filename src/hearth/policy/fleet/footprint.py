@@ -1,23 +1,21 @@
-"""How much device memory a model takes, from the few facts that the registry keeps of it. Allocates nothing.
+"""How much device memory a model takes, from the few facts that the registry keeps of it.
 
     | weights | workspace | tables | KV ...                    |
     |--------- fixed ------------- |- min, promised ->|- max ->|
 
-Tables of penalties and biases are not among them: they are there while a request needs them.
+Tables of penalties and biases are not included: they exist only while a request needs them.
 
-The workspace is one for all models of a worker, as large as the largest of them needs, for they step one
-after the other. Mapped pages are always shared so. In an arena something that must not move may lie where the
-common workspace would have to grow: then a model gets one of its own. So a worker with an arena does not
-count on it, and `Promises` charges each model in turn its own there. Out of turn a model needs none.
+All models of a worker share one workspace, as large as the largest, because they step one after the other.
+Mapped pages always allow that. In an arena an immovable region may be in the way of a larger workspace: then
+a model gets its own. So with an arena `Promises` charges each model in turn its own workspace.
 
-The least KV holds one full context: whatever a request may ask for, every replica can serve it. So the
-context is cut to what the budget of a worker can hold, where nobody has named one.
+The least KV holds one full context, so that every replica can serve every request. The context is cut to what
+a worker's budget can hold, unless it is configured.
 
-Workspace, tables and blocks are those of `hearth/core/sizes.py`, rounded up for the kind of device: who takes
-memory by these numbers never needs more. CUDA memory comes in whole pages, and weights, workspace, tables and
-KV have pages of their own. Elsewhere all lies in one arena, whose regions begin at multiples of 4096 bytes,
-as tensors of a layout do anyway. But an extent of KV is a run of blocks at multiples of their size, which
-need not be one of 4096: of each free region that KV is taken from, almost a block is lost at either end.
+Workspace, tables and blocks are those of `hearth/core/sizes.py`, rounded up: memory taken by these numbers
+always suffices. CUDA memory comes in pages, and weights, workspace, tables and KV have their own. An arena
+has regions at multiples of 4096 bytes. KV extents are blocks at multiples of their size, so almost a block is
+lost at either end of each free region that KV is taken from.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ from hearth.core.sizes import (
     table_buffers,
     workspace_bytes,
 )
-from hearth.policy.fleet.events import Footprint
+from hearth.policy.fleet.profile import Footprint
 
-#: A conversation of this length is the least that makes sense.
+#: The least useful length of a conversation.
 _MIN_CONTEXT = 2048
 #: A context that is cut is a multiple of this.
 _CONTEXT_STEP = 16
@@ -46,8 +44,7 @@ _CONTEXT_STEP = 16
 PAGE_BYTES = 16 << 20
 #: Regions of an arena begin at multiples of it, as tensors do in `models/layout.py`.
 REGION_BYTES = 4096
-#: Free regions of an arena that the least KV is taken from: the block of the sink has one to itself, and of
-#: the others some lie between tensors and KV of other models.
+#: Free regions of an arena that the least KV is taken from: one for the sink, others between tensors and KV.
 MAX_EXTENTS = 4
 
 
@@ -56,7 +53,7 @@ class Facts:
     """Sizes and properties of a deployed model, known without opening it. Becomes JSON."""
 
     num_bytes: int  #: as stored
-    wide_bytes: int  #: in float32, as a CPU computes; what is quantised stays so
+    wide_bytes: int  #: in float32, for CPUs; quantised weights stay as they are
     dtype: str
     quant: str
     num_parameters: int
@@ -65,7 +62,7 @@ class Facts:
     max_positions: int
     eos_ids: tuple[int, ...]
     has_chat_template: bool
-    family: str | None = None  #: as in `Arch`; None: it was deployed when that was not kept
+    family: str | None = None  #: as in `Arch`; None: deployed before it was stored
 
 
 def footprint(
@@ -78,7 +75,7 @@ def footprint(
 ) -> Footprint:
     """Return the memory that a model takes on a `kind` of device, "cpu" or "cuda", within floor and ceiling.
 
-    KV is as much as one full context or the floor needs, and up to the ceiling or what can be filled.
+    KV is at least one full context or the floor, and at most the ceiling or what can be filled.
 
     Raises:
         ConfigError: a context beyond the model's, or a ceiling that leaves no room for one context.
@@ -112,10 +109,10 @@ def footprint(
 
 
 def context_of(facts: Facts, wanted: int | None) -> int:
-    """The context that the model is served with.
+    """Return the context that the model is served with.
 
     Raises:
-        ConfigError: it was made for less than is wanted.
+        ConfigError: it supports less than `wanted`.
     """
     if wanted is not None and not 2 <= wanted <= facts.max_positions:
         raise ConfigError(
@@ -125,9 +122,9 @@ def context_of(facts: Facts, wanted: int | None) -> int:
 
 
 def fitted_context(facts: Facts, kind: str, limits: StepLimits, budget_bytes: int) -> int:
-    """The longest context of which one fits into the budget beside the weights, all of the model's if it may.
+    """Return the longest context that fits into the budget beside the weights.
 
-    Never below a length that makes sense: a model that does not fit with that does not fit.
+    Never below `_MIN_CONTEXT`: a model that does not fit with that does not fit.
     """
 
     def is_fitting(context: int) -> bool:
@@ -142,7 +139,6 @@ def fitted_context(facts: Facts, kind: str, limits: StepLimits, budget_bytes: in
 
 
 def fixed_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
-    """Return the bytes of weights, workspace and tables: all that does not grow with the tokens in flight."""
     return (
         weights_bytes_of(facts, kind, limits)
         + workspace_bytes_of(facts, kind, limits)
@@ -151,10 +147,10 @@ def fixed_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) ->
 
 
 def weights_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
-    """The weights with all that is lost to them while they are loaded and lie in an arena."""
+    """Return the bytes of weights, with what is lost to loading and to fragments of an arena."""
     num_bytes = facts.num_bytes
     if facts.dtype != computed_dtype(facts.dtype, kind):
-        # It is widened in its place, one tensor at a time, of which there is a copy meanwhile.
+        # Widened in place, one tensor at a time, with a copy of it meanwhile.
         num_bytes = facts.wide_bytes + facts.largest_bytes
     return _in_units(num_bytes, kind) + (0 if kind == "cuda" else arena_loss_bytes(facts, limits))
 
@@ -165,25 +161,22 @@ def arena_loss_bytes(facts: Facts, limits: StepLimits) -> int:
 
 
 def workspace_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
-    """The workspace on the largest device of the kind."""
     dimensions, dtype = facts.dimensions, computed_dtype(facts.dtype, kind)
     num_bytes = workspace_bytes(dimensions, dimensions.layers, dtype, StepSize.of(limits, kind))
     return _in_units(num_bytes, kind)
 
 
 def tables_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
-    """Return the bytes that an engine always has on its device besides weights, workspace and KV."""
     return _in_units(run_bytes(table_buffers(facts.dimensions, limits, context)), kind)
 
 
 def _least_kv_bytes(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
-    """The KV of one full context and the sink."""
     num_bytes = (1 + limits.num_blocks(context)) * _block_bytes(facts, kind, limits)
     return _up_to(num_bytes, PAGE_BYTES) if kind == "cuda" else num_bytes
 
 
 def _sink_bytes(facts: Facts, kind: str, limits: StepLimits) -> int:
-    """The block that padding is written to, with what is lost at either end of its region of an arena."""
+    """Return the bytes of the sink, with what is lost at either end of its region of an arena."""
     block_bytes = _block_bytes(facts, kind, limits)
     return _up_to(block_bytes, PAGE_BYTES) if kind == "cuda" else 3 * block_bytes
 
@@ -199,5 +192,4 @@ def _in_units(num_bytes: int, kind: str) -> int:
 
 
 def _up_to(num_bytes: int, unit_bytes: int) -> int:
-    """The next multiple."""
     return -(-num_bytes // unit_bytes) * unit_bytes

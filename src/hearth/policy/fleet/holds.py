@@ -1,7 +1,4 @@
-"""How replicas are held: when warm ones become retained, and whose workers have to be told so.
-
-Changes no hold: that is for `Fleet.reindex`.
-"""
+"""When warm replicas become retained, and which workers must be told."""
 
 from __future__ import annotations
 
@@ -13,27 +10,25 @@ from hearth.policy.fleet.records import Replica
 
 
 class Expiries:
-    """The times at which warm replicas become retained. Mutable; written only by the fleet.
+    """When warm replicas become retained. Mutable; written only by the fleet.
 
-    A replica that is used again expires later, and one that is evicted never. Their entries are put right
-    when their time comes, which costs less than to find them before.
+    Entries of replicas that were used again or evicted are corrected when their time comes, which is cheaper
+    than finding them before.
     """
 
     def __init__(self) -> None:
-        #: (time, number of the replica, number of the entry, replica). At least one entry, not later than its
-        #: expiry, for each warm replica.
+        #: (time, replica number, entry number, replica). Each warm replica has one no later than its expiry.
         self._heap: list[tuple[float, int, int, Replica]] = []
         self._num_entries = 0
 
     def put(self, replica: Replica) -> None:
-        """Enter a replica that may have become warm, or expires sooner than before; others are left out."""
+        """Enter a replica that became warm or expires sooner; ignores others."""
         if replica.hold is Hold.WARM and replica.expires_s < replica.expiry_entry_s:
             at_s = replica.expiry_entry_s = replica.expires_s
             self._num_entries += 1
             heapq.heappush(self._heap, (at_s, replica.number, self._num_entries, replica))
 
     def pop_due(self, now_s: float) -> Replica | None:
-        """Return the warm replica that expires next, if it has expired by then."""
         return self._pop() if self.next_s() <= now_s else None
 
     def next_s(self) -> float:
@@ -52,18 +47,17 @@ class Expiries:
 
 
 class HoldNotices:
-    """Replicas whose workers may have to be told how they are held. Mutable; written only by the fleet."""
+    """Replicas whose workers may have to be told their hold. Mutable; written only by the fleet."""
 
     def __init__(self) -> None:
         self._pending: dict[Replica, None] = {}
 
     def put(self, replica: Replica) -> None:
-        """Enter a replica whose worker has it otherwise; others are left out."""
         if _must_notify(replica):
             self._pending[replica] = None
 
     def take(self) -> list[Replica]:
-        """Return the replicas whose workers have to be told, which counts as done from now on."""
+        """Return the replicas whose workers must be told, and count them as told."""
         taken = [replica for replica in self._pending if _must_notify(replica)]
         self._pending.clear()
         for replica in taken:
@@ -72,5 +66,5 @@ class HoldNotices:
 
 
 def _must_notify(replica: Replica) -> bool:
-    """True if the worker does not see a replica as the books do; who is busy it sees for itself."""
+    """True if the worker's hold of a replica differs from the books, except that it sees busy ones itself."""
     return replica.hold not in (None, Hold.PAUSED, Hold.BUSY, replica.notified_hold)

@@ -1,9 +1,9 @@
-"""Which replicas that should be pinned are, where models take turns. Loads nothing.
+"""Which replicas that should be pinned are, if models take turns.
 
-A pinned replica is in turn for ever. So one is pinned only if all others that its worker hosts still have
-room, each in its turn; idle ones that have none are evicted. A replica that cannot be pinned yet is held as
-any other, people are told so once, and it is pinned as soon as it can be. Where models do not take turns all
-that is hosted has room together, and a pin always counts.
+A pinned replica is always in turn. So it is pinned only if all others on its worker still fit, each in its
+turn; idle ones that do not are evicted. A replica that cannot be pinned is held like any other, which is
+reported once, and pinned as soon as possible. Without turns all hosted models fit together, and a pin always
+counts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hearth.policy.fleet.refusals import explain_refused_pin
 
 
 def grant_pins(fleet: Fleet) -> list[Action]:
-    """Pin replicas that should be pinned and can be now, and evict who stands in the way."""
+    """Pin replicas that should and can be pinned now, and evict those in the way."""
     actions: list[Action] = []
     for replica in list(fleet.refused_pins):
-        if replica not in fleet.refused_pins:  # It had to go for another one.
+        if replica not in fleet.refused_pins:  # It was evicted for another one.
             continue
         promises = fleet.with_pin(replica)
         idle = [one for one in find_idle(replica.worker) if one is not replica]

@@ -1,8 +1,8 @@
-"""Accepted requests, and the two queues of models that wait. Keeps the books; `serving.py` decides.
+"""Accepted requests, and the two queues of waiting models. `serving.py` decides.
 
 Both queues are in order of arrival: models that wait for *room*, because no worker serves them, and models
-that wait for a *slot*, because all their replicas are full. A batch request stands there as one that came
-`BATCH_PATIENCE_S` later: it gives way to interactive ones that come until then, and to none that come after.
+that wait for a *slot*, because all their replicas are full. A batch request is queued as if it came
+`BATCH_PATIENCE_S` later: it yields to interactive ones that come until then.
 """
 
 from __future__ import annotations
@@ -16,42 +16,47 @@ from hearth.policy.fleet.records import Model, Place, Request
 
 
 class RequestQueues:
-    """All requests that have not ended, and who of them waits. Mutable; written only by the fleet."""
+    """All requests that have not ended. Mutable; written only by the fleet."""
 
     def __init__(self, patience_s: float) -> None:
-        """`patience_s`: for how long an interactive request waits before it has waited too long."""
+        """`patience_s`: how long an interactive request waits before it is overdue."""
         self._patience_s = patience_s
         #: Accepted and not ended.
         self.requests: dict[RequestId, Request] = {}
         self.num_waiting = 0
-        #: Those that were given to a replica which has had no turn since.
+        #: Dispatched to a replica that has had no turn since.
         self.num_awaiting_turn = 0
         #: Models with waiting requests, by the place of the first: in one queue those without a usable
         #: replica, in the other those whose replicas are all full.
         self.for_room: Ranking[ModelId, Place] = Ranking()
         self.for_slot: Ranking[ModelId, Place] = Ranking()
-        #: Something happened that may let a waiting request run, or makes one wait.
+        #: Something happened that may let a waiting request run, or make one wait.
         self.must_serve = False
-        #: A replica was pinned, which may make room impossible for those who wait for some.
+        #: A replica was pinned, which may leave no room for waiting models.
         self.must_refuse = False
-        #: Requests that wait and whose patience may not be over, by when it ends.
+        #: Waiting requests by when their patience ends, if it may not be over.
         self.patient: Ranking[RequestId, float] = Ranking()
         #: The number of the request that arrives next.
         self.next_number = 0
 
     @property
     def num_running(self) -> int:
-        """How many requests have a slot."""
         return len(self.requests) - self.num_waiting
 
     def accept(self, event: RequestArrived, model: Model, now_s: float) -> Request:
-        """Enter a request that came now, and is in no queue yet."""
+        """Enter a request that is in no queue yet."""
         assert event.request_id not in self.requests, f"arrived twice: request `{event.request_id}`"
         assert model.profile is not None, f"removed: `{model.name}`"
         digest = model.profile.digest
         line_s = now_s + (BATCH_PATIENCE_S if event.is_batch else 0.0)
         request = Request(
-            *(event.request_id, model, self.next_number, event.keep_alive_s, digest, line_s, event.is_batch),
+            event.request_id,
+            model,
+            self.next_number,
+            event.keep_alive_s,
+            digest,
+            line_s,
+            event.is_batch,
             adapter=event.adapter,
         )
         self.next_number += 1
@@ -59,11 +64,9 @@ class RequestQueues:
         return request
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended."""
         del self.requests[request.request_id]
 
     def enqueue(self, request: Request, now_s: float, step_number: int) -> None:
-        """Have a request wait, at its place."""
         waiting = request.model.waiting
         is_last = not waiting or next(reversed(waiting.values())).place < request.place
         waiting[request.number] = request
@@ -75,18 +78,17 @@ class RequestQueues:
         self.line_up(request.model)
 
     def dequeue(self, request: Request) -> None:
-        """Take a request out of its model's queue; `line_up` has to follow."""
+        """Remove a request from its model's queue; `line_up` must follow."""
         del request.model.waiting[request.number]
         self.num_waiting -= 1
         self.patient.drop(request.request_id)
 
     def await_turn(self, request: Request, *, is_waiting: bool) -> None:
-        """Note that a request waits for the first turn of its model, or does not any more."""
         self.num_awaiting_turn += is_waiting - request.awaits_turn
         request.awaits_turn = is_waiting
 
     def line_up(self, model: Model) -> None:
-        """Put a model into the queue where it belongs, by its first request."""
+        """Put a model into its queue, by its first request."""
         first = model.first_waiting
         queue = None if first is None else (self.for_slot if model.usable else self.for_room)
         if model.queue is not None and model.queue is not queue:
@@ -96,7 +98,7 @@ class RequestQueues:
             queue.put(model.name, first.place)
 
     def next_overdue_s(self, now_s: float) -> float:
-        """Return when the next waiting request loses its patience; infinite if none does."""
+        """Return when the next waiting request becomes overdue; infinite if none does."""
         while (until_s := self.patient.lowest) is not None:
             if until_s > now_s:
                 return until_s

@@ -1,7 +1,7 @@
 """The records of the fleet: requests, models, workers, and replicas, which are models on workers.
 
-Plain mutable records that refer to each other; they keep no books. Only `step` and what it calls writes them,
-and whatever changes a replica is followed by `Fleet.reindex`.
+Mutable records that refer to each other. Only `step` and what it calls writes them, and every change of a
+replica is followed by `Fleet.reindex`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.core.types import AdapterId, Hold, ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import ModelProfile, Promise, WantedAdapter
-from hearth.policy.fleet.known_adapters import KnownAdapters
+from hearth.policy.fleet.events import WantedAdapter
+from hearth.policy.fleet.profile import ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 
-#: How long further replicas of a model that is kept for ever stay warm: for ever means one.
+#: How long further replicas of a pinned model stay warm.
 SPARE_KEEP_ALIVE_S = 300.0
 #: One in so many slots of a replica, and places in the queue, is kept for interactive requests.
 INTERACTIVE_SHARE = 4
+#: Adapters remembered per worker: more than most devices have room for.
+MAX_KNOWN = 1024
 
 
 def share_for_batch(most: int) -> int:
-    """Return how many of so many slots, or places in the queue, batch requests may fill."""
+    """Return how many of `most` slots, or places in the queue, batch requests may fill."""
     return most - most // INTERACTIVE_SHARE
 
 
 class Place(NamedTuple):
-    """The place of a request among those that wait; the least is the first."""
+    """The place of a request among those that wait; the least is first."""
 
     line_s: float  #: when it came; a batch request `BATCH_PATIENCE_S` later
     number: int
@@ -47,42 +49,41 @@ class Request:
     line_s: float = 0.0  #: as in its `Place`
     is_batch: bool = False
     adapter: WantedAdapter | None = None  #: None: the bare model
-    num_losses: int = 0  #: replicas that it lost by a step that it was in, as far as can be told
-    #: Since when it waits, or waited last, and in which step of the brain that began.
+    num_losses: int = 0  #: replicas lost in a step that it was in, as far as known
+    #: Since when it waits, or last waited, and the step of the brain in which that began.
     queued_s: float = 0.0
     queued_step: int = 0
     #: None while it waits.
     replica: Replica | None = None
-    #: When it was given to its replica, or that had its first turn since.
+    #: When it was dispatched, or its replica had its first turn since.
     started_s: float = 0.0
-    #: Its replica has had no turn since it was given to it.
+    #: Its replica has had no turn since it was dispatched.
     awaits_turn: bool = False
 
     @property
     def place(self) -> Place:
-        """Where the request stands among those that wait, or would."""
         return Place(self.line_s, self.number)
 
     def gives_way(self, now_s: float) -> bool:
-        """True while an interactive request that came now would stand before this one."""
+        """True while an interactive request that came now would go before this one."""
         return self.is_batch and now_s < self.line_s
 
     def overdue_s(self, patience_s: float) -> float:
-        """Return when the request has waited too long, by the patience of an interactive one.
+        """Return when the request is overdue, by the patience of an interactive one.
 
-        A batch request has more of it, but no more once it stands before all that come.
+        A batch request has more patience, but no more once it goes before all new ones.
         """
         return max(self.line_s, self.queued_s + patience_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A model failed, and no worker has room for it where it has not; or workers are lost because of it."""
+    """A model failed and no other worker has room for it, or it kills workers."""
 
     message: str
     delay_s: float
-    until_s: float  #: before that it is not loaded where it failed
-    is_deadly: bool = False  #: it takes workers along, so that before that it is loaded nowhere
+    until_s: float  #: until then it is not loaded where it failed
+    is_deadly: bool = False  #: it kills workers: until then it is loaded nowhere
 
 
 @dataclass(slots=True, eq=False)
@@ -92,37 +93,36 @@ class Model:
     name: ModelId
     #: None: removed; what still runs may finish.
     profile: ModelProfile | None = None
-    #: Of the last dispatched request that named one; None once no replica is left.
+    #: Of the last dispatched request that set one; None once no replica is left.
     named_keep_alive_s: float | None = None
-    #: A user stopped it, and nobody has asked for it since: it is not loaded unasked.
+    #: A user stopped it, and no request came since: it is not loaded unasked.
     is_stopped: bool = False
-    #: Workers that were lost one after the other because of it, as far as can be told, before it had made a
-    #: token on them.
+    #: Workers in a row that it killed, as far as known, before it had produced a token on them.
     num_deadly_loads: int = 0
-    #: The last time that it failed and had no other place; None: never, or it has served since.
+    #: The last failure without another place; None: none, or it has served since.
     failure: LoadFailure | None = None
     bytes_by_rung: Mapping[Rung, int] | None = None
-    #: Of its weights, in the device memory of workers that have any. Written only by `device_bytes.py`.
+    #: Weights in the device memory of workers. Written only by `device_bytes.py`.
     resident_bytes: dict[WorkerId, int] = field(default_factory=dict)
-    #: Workers of `resident_bytes` without a replica, by how many bytes: it was evicted, and some are left.
+    #: Workers of `resident_bytes` without a replica, by bytes.
     retired: Ranking[WorkerId, int] = field(default_factory=Ranking)
     replicas: dict[WorkerId, Replica] = field(default_factory=dict)
-    #: Those of `replicas` that new requests may go to; of these, those still loading.
+    #: Replicas that take new requests; of these, those still loading.
     usable: dict[WorkerId, Replica] = field(default_factory=dict)
     loading: dict[WorkerId, Replica] = field(default_factory=dict)
     #: Workers of `usable` replicas that have a free slot, by how many requests run there.
     with_free_slot: Ranking[WorkerId, int] = field(default_factory=Ranking)
-    #: Workers on which it failed and has served nobody since. They are tried again only where it has no
-    #: replica and no other worker has room: one broken device must not use up the requests of a model.
+    #: Workers on which it failed and has not served since. They are tried again only if it has no
+    #: replica and no other worker has room: one broken device must not fail all requests of a model.
     failed_on: dict[WorkerId, Worker] = field(default_factory=dict)
     #: By number, in the order of their places. Empty while any replica has a slot for the first.
     waiting: dict[int, Request] = field(default_factory=dict)
-    #: The queue of the fleet that it stands in; None exactly if nothing waits.
+    #: Its queue; None exactly if nothing waits.
     queue: Ranking[ModelId, Place] | None = None
 
     @property
     def keep_alive_s(self) -> float:
-        """How long an idle replica stays warm: as the last request said, else as the model is deployed."""
+        """How long an idle replica stays warm: by the last request, else as deployed."""
         if self.named_keep_alive_s is not None:
             return self.named_keep_alive_s
         return 0.0 if self.profile is None else self.profile.keep_alive_s
@@ -134,9 +134,9 @@ class Model:
 
     @property
     def pinned_replica(self) -> Replica | None:
-        """The oldest replica of a pinned model that is wanted; the others come and go with the load.
+        """The oldest wanted replica of a pinned model; the others come and go with the load.
 
-        Where models take turns it is pinned only if `has_pin`.
+        If models take turns it is pinned only if `has_pin`.
         """
         if not self.is_pinned:
             return None
@@ -144,26 +144,22 @@ class Model:
 
     @property
     def is_resident(self) -> bool:
-        """True if any of the model is in a worker's memory or on its way there."""
+        """True if any of the model is in a worker's memory or being loaded."""
         return bool(self.replicas or self.resident_bytes)
 
     @property
     def num_requests(self) -> int:
-        """How many requests for the model have not ended."""
         return len(self.waiting) + sum(len(replica.running) for replica in self.replicas.values())
 
     @property
     def num_running(self) -> int:
-        """How many requests run on replicas that new ones may go to."""
         return sum(len(replica.running) for replica in self.usable.values())
 
     @property
     def first_waiting(self) -> Request | None:
-        """The waiting request whose place is the first."""
         return next(iter(self.waiting.values()), None)
 
     def record_failure(self, worker: Worker) -> None:
-        """Remember that the model failed on a worker."""
         self.failed_on[worker.name], worker.failed[self.name] = worker, self
 
     def clear_failure(self, worker: Worker) -> None:
@@ -173,7 +169,6 @@ class Model:
         worker.failed.pop(self.name, None)
 
     def clear_failures(self) -> None:
-        """Forget all failures of a model that was deployed anew or removed."""
         self.failure, self.num_deadly_loads = None, 0
         for worker in list(self.failed_on.values()):
             self.clear_failure(worker)
@@ -181,7 +176,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A user's wish that a replica be idle; requests that came later undo it."""
+    """A user's request that a replica be idle; later requests undo it."""
 
     number: int  #: of the next request at that time
     is_freed: bool
@@ -198,31 +193,30 @@ class Replica:
     digest: str  #: of its weights
     max_seqs: int = 1  #: its slots: requests that it runs at a time
     number: int = 0  #: in the order in which replicas were added; never used again
-    reused_bytes: int = 0  #: of `total_bytes`, those that were taken to be there already
-    loaded_bytes: int = 0  #: of `total_bytes`, those that are on the device now
+    reused_bytes: int = 0  #: of `total_bytes`, those assumed to be there already
+    loaded_bytes: int = 0  #: of `total_bytes`, those on the device
     is_ready: bool = False
     ready_s: float = 0.0
     has_served: bool = False  #: a request has run to its end on it
-    #: Its worker has it step; always, where models do not take turns.
+    #: Its worker steps it; always True without turns.
     is_in_turn: bool = True
     has_had_turn: bool = False
     #: When its last turn began or ended.
     turn_changed_s: float = 0.0
     running: dict[RequestId, Request] = field(default_factory=dict)
     idle_since_s: float = 0.0
-    #: Its bytes are of a version that is no longer deployed: it serves nobody new, and leaves when idle.
+    #: Its version is no longer deployed: it takes no new requests, and leaves when idle.
     is_stale: bool = False
     stop: Stop | None = None
-    #: It shall make room for another model, so it serves nobody new.
+    #: It makes room for another model and takes no new requests.
     drain: Drain | None = None
-    #: It is the pinned one of its model, and its worker can do without its room for ever.
+    #: It is the pinned replica of its model, and its worker can keep it for ever.
     has_pin: bool = False
-    #: It should be pinned and is not, and people were told so.
+    #: It should be pinned and is not, which was reported.
     is_pin_refused: bool = False
-    #: As the books have it. None: in no books, because it was not entered yet or has left.
+    #: As the books have it. None: not entered yet, or removed.
     hold: Hold | None = None
-    #: As its worker has it while the replica has no requests. Once a step is over it is `hold`, unless that
-    #: is busy or paused.
+    #: As its worker has it without requests. After a step it is `hold`, unless that is busy or paused.
     notified_hold: Hold = Hold.WARM
     #: The time of the earliest entry for it in `Expiries`; infinite: none.
     expiry_entry_s: float = math.inf
@@ -233,19 +227,17 @@ class Replica:
         return len(self.running) < self.max_seqs
 
     def has_slot_for(self, request: Request, now_s: float) -> bool:
-        """True if a request may run on the replica: one that gives way leaves some slots to others."""
+        """True if a request may run on the replica: one that yields leaves some slots to others."""
         most = share_for_batch(self.max_seqs) if request.gives_way(now_s) else self.max_seqs
         return len(self.running) < most
 
     @property
     def booked_hold(self) -> Hold:
-        """The hold of a replica that is in the books."""
         assert self.hold is not None, f"in no books: `{self.model.name}` on worker `{self.worker.name}`"
         return self.hold
 
     @property
     def is_leaving(self) -> bool:
-        """True if the replica is evicted as soon as it is idle."""
         return self.is_stale or (self.stop is not None and self.stop.is_freed)
 
     @property
@@ -256,7 +248,7 @@ class Replica:
 
     @property
     def must_free_bytes(self) -> bool:
-        """True if the replica's bytes have to leave the device with it."""
+        """True if the replica's bytes must leave the device with it."""
         return self.is_outdated or (self.stop is not None and self.stop.is_freed)
 
     @property
@@ -266,17 +258,37 @@ class Replica:
 
     @property
     def expires_s(self) -> float:
-        """The time from which the replica, if it stays idle, is only retained."""
+        """When the replica, if it stays idle, becomes retained."""
         keep_alive_s = self.model.keep_alive_s
         return self.idle_since_s + (SPARE_KEEP_ALIVE_S if math.isinf(keep_alive_s) else keep_alive_s)
 
     def hold_at(self, now_s: float) -> Hold:
-        """Return how the replica has to be held at that time, whatever the books say."""
+        """Return how the replica must be held at that time, whatever the books say."""
         if self.has_pin:
             return Hold.PINNED
         if self.running:
             return Hold.BUSY if self.is_in_turn else Hold.PAUSED
         return Hold.RETAINED if self.is_unwanted or self.expires_s <= now_s else Hold.WARM
+
+
+@dataclass(slots=True)
+class KnownAdapters:
+    """The adapters that a worker is thought to have on its device: those that requests brought there last.
+
+    Workers do not report evicted adapters: it happens all the time and costs the next request milliseconds.
+    """
+
+    #: The one that was used longest ago first.
+    used: dict[AdapterId, None] = field(default_factory=dict)
+
+    def __contains__(self, adapter: AdapterId) -> bool:
+        return adapter in self.used
+
+    def use(self, adapter: AdapterId) -> None:
+        self.used.pop(adapter, None)
+        self.used[adapter] = None
+        if len(self.used) > MAX_KNOWN:
+            del self.used[next(iter(self.used))]
 
 
 @dataclass(slots=True, eq=False)
@@ -290,7 +302,7 @@ class Worker:
     #: Those of `replicas` with requests.
     busy: dict[ModelId, Replica] = field(default_factory=dict)
     drain: Drain | None = None
-    #: Models that failed here and have served nobody since.
+    #: Models that failed here and have not served since.
     failed: dict[ModelId, Model] = field(default_factory=dict)
     #: Models that have bytes here, with a replica or without. Written only by `device_bytes.py`.
     resident_models: dict[ModelId, Model] = field(default_factory=dict)
@@ -299,9 +311,9 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drain:
-    """Replicas of one worker that take no new requests, so that a model which waits for room gets theirs.
+    """Replicas of one worker that take no new requests, to make room for a waiting model.
 
-    Idle ones are among them: a request that made one busy again would undo the plan.
+    Includes idle ones, because a request that made one busy again would undo the plan.
     """
 
     model: Model  #: that waits for the room

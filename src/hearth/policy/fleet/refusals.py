@@ -1,15 +1,13 @@
-"""Why a request or a worker is refused, in sentences for people, and the requests that end by it.
-
-Places nobody.
-"""
+"""Why a request or a worker is refused, in sentences for people, and the requests that end by it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from hearth.core.types import Hold
-from hearth.policy.fleet.events import Action, Footprint, ModelProfile, Reject, RejectReason
+from hearth.policy.fleet.events import Action, Reject, RejectReason
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.profile import Footprint, ModelProfile
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
 
 #: Names in a sentence for people.
@@ -25,9 +23,9 @@ def reject(
 
 
 def refuse_hopeless(fleet: Fleet) -> list[Action]:
-    """Reject requests that wait for room which no worker can ever have, or none beside what is pinned.
+    """Reject requests whose model no worker can ever hold, or none beside what is pinned.
 
-    While a lost worker is being replaced nobody is rejected: the room may come back with it.
+    Rejects none while a lost worker is being replaced: room may come with it.
     """
     if not fleet.is_complete:
         return []
@@ -71,7 +69,7 @@ def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
 
 def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
     """Say why pinned models leave no room for a model; None if a worker could make some."""
-    if fleet.capacity.could_fit(profile):
+    if fleet.capacity.has_fitting(profile, Hold.BUSY):
         return None
     texts = []
     for index, footprint in fleet.capacity.find_suited(profile):
@@ -93,7 +91,6 @@ def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
 
 
 def explain_refused_pin(replica: Replica) -> str:
-    """Say why a replica is not pinned though it should be."""
     worker, promise = replica.worker, replica.promise
     others = (one for one in worker.replicas.values() if one.running and one is not replica)
     busy = [one.model.name for one in others if not one.has_pin]
@@ -107,7 +104,7 @@ def explain_refused_pin(replica: Replica) -> str:
 
 def explain_shortage(worker: Worker, footprint: Footprint) -> str | None:
     """Say why a worker has no room for a model now; None if it has, or could evict idle ones."""
-    if worker.promises.could_have_room(footprint, Hold.WARM):
+    if worker.promises.has_room(footprint, Hold.WARM):
         return None
     freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
     busy = [one.model.name for one in worker.replicas.values() if one.hold in (Hold.PAUSED, Hold.BUSY)]
@@ -116,7 +113,6 @@ def explain_shortage(worker: Worker, footprint: Footprint) -> str | None:
 
 
 def _name_pinned(worker: Worker) -> str:
-    """Return the end of a sentence that names the pinned models of a worker; empty if it has none."""
     pinned = [replica.model.name for replica in worker.replicas.values() if replica.hold is Hold.PINNED]
     return _name_some("pinned", pinned)
 
@@ -146,10 +142,8 @@ def explain_outdated(request: Request) -> str | None:
 
 
 def explain_removed(model: Model) -> str:
-    """Say that a model was removed under a request."""
     return f"model `{model.name}` was removed before the request was done"
 
 
 def explain_replaced(model: Model) -> str:
-    """Say that another version of a model took the place of the one that a request was meant for."""
     return f"model `{model.name}` was replaced by another version before the request was done; ask again"

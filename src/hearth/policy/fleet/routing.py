@@ -1,35 +1,32 @@
-"""Where a request goes, or a model is loaded: the worker with the least routing cost. Moves nothing.
+"""Where a request goes, or a model is loaded: the worker with the least routing cost.
 
 A free slot is always taken before a model is loaded a second time, so replicas compete with replicas, and
-workers without the model with each other. Of these, whoever need not evict comes first, then who evicts
-retained models, then warm ones, then, where models take turns, whose busy models leave no room: there it has
-its turns; the cost decides among equals. Workers that still have bytes of the model
-from before compete with the first of these, also if they have to evict retained models for it, as long as
-that costs less than the bytes save: so models stay where they suit. At most `MAX_OPTIONS` are looked at:
-those that have most of the model, those with the least room that suffices, which pack well, and those with
-the most, which are likely to be idle. Of replicas those are looked at that have the fewest requests, half of
-them such that have the request's adapter, if there are so many.
+workers without the model with each other. Of these, workers that need not evict come first, then those that
+evict retained models, then warm ones, then, if models take turns, those whose busy models leave no room; the
+cost decides among equals. Workers that still have bytes of the model compete with the first of these, also if
+they must evict retained models, as long as that costs less than the bytes save. At most `MAX_OPTIONS` workers
+are compared: those with most of the model, those with the least sufficient room, which packs well, and those
+with the most, which are likely idle. Of replicas the least busy are compared, half of them with the request's
+adapter if possible.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from hearth.core.types import Hold, RequestId, WorkerId
-from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import count_missing_bytes
-from hearth.policy.fleet.drain import leaves_room
-from hearth.policy.fleet.events import BrainConfig, Footprint, ModelProfile, Option
+from hearth.policy.fleet.events import BrainConfig, Option
 from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions, plan_turn_evictions
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
+from hearth.policy.fleet.profile import Footprint, ModelProfile
+from hearth.policy.fleet.records import Model, Replica, Request, Worker
 from hearth.policy.fleet.refusals import explain_shortage
+from hearth.policy.fleet.reserved_workers import MAX_OPTIONS, ReservedWorkers
 
-#: Workers that are considered for one request.
-MAX_OPTIONS = 8
 #: Other workers that are shown beside the replicas when one of them has a free slot.
 MAX_BESIDE = 2
 
@@ -37,18 +34,15 @@ MAX_BESIDE = 2
 def routing_cost(
     config: BrainConfig, queue_s: float, load_s: float, utilisation: float, evict_s: float
 ) -> float:
-    """Return what it costs to serve a request on a worker, in seconds (F7).
+    """Return what it costs to serve a request on a worker, in seconds.
 
     Args:
-        config: of which come the weights of the parts.
-        queue_s: what the request loses to those before it. It starts at once where a slot is free, but shares
-            the device: with its own model's batch, taken as a part of its own run as large as the part of
-            slots in use; and with the other busy models of the worker, which share its steps for as long as
-            they, or it, run. How long that is, running averages say.
-        load_s: the time that the bytes take which are not on the worker's device, from the rungs that have
-            them.
+        config: weights of the parts.
+        queue_s: what the request loses by sharing the device: with its model's batch, in proportion to the
+            slots in use, and with other busy models, for as long as they, or it, run on average.
+        load_s: to load the missing bytes, from the rungs that have them.
         utilisation: of the worker's budget, from 0 to 1: a full worker is preferred to an idle one.
-        evict_s: the reload costs of all replicas that must go.
+        evict_s: reload costs of all replicas that must go.
     """
     return (
         config.queue_weight * queue_s
@@ -60,7 +54,7 @@ def routing_cost(
 
 @dataclass(frozen=True, slots=True)
 class FreeReplica:
-    """A replica that takes one more request, and the workers that it was chosen from."""
+    """A replica that takes one more request, and the workers it was chosen from."""
 
     replica: Replica
     options: tuple[Option, ...]
@@ -68,84 +62,13 @@ class FreeReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """A worker for a new replica, and the workers that it was chosen from."""
+    """A worker for a new replica, and the workers it was chosen from."""
 
     worker: Worker
     footprint: Footprint
     evictions: EvictionPlan
     options: tuple[Option, ...]
     takes_turns: bool = False  #: busy models leave no room for it there
-
-
-@dataclass(frozen=True, slots=True)
-class ReservedWorkers:
-    """Workers whose room is for those who came before. Mutable; written by `serving.py`, within a step."""
-
-    fleet: Fleet
-    #: Those that are drained for somebody. Who leaves that one room may be loaded there all the same, unless
-    #: so many are drained that it would take long to look at each.
-    drains: dict[WorkerId, Drain] = field(default_factory=dict)
-    #: By kind of device: workers are reserved that could have room for any of these, were all unpinned models
-    #: gone. None of them is larger in every way than another.
-    footprints_by_kind: dict[str, list[Footprint]] = field(default_factory=dict)
-
-    def add_suited(self, profile: ModelProfile) -> None:
-        """Reserve all workers that could ever hold a model, but those that rest."""
-        for kind in self.fleet.capacity.by_kind:
-            if (footprint := profile.footprints.get(kind)) is not None:
-                known = self.footprints_by_kind.get(kind, [])
-                if not any(_fits_within(one, footprint) for one in known):
-                    kept = [one for one in known if not _fits_within(footprint, one)]
-                    self.footprints_by_kind[kind] = [*kept, footprint]
-
-    @property
-    def has_all(self) -> bool:
-        """True if every worker is reserved, but those that rest."""
-        return len(self.drains) >= len(self.fleet.workers) or self._has_all_kinds
-
-    @property
-    def has_all_for_sure(self) -> bool:
-        """True if every worker is reserved, and none would be open to anybody else all the same."""
-        is_drained = len(self.drains) >= len(self.fleet.workers) > MAX_OPTIONS
-        return not self.fleet.resting and (is_drained or self._has_all_kinds)
-
-    @property
-    def _has_all_kinds(self) -> bool:
-        return all(self._has_kind(kind, index) for kind, index in self.fleet.capacity.by_kind.items())
-
-    def _has_kind(self, kind: str, index: CapacityIndex) -> bool:
-        """True if no worker of a kind of device is left for anybody else, but those that rest."""
-        least_bytes = min((one.least_bytes for one in self.footprints_by_kind.get(kind, ())), default=None)
-        return least_bytes is not None and least_bytes <= (index.unpinned.lowest or 0)
-
-    def find_open(
-        self, kind: str, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
-    ) -> Iterator[WorkerId]:
-        """Return workers as `CapacityIndex.find_fitting` does, without those that are for somebody else."""
-        index = self.fleet.capacity.by_kind[kind]
-        names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
-        if self._has_kind(kind, index):
-            resting = (name for name in self.fleet.resting if name in index.promises)
-            names = (name for name in resting if index.fits(name, footprint, most))
-        return (name for name in names if not self.bars(self.fleet.workers[name], footprint))
-
-    def bars(self, worker: Worker, footprint: Footprint) -> bool:
-        """True if a model would take room of a worker that is for somebody else."""
-        if worker.name in self.fleet.resting:
-            return False
-        drain = self.drains.get(worker.name)
-        if drain is not None:
-            is_closed = len(self.drains) > MAX_OPTIONS or not leaves_room(self.fleet, drain, footprint)
-            if is_closed:
-                return True
-        kept = self.footprints_by_kind.get(worker.kind, ())
-        return any(worker.promises.could_have_room(one, Hold.BUSY) for one in kept)
-
-
-def _fits_within(one: Footprint, other: Footprint) -> bool:
-    """True if a model has room wherever another has."""
-    mine, theirs = one.promise, other.promise
-    return mine.own_bytes <= theirs.own_bytes and mine.workspace_bytes <= theirs.workspace_bytes
 
 
 def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
@@ -177,8 +100,8 @@ def choose_place(
 ) -> ReplicaPlace | None:
     """Return where to load a model.
 
-    Replicas that are held at most so may have to go for it; busy ones do not go, but take turns with it. None
-    if no worker that does not have the model yet has room, or could make it, and is not reserved.
+    Replicas with a hold up to `most` may be evicted; busy ones are not, but take turns with it. None if no
+    other worker that is not reserved has room, or could make it.
     """
     profile, reserved = model.profile, reserved or ReservedWorkers(fleet)
     if profile is None or not fleet.capacity.has_fitting(profile, most):
@@ -191,9 +114,9 @@ def choose_place(
 
 
 def has_untried_place(fleet: Fleet, model: Model) -> bool:
-    """True if a model could be loaded now where it has not failed, and nobody else waits for room.
+    """True if a model could be loaded now where it has not failed, and no other one waits for room.
 
-    No warm model goes for one that is deployed as pinned, as where that is loaded unasked.
+    No warm model is evicted for one that is deployed as pinned.
     """
     if model.profile is None or any(name != model.name for name in fleet.queues.for_room):
         return False
@@ -241,9 +164,9 @@ def _plan_where_bytes_are(
 ) -> dict[WorkerId, EvictionPlan]:
     """Plan evictions on some workers that retain bytes of a model and could take it.
 
-    Only replicas that are held at most so are evicted, and only where that costs less than the bytes save.
+    Only replicas with a hold up to `most` are evicted, and only if that costs less than the bytes save.
     """
-    all_s = fleet.estimates.load_s(profile.num_bytes, model.bytes_by_rung)
+    all_s = fleet.estimates.reload.load_s(profile.num_bytes, model.bytes_by_rung)
     plans: dict[WorkerId, EvictionPlan] = {}
     for name in islice(model.retired.down_to_rank(1), MAX_OPTIONS // 2):
         worker = fleet.workers[name]
@@ -253,17 +176,19 @@ def _plan_where_bytes_are(
         if name in barred or reserved.bars(worker, footprint):
             continue
         evictions = _plan_evictions(fleet, profile, worker, most)
-        saved_s = all_s - fleet.estimates.load_s(count_missing_bytes(model, worker), model.bytes_by_rung)
+        saved_s = all_s - fleet.estimates.reload.load_s(
+            count_missing_bytes(model, worker), model.bytes_by_rung
+        )
         if not evictions.victims or evictions.evict_s < fleet.config.load_weight * saved_s:
             plans[name] = evictions
     return plans
 
 
 def _could_take(worker: Worker, footprint: Footprint, most: Hold) -> bool:
-    """True if a model has room once all are gone that are held at most so; busy ones take turns with it."""
+    """True if a model has room without replicas of a hold up to `most`; busy ones take turns with it."""
     if most is Hold.BUSY:
-        return worker.promises.could_take_turns(footprint)
-    return worker.promises.could_have_room(footprint, most)
+        return worker.promises.can_take_turns(footprint, without=Hold.WARM)
+    return worker.promises.has_room(footprint, most)
 
 
 def _plan_evictions(fleet: Fleet, profile: ModelProfile, worker: Worker, most: Hold) -> EvictionPlan:
@@ -280,18 +205,14 @@ def _classify_workers(
     reserved: ReservedWorkers,
     most: Hold,
 ) -> Iterator[tuple[list[WorkerId], Hold]]:
-    """Yield workers that could take a model: first those that lose nothing by it, last those that lose most.
+    """Yield workers that could take a model, from those that lose nothing to those that lose most.
 
-    Each time with what may go on a worker that has bytes of the model: warm ones only if nobody has room
-    without. With busy ones a model takes turns.
+    Each with what may be evicted on a worker that has bytes of the model.
     """
     kinds = [kind for kind in fleet.capacity.by_kind if kind in profile.footprints]
 
     def find_few(going: Hold | None) -> list[WorkerId]:
-        """Return a few that nobody bars and that have room once those held at most so are gone.
-
-        The tightest and the roomiest ones.
-        """
+        """Return the tightest and the roomiest workers that fit without replicas held up to `going`."""
         found: dict[WorkerId, None] = {}
         for kind in kinds:
             footprint = profile.footprints[kind]
@@ -320,11 +241,11 @@ def _price_option(
     evictions: EvictionPlan | None = None,
     adapter_bytes: int = 0,
 ) -> Option:
-    """Return a worker with its cost. `adapter_bytes`: of the request's adapter, which may be anywhere."""
+    """Return a worker with its cost. `adapter_bytes`: missing bytes of the request's adapter."""
     queue_s = _estimate_queue_s(fleet, model, worker)
     missing_bytes = count_missing_bytes(model, worker)
-    load_s = fleet.estimates.load_s(missing_bytes, model.bytes_by_rung)
-    load_s += fleet.estimates.load_s(adapter_bytes, None)
+    load_s = fleet.estimates.reload.load_s(missing_bytes, model.bytes_by_rung)
+    load_s += fleet.estimates.reload.load_s(adapter_bytes, None)
     evict_s = 0.0 if evictions is None else evictions.evict_s
     utilisation = worker.promises.utilisation
     cost_s = routing_cost(fleet.config, queue_s, load_s, utilisation, evict_s)
@@ -333,7 +254,7 @@ def _price_option(
 
 
 def _likely_replicas(request: Request, replicas: Iterable[Replica]) -> list[Replica]:
-    """Return the first of some replicas: both such that have the request's adapter and such that lack it.
+    """Return the first replicas, both some with the request's adapter and some without.
 
     One with few requests may be better without it than all that have it.
     """
@@ -353,7 +274,7 @@ def _missing_adapter_bytes(request: Request, worker: Worker) -> int:
 
 
 def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
-    """Return how long a request of a model is held up on a worker by those that run there."""
+    """Return how long running requests delay a request of a model on a worker."""
     estimates = fleet.estimates
     own_s = estimates.run_s(model.name)
     replica = worker.busy.get(model.name)
@@ -363,7 +284,7 @@ def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
 
 
 def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_options: int) -> Iterator[Option]:
-    """Yield workers that were not chosen from, with the reason: other replicas, then those with most room."""
+    """Yield workers that were not considered, with the reason: other replicas, then those with most room."""
     done = set(shown)
     roomiest = chain.from_iterable(
         index.idle.down_to_rank(index.idle.lowest or 0) for index in fleet.capacity.by_kind.values()
@@ -402,7 +323,6 @@ def explain_wait(fleet: Fleet, request_id: RequestId) -> str | None:
 
 
 def _explain_obstacle(model: Model, worker: Worker) -> str:
-    """Say why a worker was not considered for a request of a model."""
     replica = worker.replicas.get(model.name)
     if replica is not None:
         if replica.is_stale:

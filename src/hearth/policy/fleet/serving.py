@@ -1,24 +1,21 @@
-"""Who of those that wait is served next, and for whom others are drained. Hears no events.
+"""Which waiting request is served next, and for which others are drained.
 
-Room goes to the first model that waits for some; nobody behind it may take any on the workers that could
-ever hold it, so that it cannot starve. A model that could not fit even if everything unpinned went holds up
-nobody.
+Room goes to the first model that waits for some; no later one may take any on workers that could ever hold
+it, so that it cannot starve. A model that could not fit even without all unpinned models holds up none.
 
-Where models take turns, one that has no room beside busy models is hosted all the same: its worker has them
-take turns, and nobody waits for room who could have a turn. One that was loaded and has had no turn for
-`patience_s` is loaded a second time for a new request, where there is room for it.
+If models take turns, one without room beside busy models is hosted all the same. One that had no turn for
+`patience_s` is loaded a second time for a new request, if there is room.
 
-Whoever has waited for room for `patience_s` has busy models of one worker drained (`drain.py`): so
-models that do not fit side by side alternate. From then on only that worker is kept for it, and only from
-those that would leave it no room. Who has no worker that can be drained keeps room for `max_drain_s` more and
-no longer, or all behind it would wait as long as it does.
+A model that has waited for room for `patience_s` has busy models of one worker drained (`drain.py`). From
+then on only that worker is reserved for it. A model without a drainable worker reserves room for
+`max_drain_s` more and no longer, or all behind it would wait as long.
 
-Slots go in the same order. One in four of a replica's is kept for interactive requests, until the batch
-request that waits for it has stood in line for `BATCH_PATIENCE_S`.
+Slots go in the same order. One in four of a replica is kept for interactive requests, until the waiting batch
+request has been queued for `BATCH_PATIENCE_S`.
 
-What is left goes to second replicas, where loading one takes less time than waiting for a slot and no warm
-model has to go. Who has waited for a slot for `patience_s` has shown the estimate wrong, and gets one anyway.
-Last come models that are deployed as pinned and on no worker: nobody has asked, so nothing warm goes.
+The rest goes to second replicas, if loading one takes less time than waiting for a slot and no warm model
+must go. A request that has waited for a slot for `patience_s` has proved the estimate wrong, and gets one
+anyway. Last come models that are deployed as pinned and on no worker: for these nothing warm is evicted.
 """
 
 from __future__ import annotations
@@ -31,14 +28,15 @@ from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needl
 from hearth.policy.fleet.events import Action, Dispatch, Evict, LoadModel, Option, SetTimer, Why
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Request
-from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place, choose_replica
+from hearth.policy.fleet.reserved_workers import ReservedWorkers
+from hearth.policy.fleet.routing import ReplicaPlace, choose_place, choose_replica
 
-#: Models that are looked at behind those that keep all room, or can have no worker drained.
+#: Models that are looked at behind those that reserve all room or have no drainable worker.
 MAX_BEHIND = 8
 
 
 def serve_queues(fleet: Fleet) -> list[Action]:
-    """Give all room there is to those who wait, in their order; then see to those who wait too long."""
+    """Give all room to waiting models in order; then drain for those that wait too long."""
     actions = _end_drains(fleet) + _fill_kept_slots(fleet) + _share_out(fleet)
     while _drain_for_overdue(fleet):  # From now on only that worker is kept for it.
         actions += _share_out(fleet)
@@ -47,12 +45,12 @@ def serve_queues(fleet: Fleet) -> list[Action]:
 
 
 def _fill_kept_slots(fleet: Fleet) -> list[Action]:
-    """Give slots that were kept for interactive requests to batch requests whose patience is over."""
+    """Give slots reserved for interactive requests to batch requests whose patience is over."""
     return [action for name in fleet.queues.for_slot for action in fill_slots(fleet, fleet.models[name])]
 
 
 def _share_out(fleet: Fleet) -> list[Action]:
-    """Give room to those who wait for some, then to second replicas, then to pinned models."""
+    """Give room to models that wait for it, then to second replicas, then to pinned models."""
     reserved = ReservedWorkers(fleet)
     actions = _serve_room_queue(fleet, reserved)
     if not reserved.has_all:
@@ -62,19 +60,19 @@ def _share_out(fleet: Fleet) -> list[Action]:
 
 
 def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load models that wait for room, and add to `reserved` what is kept for those who get none yet."""
+    """Load models that wait for room, and reserve room for those that get none yet."""
     actions: list[Action] = []
     fleet.kept_until_s, num_behind = math.inf, 0
     for name in fleet.queues.for_room:
         model = fleet.models[name]
         if name not in fleet.queues.for_room or not _could_fit(fleet, model):
-            continue  # A drain has ended and gave it its replica back; or no room would do for it.
+            continue  # A drain has ended and gave it its replica back; or it can never fit.
         most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
         if (place := choose_place(fleet, model, most=most, reserved=reserved)) is not None:
             actions += _load(fleet, model, place) + _end_drains(fleet)
             continue
         if (drain := fleet.drains.get(name)) is not None and is_done(drain):
-            actions += _end_drain(fleet, drain)  # Somebody else got its room: it needs another one.
+            actions += _end_drain(fleet, drain)  # Another model got its room.
         reserve_room(fleet, model, reserved)
         if name not in fleet.drains and _keeps_room(fleet, model):
             fleet.kept_until_s = min(fleet.kept_until_s, _kept_until_s(fleet, model))
@@ -85,7 +83,7 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
 
 
 def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
-    """Keep room for a model that waits for some: of the worker that is drained for it, else of all."""
+    """Reserve room for a waiting model: of the worker that is drained for it, else of all."""
     if (drain := fleet.drains.get(model.name)) is not None:
         reserved.drains[drain.worker.name] = drain
     elif model.profile is not None and _keeps_room(fleet, model):
@@ -93,7 +91,7 @@ def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
 
 
 def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load a second replica of models whose replicas are all full and none is on its way."""
+    """Load a second replica of models whose replicas are all full and none is loading."""
     actions: list[Action] = []
     for name in fleet.queues.for_slot:
         model = fleet.models[name]
@@ -108,9 +106,9 @@ def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
 
 
 def load_beside_paused(fleet: Fleet, model: Model) -> list[Action]:
-    """Load a model again for those who wait, if its replicas have had no turn for too long.
+    """Load a model again for waiting requests, if its replicas have had no turn for too long.
 
-    Only where there is room without warm models' going and without turns, and nobody waits for that.
+    Only if there is room without evicting warm models and without turns, and no model waits for it.
     """
     overdue_s = fleet.now_s - fleet.config.patience_s
     replicas = model.usable.values()
@@ -124,7 +122,7 @@ def load_beside_paused(fleet: Fleet, model: Model) -> list[Action]:
 
 
 def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bool:
-    """True if another replica of a full model would be there before the last one who waits has a slot.
+    """True if another replica of a full model would be ready before the last waiting request has a slot.
 
     Also if so many wait that others will soon be refused.
     """
@@ -133,13 +131,13 @@ def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bo
     is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
     if is_queue_filling or _is_overdue(fleet, model):
         return True
-    load_s = fleet.estimates.load_s(model.profile.num_bytes, model.bytes_by_rung)
+    load_s = fleet.estimates.reload.load_s(model.profile.num_bytes, model.bytes_by_rung)
     run_s = fleet.estimates.run_s(model.name)
     return load_s + evict_s < run_s * len(model.waiting) / max(1, model.num_running)
 
 
 def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
-    """Load models deployed as pinned, which nobody need ask for, unless loading one has proved deadly."""
+    """Load models deployed as pinned, unless loading one has killed workers."""
     actions: list[Action] = []
     for model in list(fleet.unplaced.values()):
         is_failing = model.failure is not None and fleet.now_s < model.failure.until_s
@@ -152,7 +150,6 @@ def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
 
 
 def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
-    """Evict, load, and send those who wait behind the load."""
     assert model.profile is not None, f"removed: `{model.name}`"
     actions: list[Action] = []
     for victim in place.evictions.victims:
@@ -161,7 +158,11 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
     worker, footprint, profile = place.worker, place.footprint, model.profile
     reused_bytes = model.resident_bytes.get(worker.name, 0)
     replica = Replica(
-        *(model, worker, footprint.promise, profile.num_bytes, profile.digest),
+        model,
+        worker,
+        footprint.promise,
+        profile.num_bytes,
+        profile.digest,
         max_seqs=footprint.max_seqs,
         reused_bytes=reused_bytes,
         loaded_bytes=reused_bytes,
@@ -179,7 +180,6 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
 
 
 def fill_slots(fleet: Fleet, model: Model) -> list[Action]:
-    """Send those who wait for a model to its free slots."""
     actions: list[Action] = []
     while (first := model.first_waiting) is not None and (chosen := choose_replica(fleet, first)) is not None:
         why = Why.RESIDENT if chosen.replica.is_ready else Why.LOADING
@@ -202,13 +202,13 @@ def _dispatch(
 
 
 def _could_fit(fleet: Fleet, model: Model) -> bool:
-    return model.profile is not None and fleet.capacity.could_fit(model.profile)
+    return model.profile is not None and fleet.capacity.has_fitting(model.profile, Hold.BUSY)
 
 
 def _drain_for_overdue(fleet: Fleet) -> bool:
-    """Begin a drain for the first who has none yet, if that one has waited too long. False: for nobody.
+    """Begin a drain for the first model without one, if it is overdue; False: none was begun.
 
-    Those are passed over that have kept room for long enough and can have none.
+    Skips models that have reserved room for long enough and can have none.
     """
     undrained = (name for name in fleet.queues.for_room if name not in fleet.drains)
     for name in islice(undrained, MAX_BEHIND):
@@ -225,7 +225,7 @@ def _drain_for_overdue(fleet: Fleet) -> bool:
 
 
 def _end_drains(fleet: Fleet) -> list[Action]:
-    """End drains that nobody needs any more, or that are in vain; the workers of these rest.
+    """End drains that are needless or in vain; workers of the latter rest.
 
     A drain that ends may give a model its replica back, and so end another.
     """
@@ -242,7 +242,6 @@ def _must_end(fleet: Fleet, drain: Drain) -> bool:
 
 
 def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
-    """Have the victims of a drain serve everybody again, if they are still there."""
     del fleet.drains[drain.model.name]
     drain.worker.drain = None
     actions: list[Action] = []
@@ -255,10 +254,9 @@ def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
 
 
 def set_timer(fleet: Fleet) -> list[Action]:
-    """Order a timer for the next one whose patience ends; an earlier one that is set already will do.
+    """Order a timer for the next time that matters, unless an earlier one is set.
 
-    Also for the next warm model that ends being warm, for its worker has to know, and for the next time that
-    a drain is in vain, or that a worker or somebody who waits keeps others out no longer.
+    That is when a request becomes overdue, a warm model expires, a drain is in vain, or a reservation ends.
     """
     at_s = min(
         fleet.expiries.next_s(),
@@ -275,18 +273,17 @@ def set_timer(fleet: Fleet) -> list[Action]:
 
 
 def _keeps_room(fleet: Fleet, model: Model) -> bool:
-    """True if a model that waits for room, and has no drain, still keeps others out."""
+    """True if a model that waits for room, and has no drain, still reserves it."""
     return fleet.now_s < _kept_until_s(fleet, model)
 
 
 def _kept_until_s(fleet: Fleet, model: Model) -> float:
     first = model.first_waiting
-    assert first is not None, f"nobody waits for `{model.name}`"
+    assert first is not None, f"no request waits for `{model.name}`"
     return first.overdue_s(fleet.config.patience_s) + fleet.config.max_drain_s
 
 
 def _is_overdue(fleet: Fleet, model: Model) -> bool:
-    """True if the first request that waits for a model has lost its patience."""
     first = model.first_waiting
-    assert first is not None, f"nobody waits for `{model.name}`"
+    assert first is not None, f"no request waits for `{model.name}`"
     return fleet.now_s >= first.overdue_s(fleet.config.patience_s)

@@ -1,14 +1,14 @@
-"""Who of those with an API key may ask now: requests and tokens per minute, and requests at a time. Pure.
+"""Limits of API keys: requests and tokens per minute, and requests at a time. Pure.
 
 A request goes through three moments:
-    - it begins: it counts as a request of this minute, and as one of those that run;
-    - its prompt is known, or each of several: it is charged the prompt and an estimate of its output;
-    - it ends, however it does: what was charged is settled to the tokens that there were.
-One that is refused counts for nothing, so that who tries again too often is not kept out by that.
+    - it begins: it counts as a request of this minute, and as a running one;
+    - its prompt, or each of several, is known: it is charged the prompt and an estimate of its output;
+    - it ends: the charge is settled to the actual tokens.
+A refused request counts for nothing, so that retrying too often does not lock a key out.
 
-The estimate is what the request allows itself, but at most `MAX_ESTIMATE_TOKENS` of an answer, and never so
-much that the request could not pass at all. Tokens beyond it are charged when the request ends, also beyond
-the limit: then those that follow wait for longer.
+The estimate is the request's limit, at most `MAX_ESTIMATE_TOKENS`, and never so much that the request could
+not pass at all. Tokens beyond it are charged at the end, also beyond the limit: then later requests wait
+longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hearth.policy.limits.sliding_window import SlidingWindow, WindowSlot
 
 #: The most tokens that one answer is charged in advance.
 MAX_ESTIMATE_TOKENS = 1024
-#: So many keys, or twice those that counted last, are remembered before those are sought that count no more.
+#: Idle keys are forgotten once there are this many keys, or twice as many as counted last.
 MIN_KEYS = 16
 
 Key = TypeVar("Key", bound=Hashable)
@@ -32,7 +32,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """The limits of one API key; None: there is none."""
+    """The limits of one API key; None: no limit."""
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
@@ -40,8 +40,6 @@ class KeyLimits:
 
 
 class LimitKind(StrEnum):
-    """The limit that a request has met."""
-
     REQUESTS = "requests"
     TOKENS = "tokens"
     CONCURRENT = "concurrent"
@@ -55,20 +53,20 @@ class LimitRefusal:
     limit: int
     used: int  #: of the limit, by others
     wanted: int
-    #: When the same request would pass, if no other came. None: never, as it is too large; or nobody knows.
+    #: When the same request would pass, if no other came. None: never, or unknown.
     retry_s: float | None
 
 
 @dataclass(slots=True, eq=False)
 class _KeyState:
-    """The requests and tokens that one key has taken. Mutable; written by the `KeyLimiter`."""
+    """The usage of one key. Mutable; written by the `KeyLimiter`."""
 
     requests: SlidingWindow = field(default_factory=SlidingWindow)
     tokens: SlidingWindow = field(default_factory=SlidingWindow)
     num_running: int = 0
 
     def counts(self, now_s: float) -> bool:
-        """True if anything that the key has taken matters still."""
+        """True if anything that the key has taken still counts."""
         self.requests.advance(now_s)
         self.tokens.advance(now_s)
         return bool(self.num_running or self.requests.used or self.tokens.used)
@@ -82,7 +80,7 @@ class _Charge:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request that was let in. Mutable; written by the `KeyLimiter` that gave it out."""
+    """An admitted request. Mutable; written by the `KeyLimiter`."""
 
     state: _KeyState
     request: WindowSlot  #: where it is counted as a request
@@ -91,14 +89,14 @@ class Ticket:
 
     @property
     def charged_tokens(self) -> int:
-        """Tokens that were charged in advance."""
+        """Tokens charged in advance."""
         return sum(charge.num_tokens for charge in self.charges)
 
 
 class KeyLimiter(Generic[Key]):
-    """Mutable; written by the one thread that asks. Holds nothing of keys that have not asked for a minute.
+    """Mutable; one thread. Forgets keys that were idle for a minute.
 
-    Limits are told with every question, so that a change counts from the next request on.
+    Limits are passed with every call, so a change applies to the next request.
     """
 
     def __init__(self) -> None:
@@ -109,7 +107,7 @@ class KeyLimiter(Generic[Key]):
         return len(self._states)
 
     def begin(self, key: Key, limits: KeyLimits, now_s: float) -> Ticket | LimitRefusal:
-        """Let a request in, or say why not."""
+        """Admit a request, or say why not."""
         state = self._states.get(key) or _KeyState()
         most = limits.concurrent
         if most is not None and state.num_running >= most:
@@ -131,7 +129,7 @@ class KeyLimiter(Generic[Key]):
         max_output_tokens: int | None,
         now_s: float,
     ) -> LimitRefusal | None:
-        """Charge a request for an answer, of at most so many tokens; None: it may have it."""
+        """Charge a request for an answer of at most `max_output_tokens`; None: it may have it."""
         assert ticket.is_open, f"charged after its end: {ticket}"
         window, most = ticket.state.tokens, limits.tokens_per_min
         num_output = MAX_ESTIMATE_TOKENS if max_output_tokens is None else max_output_tokens
@@ -149,7 +147,7 @@ class KeyLimiter(Generic[Key]):
         return None
 
     def end(self, ticket: Ticket, num_tokens: int, now_s: float) -> None:
-        """Note that a request has ended, and how many tokens it had; a second time changes nothing."""
+        """Settle a request that has ended with `num_tokens`; a second call changes nothing."""
         if not self._close(ticket):
             return
         surplus = ticket.charged_tokens - num_tokens
@@ -161,14 +159,13 @@ class KeyLimiter(Generic[Key]):
             surplus -= given_back
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Have a request that was refused after all count for nothing."""
+        """Undo the charges of a request that was refused after all."""
         if self._close(ticket):
             ticket.state.requests.give_back(ticket.request, 1)
             for charge in ticket.charges:
                 ticket.state.tokens.give_back(charge.slot, charge.num_tokens)
 
     def status(self, key: Key, limits: KeyLimits, now_s: float) -> RateStatus:
-        """Return how much of the limits per minute is left."""
         state = self._states.get(key) or _KeyState()
         return RateStatus(
             _describe(state.requests, limits.requests_per_min, now_s),
@@ -176,7 +173,6 @@ class KeyLimiter(Generic[Key]):
         )
 
     def _close(self, ticket: Ticket) -> bool:
-        """Return whether a ticket was open, and have it closed."""
         if not ticket.is_open:
             return False
         ticket.is_open = False
@@ -184,7 +180,7 @@ class KeyLimiter(Generic[Key]):
         return True
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget keys that have taken nothing that matters, once they may be as many as the others."""
+        """Forget idle keys once they may be half of all."""
         if len(self._states) >= self._max_states:
             self._states = {key: one for key, one in self._states.items() if one.counts(now_s)}
             self._max_states = max(MIN_KEYS, 2 * len(self._states))

@@ -1,6 +1,6 @@
-"""The books of a tier of equal cells: which chunk is in which cell, and who needs it to stay there.
+"""The books of a tier of equal cells: which chunk is in which cell, and which are leased.
 
-Touches no memory: a cell is a number here, a chunk is its identity, and the bytes are the tier's.
+Touches no memory: a cell is a number here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The chunk is absent; the caller fills the cell and then says `filled` or `failed`."""
+    """The chunk is absent; the caller fills the cell and then calls `filled` or `failed`."""
 
     cell: int
     evicted: str | None  #: the chunk that was in the cell until now
@@ -29,7 +29,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Another caller is filling a cell with that very chunk."""
+    """Another caller is filling a cell with this chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class Full:
 
 
 class ChunkBook:
-    """Which chunk is in which cell. Mutable; one caller at a time: the tier that owns it holds its lock.
+    """Which chunk is in which cell. Mutable; the tier that owns it holds its lock.
 
     Every cell is free or holds one chunk, and every chunk in a cell is exactly one of
-        filling  on its way in; belongs to whoever fills it
+        filling  being loaded by one caller
         leased   resident and in use, by one or several; never evicted
-        idle     resident and held by nobody; evicted when its cell is needed
+        idle     resident and unused; evicted when its cell is needed
     """
 
     def __init__(self, num_cells: int, *, keeps_idle: bool = True) -> None:
-        """`keeps_idle`: whether chunks that nobody holds any more stay; without it no chunk is ever idle."""
+        """`keeps_idle`: chunks stay after their last lease; without it no chunk is ever idle."""
         assert num_cells >= 0, f"{num_cells=}"
         self._keeps_idle = keeps_idle
         self.capacity = num_cells
@@ -82,16 +82,16 @@ class ChunkBook:
         return chunk_id in self._cell_by_chunk and chunk_id not in self._filling
 
     def leases(self, chunk_id: str) -> int:
-        """Return how many hold the chunk; 0 for one that is idle, filling or absent."""
+        """Return how many leases the chunk has; 0 if it is idle, filling or absent."""
         return self._leases.get(chunk_id, 0)
 
     def take(
         self, chunk_id: str, price: Callable[[str], Price], *, num_spared: int = 0
     ) -> Hit | Fill | Pending | Full:
-        """Lease a chunk that is resident, or find a cell for it.
+        """Lease a resident chunk, or find a cell for it.
 
-        That is the lowest free cell, behind the first `num_spared` if one is free there, else that of the
-        idle chunk that is next in the `EvictionOrder`.
+        That is the lowest free cell, behind the first `num_spared` if possible, else that of the next idle
+        chunk in the `EvictionOrder`.
         """
         if chunk_id in self._filling:
             return Pending()
@@ -106,23 +106,23 @@ class ChunkBook:
         return Fill(cell, evicted)
 
     def lease(self, chunk_ids: Sequence[str]) -> list[int] | None:
-        """Lease chunks, and return their cells; None: not all are resident, and nothing has changed."""
+        """Lease chunks, and return their cells; None: not all are resident, nothing changed."""
         return list(map(self._lease, chunk_ids)) if all(map(self.is_resident, chunk_ids)) else None
 
     def filled(self, chunk_id: str) -> None:
-        """Note that the cell holds the chunk now. Whoever filled it has the first lease."""
-        assert chunk_id in self._filling, f"nobody was filling a cell with chunk `{chunk_id}`"
+        """Mark a chunk as resident. Its filler has the first lease."""
+        assert chunk_id in self._filling, f"chunk `{chunk_id}` is not being filled"
         self._filling.remove(chunk_id)
         self._leases[chunk_id] = 1
 
     def failed(self, chunk_id: str) -> None:
         """Free the cell of a chunk whose bytes did not arrive."""
-        assert chunk_id in self._filling, f"nobody was filling a cell with chunk `{chunk_id}`"
+        assert chunk_id in self._filling, f"chunk `{chunk_id}` is not being filled"
         self._filling.remove(chunk_id)
         self._vacate(chunk_id)
 
     def release(self, chunk_id: str) -> None:
-        """Give a lease back. After the last one the chunk is idle, or gone where none is kept."""
+        """Return a lease. After the last one the chunk is idle, or gone unless idle ones are kept."""
         assert chunk_id in self._leases, f"released more often than taken: chunk `{chunk_id}`"
         self._leases[chunk_id] -= 1
         if self._leases[chunk_id] == 0:
@@ -133,7 +133,7 @@ class ChunkBook:
                 self._vacate(chunk_id)
 
     def drop(self, chunk_id: str) -> bool:
-        """Forget an idle chunk. Returns False if it is leased, filling or absent."""
+        """Forget an idle chunk. False if it is leased, filling or absent."""
         if chunk_id not in self._idle:
             return False
         self._leave_idle(chunk_id)
@@ -154,13 +154,11 @@ class ChunkBook:
         assert not lost, f"to be evicted, but not idle: {lost}"
 
     def _lease(self, chunk_id: str) -> int:
-        """Lease a chunk that is resident; return its cell."""
         self._leave_idle(chunk_id)
         self._leases[chunk_id] = self.leases(chunk_id) + 1
         return self._cell_by_chunk[chunk_id]
 
     def _lowest_free(self, num_spared: int) -> int:
-        """Take a free cell, of which there is one."""
         spared: list[int] = []
         while self._free and self._free[0] < num_spared:
             spared.append(heapq.heappop(self._free))

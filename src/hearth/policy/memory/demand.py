@@ -1,4 +1,4 @@
-"""How probable it is that a model is asked for again soon, from how often it was. Forecasts no load."""
+"""How probable it is that a model is requested again soon."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ MIN_INTERVAL_S = 0.001
 
 @dataclass(slots=True)
 class DemandHistory:
-    """When a model was asked for. Mutable; written only by `Demand.arrived`."""
+    """When a model was requested. Mutable; written only by `Demand.arrived`."""
 
     last_s: float
     mean_interval_s: float | None = None  #: None after one request
 
     def interval_s(self, now_s: float) -> float:
-        """Return the time between requests that is to be expected now."""
         mean_s = PRIOR_INTERVAL_S if self.mean_interval_s is None else self.mean_interval_s
         return max(mean_s, now_s - self.last_s)
 
 
 @dataclass(slots=True)
 class Demand:
-    """How often each model is asked for. Mutable; one caller at a time.
+    """How often each model is requested. Mutable; one caller at a time.
 
-    Requests are taken to come at random with a mean interval, which is the exponentially weighted mean of
-    those seen. While a model has been silent for longer than that, the silence is taken instead.
+    Arrivals are assumed random with a mean interval, the exponentially weighted mean of those seen, or the
+    present silence if that is longer.
     """
 
     history_by_model: dict[str, DemandHistory] = field(default_factory=dict)
 
     def arrived(self, model: str, now_s: float, num_requests: int = 1) -> None:
-        """Count requests that came for a model since the last call; several are taken to be evenly spaced."""
+        """Count requests since the last call; several are assumed evenly spaced."""
         assert num_requests >= 1, f"{num_requests=}"
         history = self.history_by_model.get(model)
         if history is None:
@@ -51,11 +50,10 @@ class Demand:
         history.last_s = max(now_s, history.last_s)
 
     def forget(self, model: str) -> None:
-        """Drop the history of a model."""
         self.history_by_model.pop(model, None)
 
     def probability(self, model: str, now_s: float, horizon_s: float) -> float:
-        """Return how probable a request within `horizon_s` is; 0 for a model that nobody has asked for."""
+        """Return the probability of a request within `horizon_s`; 0 for an unknown model."""
         history = self.history_by_model.get(model)
         if history is None or horizon_s <= 0:
             return 0.0
@@ -63,6 +61,6 @@ class Demand:
         return -math.expm1(-horizon_s / interval_s) if interval_s > 0 else 1.0
 
     def requests_per_s(self, model: str, now_s: float) -> float:
-        """Return how often a model is asked for; 0 for one that nobody has asked for."""
+        """Return the request rate of a model; 0 for an unknown one."""
         history = self.history_by_model.get(model)
         return 0.0 if history is None else 1 / max(history.interval_s(now_s), MIN_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""The order in which bytes are given up, by the price of keeping them. Evicts nothing itself."""
+"""The order in which bytes are evicted, by the price of keeping them. Evicts nothing itself."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TAKEABLE = (Hold.RETAINED, Hold.WARM, Hold.PAUSED)
 
 
 def effective_hold(hold: Hold, *, is_loading: bool, has_requests: bool, has_turn: bool) -> Hold:
-    """Return how a hosted model is held now that is held as `hold` while it has no requests.
+    """Return how a hosted model is held now; `hold`: while it has no requests.
 
-    BUSY while nothing of the model may be taken: it has requests, or memory that is being filled. PAUSED if
-    it would be BUSY or PINNED, but waits for its turn.
+    BUSY while nothing of it may be taken: it has requests, or is being loaded. PAUSED if it would be BUSY or
+    PINNED but waits for its turn.
     """
     if has_turn and hold is Hold.PINNED:
         return Hold.PINNED
@@ -36,14 +36,14 @@ def effective_hold(hold: Hold, *, is_loading: bool, has_requests: bool, has_turn
 
 
 def tail_first(cost: float, position: int) -> Price:
-    """Return a price by which the later of two chunks that cost the same goes first: it is needed later."""
+    """Return a price by which the later of two equally expensive chunks goes first: it is needed later."""
     return (cost, -position)
 
 
 def cheapest_first(
     chunk_ids: Iterable[str], price: Callable[[str], Price], max_chunks: int | None = None
 ) -> list[str]:
-    """The eviction order, or its first `max_chunks`. Equal prices go by identity: always the same."""
+    """Return the eviction order, or its first `max_chunks`. Equal prices go by id."""
 
     def rank(chunk_id: str) -> tuple[float, int, str]:
         match price(chunk_id):
@@ -58,11 +58,11 @@ def cheapest_first(
 
 
 class EvictionOrder:
-    """Mutable; written only by the books that own it. Iterates over the chunks it would evict next.
+    """The chunks to evict next. Mutable; written only by the books that own it.
 
-    Pricing every chunk for every eviction would be slow with thousands of them. So they are priced once, and
-    the order of the cheapest few is good for as many evictions. A chunk that is used or gone meanwhile is
-    discarded, and is in the order again only when all are priced anew; so is a cheaper one that came later.
+    Pricing all of thousands of chunks for every eviction would be slow. So they are priced once, and the
+    order of the cheapest few serves as many evictions. A chunk that is used or gone meanwhile is discarded
+    until all are priced again.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class EvictionOrder:
         return iter(self._order)
 
     def pop(self, candidates: Collection[str], price: Callable[[str], Price]) -> str | None:
-        """The chunk to evict now, or None without candidates; they are looked at only when priced anew."""
+        """Return the chunk to evict now, or None without candidates."""
         if not self._order:
             num_ordered = min(EVICTIONS_PER_PRICING, 1 + int(len(candidates) * ORDERED_SHARE))
             self._order = dict.fromkeys(cheapest_first(candidates, price, num_ordered))
@@ -87,7 +87,7 @@ class EvictionOrder:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The weights of one model that may be taken, last layers first."""
+    """Weights of one model that may be taken, last layers first."""
 
     model: ModelId
     hold: Hold  #: one of `TAKEABLE`
@@ -104,12 +104,11 @@ class Take:
 
 
 def plan_takes(tails: Sequence[Tail], num_bytes: int) -> list[Take]:
-    """The cheapest takes that free at least so many bytes, or everything where that is less.
+    """Return the cheapest takes that free at least `num_bytes`, or all if that is less.
 
-    Warm models lose something only when everything that is retained goes, units that free nothing included:
-    what a warm model shares with a retained one comes free only so. Paused models come after warm ones in the
-    same way. Where not everything of one hold goes, nothing of it is taken in vain, and no exchange of one
-    model's last taken unit for another's next one would be cheaper.
+    Warm models lose bytes only if all retained bytes go, shared units included, and paused ones only after
+    warm ones. If not all of one hold goes, nothing is taken in vain, and no exchange of one model's last
+    taken unit for another's next one would be cheaper.
     """
     for tail in tails:
         assert tail.hold in TAKEABLE, f"never to be taken from: {tail.model} {tail.hold=}"
@@ -130,10 +129,10 @@ def plan_takes(tails: Sequence[Tail], num_bytes: int) -> list[Take]:
 
 
 class _TakeChoice:
-    """Mutable, and written by itself alone. How many units go from each of some tails that have enough.
+    """How many units go from each of some tails that have enough. Mutable.
 
-    All bytes of a tail cost the same, so whole tails go by price until it suffices; where units are of one
-    size that is the best there is. Where they are not, the last one may free far more than is missing.
+    All bytes of a tail cost the same, so whole tails go by price until it suffices, which is optimal for
+    units of one size. Otherwise the last unit may free far more than necessary.
     """
 
     def __init__(self, tails: Sequence[Tail], num_bytes: int) -> None:
@@ -151,10 +150,9 @@ class _TakeChoice:
                 break
 
     def improved(self) -> list[int]:
-        """The number of units of each tail when nothing is left to improve.
+        """Return the units of each tail once nothing can be improved.
 
-        It ends: the costs of units are fixed numbers, and their sum falls with every exchange, or stays while
-        a unit is given back.
+        It terminates: the total cost falls with every exchange, or stays while a unit is given back.
         """
         self._give_back()
         while self._exchange():
@@ -162,7 +160,7 @@ class _TakeChoice:
         return self._num_units
 
     def _give_back(self) -> None:
-        """Leave what is not needed, of the dearest bytes first."""
+        """Give back units that are not needed, the most expensive bytes first."""
         for index in reversed(range(len(self._tails))):
             units = self._tails[index].units
             while (num := self._num_units[index]) and units[num - 1] <= self._spare_bytes:
@@ -170,7 +168,7 @@ class _TakeChoice:
                 self._spare_bytes -= units[num - 1]
 
     def _exchange(self) -> bool:
-        """Leave one unit and take a cheaper one that still suffices; False: there are no such two."""
+        """Exchange one unit for a cheaper one that still suffices; False: there is none."""
         last: list[tuple[float, int, int]] = []
         following: list[tuple[float, int, int]] = []
         for index, (tail, num) in enumerate(zip(self._tails, self._num_units, strict=True)):

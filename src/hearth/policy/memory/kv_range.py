@@ -1,4 +1,4 @@
-"""How blocks of KV lie on the pages of a mapped pool, and of a simulated one. Maps nothing."""
+"""How blocks of KV lie on the pages of a mapped pool."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ class KvRange:
 
     @property
     def sink_pages(self) -> int:
-        """Pages that have to be there from the beginning."""
         return self.num_pages(1)
 
     def num_blocks(self, num_pages: int) -> int:
-        """Return how many whole blocks so many pages hold."""
         return min(self.max_blocks, num_pages * self.page_bytes // self.block_bytes)
 
     def num_pages(self, num_blocks: int) -> int:
-        """Return the fewest pages that hold so many blocks."""
         return -(-num_blocks * self.block_bytes // self.page_bytes)
 
     def one_more(self, num_pages: int) -> int | None:
-        """Return how many pages one extent more takes in all; None: there is none."""
+        """Return how many pages one more extent takes in all; None: there is none."""
         num_blocks = self.num_blocks(num_pages)
         return None if num_blocks == self.max_blocks else self.num_pages(num_blocks + 1)
 

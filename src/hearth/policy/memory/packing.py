@@ -1,12 +1,12 @@
 """Where new tensors go in a contiguous memory, and what has to move for them. Moves nothing itself.
 
-Tangram's Partitioned-Gain Packing (T3; its Algorithm 1, corrected; docs/design/memory.md has an example).
-Memory between two fixed regions is a section: holes with runs of movable regions between them.
+Tangram's Partitioned-Gain Packing (its Algorithm 1, corrected; docs/design/memory.md has an example). Memory
+between two fixed regions is a section: holes with runs of movable regions between them.
 
     | hole 0 |  run  | hole 1 |  run  | hole 2 |
 
-Merging holes costs the bytes of the runs between them. A run that stays cuts the section in two, each with a
-part of the items: the largest run that can stay does, and so on in both parts.
+Merging holes costs the bytes of the runs between them. A run that stays splits the section in two, each with
+a part of the items: the largest run that can stay does, and so on in both parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_LOOKS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Part of a contiguous memory. Regions touch, come in the order of their addresses, and none is empty."""
+    """Part of a contiguous memory. Regions touch, are in order of address, and none is empty."""
 
     begin: int
     num_bytes: int
@@ -55,8 +55,6 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Places for all items, and what moves for them."""
-
     begins: Mapping[Hashable, int]  #: of every item
     #: In an order that is safe: none writes over what a later one still reads.
     moves: tuple[Move, ...]
@@ -69,14 +67,14 @@ class Packing:
 def pack(regions: Sequence[Region], items: Sequence[Item]) -> Packing | None:
     """Return places for all items, with no more bytes moved than by `merge_all`; None: they do not fit.
 
-    Without fixed regions they fit if there are as many free bytes. With them it is a matter of bin packing,
-    and None means that none of three rules could divide the items over the sections.
+    Without fixed regions they fit if there are enough free bytes. With them it is bin packing, and None means
+    that none of three rules could divide the items over the sections.
     """
     return _packed(regions, items, _partitioned)
 
 
 def merge_all(regions: Sequence[Region], items: Sequence[Item]) -> Packing | None:
-    """The baseline: whatever can be moved goes to the front of its section; None exactly where `pack` is."""
+    """The baseline: move everything movable to the front of its section; None exactly if `pack` is."""
     return _packed(regions, items, _merged)
 
 
@@ -94,7 +92,7 @@ def _packed(
 
 
 class _Section:
-    """Regions between two fixed ones, with at least one hole among them. Never changed."""
+    """Regions between two fixed ones, with at least one hole. Immutable."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         """`regions`: no two free ones touch."""
@@ -116,13 +114,13 @@ class _Section:
         return self._free_before[holes.stop] - self._free_before[holes.start]
 
     def run_bytes(self, first: int, last: int) -> int:
-        """Return the bytes between two holes, which move when they and those between them are merged."""
+        """Return the bytes between two holes, which move when these are merged."""
         distance_bytes = self.holes[last].begin - self.holes[first].begin
         return distance_bytes - (self._free_before[last] - self._free_before[first])
 
 
 def _sections(regions: Sequence[Region]) -> list[_Section]:
-    """Return the sections between fixed regions, without those in which nothing is free."""
+    """Return the sections between fixed regions that have holes."""
     parts: list[list[Region]] = [[]]
     for region in regions:
         if region.is_fixed:
@@ -140,15 +138,13 @@ def _sections(regions: Sequence[Region]) -> list[_Section]:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Items in bins. Whoever made it may still write to it."""
-
     by_bin: list[list[Item]]
     rooms_bytes: list[int]  #: that are left in each bin
     left: list[Item]  #: items for which no bin had the room
 
 
 def _best_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
-    """Each item, the largest first, to the fullest bin that still has the room."""
+    """Put each item, the largest first, into the fullest bin that has room."""
     shares = _Shares([[] for _ in rooms_bytes], list(rooms_bytes), [])
     fullest = sorted((room, index) for index, room in enumerate(rooms_bytes))
     for item in items:
@@ -164,7 +160,7 @@ def _best_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
 
 
 def _first_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
-    """Each item, the largest first, to the first bin that still has the room."""
+    """Put each item, the largest first, into the first bin that has room."""
     shares = _Shares([[] for _ in rooms_bytes], list(rooms_bytes), [])
     for item in items:
         roomy = (index for index, room in enumerate(shares.rooms_bytes) if room >= item.num_bytes)
@@ -178,7 +174,7 @@ def _first_fit(rooms_bytes: Sequence[int], items: Sequence[Item]) -> _Shares:
 
 
 def _holes_first(sections: Sequence[_Section], items: Sequence[Item]) -> _Shares:
-    """Each item to the section of a hole that it fits into; what fits into none, by best fit."""
+    """Put each item into the section of a hole that it fits into; the rest by best fit."""
     owners = [index for index, section in enumerate(sections) for _ in section.holes]
     in_holes = _best_fit([room for section in sections for room in section.holes_bytes], items)
     rooms_bytes = [0] * len(sections)
@@ -191,7 +187,7 @@ def _holes_first(sections: Sequence[_Section], items: Sequence[Item]) -> _Shares
 
 
 def _divide(sections: Sequence[_Section], items: Sequence[Item]) -> list[list[Item]] | None:
-    """The items of each section, the largest first, by the first rule that leaves none over."""
+    """Return the items of each section, the largest first, by the first rule that leaves none over."""
     for item in items:
         assert item.num_bytes > 0, f"an item without bytes has no place: {item.key} {item.num_bytes=}"
     largest_first = _largest_first(items)
@@ -213,7 +209,7 @@ def _largest_first(items: Sequence[Item]) -> list[Item]:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Items in the holes of a subspace. Of these holes some, if any, become one."""
+    """Items in the holes of a subspace, some of which may become one."""
 
     holes: range
     in_holes: list[list[Item]]  #: of each hole
@@ -223,7 +219,7 @@ class _Fit:
 
 
 class _Subspace:
-    """Mutable; written only by `_partition` and `_split`. Consecutive holes, and the items that go there."""
+    """Consecutive holes, and the items that go there. Mutable; written by `_partition` and `_split`."""
 
     def __init__(self, section: _Section, holes: range, items: Sequence[Item]) -> None:
         self.holes = holes
@@ -237,7 +233,7 @@ class _Subspace:
 
 
 def _partition(section: _Section, items: Sequence[Item]) -> Iterator[_Fit]:
-    """Algorithm 1. The fits of the subspaces in which it ends, which together have all the items."""
+    """Algorithm 1. Yield the fits of the final subspaces, which together have all the items."""
     whole = _Subspace(section, range(len(section.holes)), items)
     subspaces = [whole]
     num_looks = 0
@@ -261,7 +257,7 @@ def _partition(section: _Section, items: Sequence[Item]) -> Iterator[_Fit]:
 
 
 def _split(section: _Section, subspace: _Subspace) -> list[_Subspace]:
-    """Let the largest run stay that can: the gain is its bytes, which need not move. No sides: none can."""
+    """Let the largest run stay that can: its bytes need not move. Empty: none can."""
     holes = subspace.holes
     middle_first = list(holes[:-1])  # among equals: two halves are searched faster than one hole and the rest
     middle = len(middle_first) // 2
@@ -277,7 +273,7 @@ def _split(section: _Section, subspace: _Subspace) -> list[_Subspace]:
 
 
 def _try_packing(items: Sequence[Item], left_bytes: int, right_bytes: int) -> _Shares:
-    """Each item to the roomier side; it ends with the first one that does not fit there."""
+    """Put each item on the roomier side; stops at the first one that does not fit."""
     on_left: list[Item] = []
     on_right: list[Item] = []
     for item in items:
@@ -294,7 +290,7 @@ def _try_packing(items: Sequence[Item], left_bytes: int, right_bytes: int) -> _S
 
 
 def _fit(section: _Section, holes: range, items: Sequence[Item]) -> _Fit:
-    """Items go into holes as they are; for those left, the holes merge that have the least between them."""
+    """Put items into holes as they are; for the rest, merge the holes with the least between them."""
     shares = _best_fit(section.holes_bytes[holes.start : holes.stop], items)
     merged = holes[:0]
     if shares.left:
@@ -305,7 +301,7 @@ def _fit(section: _Section, holes: range, items: Sequence[Item]) -> _Fit:
 
 
 def _cheapest_merge(section: _Section, holes: range, rooms_bytes: Sequence[int], needed_bytes: int) -> range:
-    """Return the consecutive holes that together have the room, with the fewest bytes between them."""
+    """Return consecutive holes that together have room, with the fewest bytes between them."""
     best: range | None = None
     fewest_bytes = 0
     start, room_bytes = 0, 0
@@ -355,7 +351,7 @@ def _in_line(items: Sequence[Item], begin: int) -> dict[Hashable, int]:
 
 
 def _slide(regions: Sequence[Region]) -> list[Move]:
-    """Everything to the front, in the order of addresses: so nothing is written over before it is read."""
+    """Move everything to the front, in the order of addresses: nothing is overwritten before it is read."""
     moves: list[Move] = []
     target = regions[0].begin
     for region in regions:

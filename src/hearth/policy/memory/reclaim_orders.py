@@ -1,8 +1,8 @@
-"""The orders by which memory changes hands on a worker. Decides nothing, and carries out none itself.
+"""The orders by which memory on a worker is reallocated.
 
-A decision takes several orders, and each depends on what came of the one before. So whoever decides is a
-generator: it yields one order at a time and is sent the outcome, a number of blocks or of bytes. `carry_out`
-runs it, for a worker as for a simulator.
+A decision takes several orders, each of which depends on the outcome of the one before. So a decision is a
+generator: it yields one order at a time and is sent the outcome, a number of blocks or bytes. `carry_out`
+runs it, on a worker and in a simulation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hearth.core.types import AdapterId, ModelId, SamplingTable
 
 @dataclass(frozen=True, slots=True)
 class GrowKv:
-    """Give a model blocks of KV out of free memory. The outcome: how many blocks it got."""
+    """Give a model blocks of KV out of free memory. Outcome: how many."""
 
     model: ModelId
     num_blocks: int
@@ -26,7 +26,7 @@ class GrowKv:
 
 @dataclass(frozen=True, slots=True)
 class ClearKv:
-    """Take an extent of KV back from a model. The outcome: its blocks, or 0 where that was not possible."""
+    """Take an extent of KV from a model. Outcome: its blocks, or 0 if not possible."""
 
     model: ModelId
     extent: range
@@ -37,21 +37,28 @@ class ClearKv:
 
 @dataclass(frozen=True, slots=True)
 class TakeWeights:
-    """Take weights of retained models, then of warm, then of paused ones, of each the cheapest first.
+    """Take weights of retained models, then of warm, then of paused ones, the cheapest first.
 
-    The outcome: how many bytes came free.
+    Outcome: bytes freed.
     """
 
     num_bytes: int
-    below_s_per_byte: float = math.inf  #: only those whose reload cost is less
-    with_workspaces: bool = False  #: and the bytes that only the workspaces of these models need
+    below_s_per_byte: float = math.inf  #: only models whose reload cost is less
+
+
+@dataclass(frozen=True, slots=True)
+class TakeWorkspaces:
+    """Take the workspace bytes that only retained, warm and paused models need. Outcome: bytes freed.
+
+    For pools without fixed addresses; in the others all models share one workspace.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceTable:
-    """Give a model a table out of free memory. The outcome: its bytes, or 0 where that does not suffice.
+    """Give a model a table out of free memory. Outcome: its bytes, or 0 if memory is short.
 
-    A table that lies in the pool and has become too small leaves it first, with what it holds.
+    A table in the pool that has become too small leaves it first, with its contents.
     """
 
     model: ModelId
@@ -61,7 +68,7 @@ class PlaceTable:
 
 @dataclass(frozen=True, slots=True)
 class SpillTable:
-    """Have a table lie outside of the pool, with what it holds. The outcome: how many bytes came free."""
+    """Move a table out of the pool, with its contents. Outcome: bytes freed."""
 
     model: ModelId
     table: SamplingTable
@@ -69,7 +76,7 @@ class SpillTable:
 
 @dataclass(frozen=True, slots=True)
 class DropTable:
-    """Take back the memory of a table that nobody needs. The outcome: how many bytes came free."""
+    """Take back a table that no request needs. Outcome: bytes freed."""
 
     model: ModelId
     table: SamplingTable
@@ -77,7 +84,7 @@ class DropTable:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAdapter:
-    """Give an adapter its pieces out of free memory. The outcome: its bytes, or 0 where that is short."""
+    """Give an adapter its pieces out of free memory. Outcome: its bytes, or 0 if memory is short."""
 
     adapter: AdapterId
     sizes: tuple[int, ...]  #: of its pieces, in bytes
@@ -86,23 +93,31 @@ class PlaceAdapter:
 
 @dataclass(frozen=True, slots=True)
 class DropAdapter:
-    """Take back the pieces of an idle adapter. The outcome: how many bytes came free.
+    """Take back the pieces of an idle adapter. Outcome: bytes freed.
 
-    That may be none though others of its kind have room then: several adapters lie on one page.
+    May be 0 although another adapter has room then: adapters share pages.
     """
 
     adapter: AdapterId
 
 
 ReclaimOrder = (
-    GrowKv | ClearKv | TakeWeights | PlaceTable | SpillTable | DropTable | PlaceAdapter | DropAdapter
+    GrowKv
+    | ClearKv
+    | TakeWeights
+    | TakeWorkspaces
+    | PlaceTable
+    | SpillTable
+    | DropTable
+    | PlaceAdapter
+    | DropAdapter
 )
 #: Yields orders, is sent what came of each, and returns what came of all of them.
 Orders = Generator[ReclaimOrder, int, int]
 
 
 def carry_out(orders: Orders, act: Callable[[ReclaimOrder], int]) -> int:
-    """Have `act` carry out all orders; return what came of them. What `act` raises ends it."""
+    """Let `act` carry out all orders; return the result. Stops if `act` raises."""
     with closing(orders):
         try:
             order = next(orders)

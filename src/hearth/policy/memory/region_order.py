@@ -1,22 +1,21 @@
-"""The order in which regions of host memory are made ready for a device. Makes nothing ready itself.
+"""The order in which regions of host memory are pinned for a device.
 
-Whoever loads a model or allocates on a device may have to wait for a region that is being made ready. So one
-that a load needs comes at once, those behind it are next, as a load goes through memory much as it lies, and
-nothing that nobody waits for comes while a load is under way. Where loads never cease, it comes all the same
-in the end, little by little.
+Loads and allocations may wait for a region that is being pinned. So one that a load needs comes at once,
+those behind it are next, because a load reads memory much in order, and unneeded ones wait while a load is
+running. If loads never cease, they come slowly all the same.
 """
 
 from __future__ import annotations
 
-#: For so long loads keep a region back that nobody waits for. From then on one comes this often, until the
-#: loads cease: a region takes a millisecond of the driver, so that is a fiftieth of its time.
+#: Loads hold back unneeded regions for this long. Then one comes this often until they cease: a region takes
+#: a millisecond of the driver, a fiftieth of its time.
 MAX_HELD_S, TRICKLE_S = 30.0, 0.05
-#: A pause between loads in which at least one region could have come. A shorter one is none.
+#: A shorter gap between loads does not count as a pause.
 MIN_PAUSE_S = 0.1
 
 
 class RegionOrder:
-    """Which regions were given out, each of them once. Mutable; its owner guards it and tells the time."""
+    """Which regions were given out, each once. Mutable; its owner guards it and passes the time."""
 
     def __init__(self, num_regions: int, num_loads: int = 0, *, now_s: float = 0.0) -> None:
         self.num_regions = num_regions
@@ -24,13 +23,12 @@ class RegionOrder:
         self._is_given = bytearray(num_regions)
         self._num_given = 0
         self._next = 0  #: behind the last one that was given out, or asked for
-        self._held_s = now_s  #: since when loads have kept back whatever nobody waits for
+        self._held_s = now_s  #: since when loads hold back unneeded regions
         self._is_late = False  #: it was given out beside loads already
         self._free_s = now_s  #: since when no load is under way, if none is
 
     @property
     def is_complete(self) -> bool:
-        """True if every region was given out."""
         return self._num_given == self.num_regions
 
     def load_began(self, now_s: float) -> None:
@@ -53,19 +51,19 @@ class RegionOrder:
         return True
 
     def peek(self, now_s: float) -> int | None:
-        """Return the next region that nobody waits for; None: there is none, or loads keep it back."""
+        """Return the next unneeded region; None: there is none, or loads hold it back."""
         if self.is_complete or self.wait_s(now_s) > 0.0:
             return None
         region = self._is_given.find(0, self._next)
         return region if region >= 0 else self._is_given.find(0)
 
     def take_unasked(self, region: int, now_s: float) -> None:
-        """Give out a region that nobody waits for, as found by `peek`."""
+        """Give out a region found by `peek`."""
         self.take(region)
         self._held_s, self._is_late = now_s, self.num_loads > 0
 
     def wait_s(self, now_s: float) -> float:
-        """Return for how long the loads under way keep back what nobody waits for; 0: not at all."""
+        """Return for how long running loads hold back unneeded regions."""
         if not self.num_loads:
             return 0.0
         return max(0.0, self._held_s + (TRICKLE_S if self._is_late else MAX_HELD_S) - now_s)

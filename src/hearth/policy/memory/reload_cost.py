@@ -1,8 +1,7 @@
-"""The cost of having bytes back that were given up: the one price by which brain, worker and keeper evict.
+"""The cost of reloading evicted bytes: the one price by which brain, worker and keeper evict.
 
-Whoever has to give up bytes gives up those that are cheapest to have back. All three estimate that in the
-same way, each from what it sees: how often a model is asked for, and how fast the rungs deliver. Evicts
-nothing, reads no clock.
+The cheapest bytes to reload are evicted first. All three estimate that in the same way, each from what it
+sees: how often a model is requested, and how fast the rungs deliver.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ MIN_TELLING_BYTES = 64 << 20
 
 
 def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
-    """Seconds that keeping some bytes is expected to save (the minimal-cost eviction of Tangram, T2).
+    """Return the seconds that keeping some bytes is expected to save (Tangram's minimal-cost eviction).
 
     Args:
-        p_wanted: how probable it is that the bytes are wanted again within the horizon.
-        load_s: how long they would take from the rung that they would come from.
-        weight: how much a second of this model's start matters to its owner.
+        p_wanted: probability that the bytes are wanted within the horizon.
+        load_s: to load them again.
+        weight: how much a second of this model's start matters.
     """
     assert load_s >= 0, f"a load takes no negative time: {load_s=}"
     return p_wanted * load_s * weight
@@ -44,15 +43,15 @@ def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
 def share_load_time(
     bytes_by_rung: Mapping[Rung, int], busy_s_by_rung: Mapping[Rung, float], total_s: float | None
 ) -> Mapping[Rung, float]:
-    """Share the time of a load out among the rungs that delivered to it, each by how long it was busy.
+    """Share the time of a load among the rungs that delivered to it, by how long each was busy.
 
-    A rung is not all that a load waits for: on a CPU, copying takes longer than reading does. Rungs that are
-    busy at the same time take less together than one after the other.
+    Rungs are not all that a load waits for: on a CPU, copying takes longer than reading. Rungs that are busy
+    at the same time take less together than one after the other.
 
     Args:
         bytes_by_rung: what each rung delivered.
-        busy_s_by_rung: for how long each was busy with that.
-        total_s: the time of the whole load; None: not all of the bytes came within it.
+        busy_s_by_rung: how long each was busy with that.
+        total_s: of the whole load; None: not all of the bytes came within it.
     """
     busy_s = sum(busy_s_by_rung.values())
     if total_s is None or busy_s <= 0 or sum(bytes_by_rung.values()) < MIN_TELLING_BYTES:
@@ -62,10 +61,10 @@ def share_load_time(
 
 @dataclass(slots=True)
 class RunningRate:
-    """How fast a rung delivers, as a running average over its transfers. Mutable; one caller at a time.
+    """How fast a rung delivers, as a running average. Mutable; one caller at a time.
 
-    Bytes over seconds, each summed over all transfers, so a transfer counts by its size. Both sums decay
-    with the bytes that are moved, not with time: a rung that rests is as fast as it was.
+    Bytes over seconds, each summed over all transfers. Both sums decay with bytes moved, not with time: an
+    idle rung is as fast as it was.
     """
 
     #: Decayed sums; both positive, or both 0 before the first transfer.
@@ -74,11 +73,11 @@ class RunningRate:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The average so far: None before the first transfer, otherwise positive."""
+        """None before the first transfer, otherwise positive."""
         return self.num_bytes / self.seconds if self.seconds else None
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """Count one transfer; one of no bytes, or faster than the clock could tell, says nothing."""
+        """Count one transfer; ignores one without bytes, or too fast for the clock."""
         if num_bytes <= 0 or seconds <= 0:
             return
         decay = 0.5 ** (num_bytes / HALF_LIFE_BYTES)
@@ -90,7 +89,7 @@ class RunningRate:
 class ReloadCosts:
     """The demand for models and the speed of rungs, and the reload cost that follows from both.
 
-    Mutable; one caller at a time. A model may be named by any string that is its own.
+    Mutable; one caller at a time. Models are identified by any string.
     """
 
     priors: Mapping[Rung, float] = field(default_factory=lambda: PRIOR_BYTES_PER_S)
@@ -98,15 +97,14 @@ class ReloadCosts:
     rates: dict[Rung, RunningRate] = field(default_factory=lambda: {rung: RunningRate() for rung in Rung})
 
     def asked(self, model: str, now_s: float, num_requests: int = 1) -> None:
-        """Count requests that have come for a model since the last call for it."""
+        """Count requests for a model since the last call."""
         self.demand.arrived(model, now_s, num_requests)
 
     def forget(self, model: str) -> None:
-        """Drop what is known of a model that was removed: another of the same name may be nothing like it."""
+        """Forget a removed model: another of the same name may be nothing like it."""
         self.demand.forget(model)
 
     def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
-        """Learn from one transfer how fast a rung delivers."""
         self.rates[rung].add(num_bytes, seconds)
 
     def learn_load(
@@ -115,23 +113,23 @@ class ReloadCosts:
         busy_s_by_rung: Mapping[Rung, float],
         total_s: float | None,
     ) -> None:
-        """Learn from one load how fast rungs deliver to a device; arguments as of `share_load_time`."""
+        """Learn the speed of rungs from one load; arguments as of `share_load_time`."""
         for rung, seconds in share_load_time(bytes_by_rung, busy_s_by_rung, total_s).items():
             self.moved(rung, bytes_by_rung[rung], seconds)
 
     def bytes_per_s(self, rung: Rung) -> float:
-        """Return the running average of what a rung delivered, or its prior before the first transfer."""
+        """Return the average rate of a rung, or its prior before the first transfer."""
         return self.rates[rung].bytes_per_s or self.priors[rung]
 
     def measured_rates(self) -> dict[Rung, float]:
-        """Return the bytes per second of the rungs that have delivered something."""
+        """Return the rates of the rungs that have delivered something."""
         rates = {rung: rate.bytes_per_s for rung, rate in self.rates.items()}
         return {rung: bytes_per_s for rung, bytes_per_s in rates.items() if bytes_per_s is not None}
 
     def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:
-        """Return how long a load of some bytes takes: missing bytes per rung over its speed (T6).
+        """Return how long a load takes: missing bytes per rung over its speed.
 
-        The nearest rung delivers what it has. What nobody has reported on is taken to be on disk.
+        The nearest rung delivers what it has. Unreported bytes are assumed on disk.
         """
         if bytes_by_rung is None:
             return num_bytes / self.bytes_per_s(Rung.DISK)
@@ -145,23 +143,20 @@ class ReloadCosts:
         )
 
     def p_wanted(self, model: str, now_s: float) -> float:
-        """Return how probable it is that a model is asked for within the horizon."""
+        """Return the probability that a model is requested within the horizon."""
         return self.demand.probability(model, now_s, HORIZON_S)
 
     def requests_per_s(self, model: str, now_s: float) -> float:
-        """Return how often a model is asked for."""
         return self.demand.requests_per_s(model, now_s)
 
     def cost_s(self, model: str, load_s: float, weight: float, now_s: float) -> float:
-        """Return the reload cost of bytes of a model that would take `load_s` to come back."""
         return reload_cost(self.p_wanted(model, now_s), load_s, weight)
 
 
 class DeviceReloadCosts:
-    """The reload cost of a byte of each model on one worker's device, from what was asked and loaded there.
+    """The reload cost per byte of each model or adapter on one worker's device.
 
-    Mutable; one caller at a time. A model's bytes are taken to come back from where they came last. Adapters
-    are models like all others here.
+    Mutable; one caller at a time. Bytes are assumed to come back from where they came last.
     """
 
     def __init__(self) -> None:
@@ -171,11 +166,10 @@ class DeviceReloadCosts:
         self._shares: dict[ModelId | AdapterId, Mapping[Rung, float]] = {}
 
     def hosted(self, model: ModelId | AdapterId, weight: float) -> None:
-        """Note how much a second of this model's start matters."""
+        """Record how much a second of this model's start matters."""
         self._weights[model] = weight
 
     def asked(self, model: ModelId | AdapterId, now_s: float) -> None:
-        """Count a request for the model."""
         self._costs.asked(model, now_s)
 
     def learn_load(
@@ -185,9 +179,9 @@ class DeviceReloadCosts:
         busy_s_by_rung: Mapping[Rung, float],
         total_s: float | None,
     ) -> None:
-        """Learn from one load how fast rungs deliver, and whence the model comes.
+        """Learn from one load how fast rungs deliver, and where the model comes from.
 
-        Arguments are those of `share_load_time`. A load that took no bytes says nothing.
+        Arguments are those of `share_load_time`. Ignores an empty load.
         """
         self._costs.learn_load(bytes_by_rung, busy_s_by_rung, total_s)
         num_bytes = sum(bytes_by_rung.values())
@@ -195,17 +189,16 @@ class DeviceReloadCosts:
             self._shares[model] = {rung: part / num_bytes for rung, part in bytes_by_rung.items()}
 
     def forget(self, model: ModelId | AdapterId) -> None:
-        """Drop what is known of a model: another of the same name may be nothing like it."""
+        """Forget a model: another of the same name may be nothing like it."""
         self._costs.forget(model)
         self._weights.pop(model, None)
         self._shares.pop(model, None)
 
     def measured_rates(self) -> dict[Rung, float]:
-        """Return the bytes per second of the rungs that have delivered something to the device."""
         return self._costs.measured_rates()
 
     def load_s_per_byte(self, model: ModelId | AdapterId) -> float:
-        """Return how long one byte takes to come back; that of an unloaded model as if from host memory."""
+        """Return how long one byte takes to load; from host memory if the model was never loaded."""
         shares = self._shares.get(model, _FROM_HOST)
         if len(shares) == 1:  # as most adapters: all that are idle are priced between two steps
             (rung,) = shares
@@ -213,23 +206,22 @@ class DeviceReloadCosts:
         return sum(share / self._costs.bytes_per_s(rung) for rung, share in shares.items())
 
     def cost_s_per_byte(self, model: ModelId | AdapterId, now_s: float) -> float:
-        """Return the reload cost of one byte."""
         weight = self._weights.get(model, 1.0)
         return self._costs.cost_s(model, self.load_s_per_byte(model), weight, now_s)
 
     def adapter_cost_per_byte(self, adapter: AdapterId, now_s: float) -> float:
-        """Return the seconds of reloads that keeping one byte of an adapter saves in a second.
+        """Return the seconds of reloads that keeping one byte of an adapter saves per second.
 
-        Of a hundred adapters all may be certain to be asked for again within the horizon of models, and some
-        a hundred times. Loads are short, so each request for one that has gone is one load.
+        All of a hundred adapters may be certain to be requested within the horizon of models, some a hundred
+        times. Loads are short, so each request for an evicted one is one load.
         """
         weight = self._weights.get(adapter, 1.0)
         return self._costs.requests_per_s(adapter, now_s) * self.load_s_per_byte(adapter) * weight
 
     def paused_cost_s_per_byte(self, model: ModelId | AdapterId, due_in_s: float) -> float:
-        """Return the reload cost of one byte of a model that waits for its turn, due in so many seconds.
+        """Return the reload cost of one byte of a model that waits for its turn, due in `due_in_s`.
 
-        The bytes are wanted for sure, so only when counts: the cost is the time that a byte takes over the
-        time until then. Who is due last gives way first. What is overdue, or due in a moment, costs the same.
+        The bytes are certainly wanted, so only the time counts: the cost is the load time over the time until
+        then. What is overdue, or due in a moment, costs the same.
         """
         return self.load_s_per_byte(model) / max(due_in_s, MIN_DUE_S)

@@ -1,22 +1,22 @@
-"""Which slot of addresses a deployed model has: the same on all workers, and so is its space.
+"""The slot of addresses of a deployed model: the same on all workers.
 
-What was built for a space, such as captured steps, holds in every process that gives the model the same slot.
-By the digest alone two of twenty models want one slot with a probability of one half.
+Captured steps are valid in every process that gives the model the same slot. By digest alone two of twenty
+models want the same slot with a probability of one half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-#: Slots of models on a CUDA device: as many as fit where nobody else has addresses (`memory/cuda_pages.py`).
+#: Slots of models on a CUDA device: as many as fit into the free addresses (`memory/cuda_pages.py`).
 NUM_SLOTS = 166
 
 
 def choose_slot(digest: str, taken: Collection[int], named: int | None = None) -> int | None:
-    """Return the slot of a model that has none: the one that its digest prefers, or else the next free one.
+    """Return a slot for a model: the one that its digest prefers, or else the next free one.
 
-    `named`: the one that a snapshot of it was made for, which comes first. None: all are taken. Such a model
-    shares a slot, and where both are hosted one of them is elsewhere.
+    `named`: the slot of its snapshot, which comes first. None: all are taken. Such a model shares a slot, and
+    if both are hosted one of them is elsewhere.
     """
     if named in range(NUM_SLOTS) and named not in taken:
         return named
@@ -26,7 +26,7 @@ def choose_slot(digest: str, taken: Collection[int], named: int | None = None) -
 
 
 def preferred_slot(digest: str, num_slots: int) -> int:
-    """Return the slot that a digest prefers, where nobody has given its model one. Any text has some slot."""
+    """Return the slot that a digest prefers. Any text has one."""
     try:
         number = int(digest, 16)
     except ValueError:  # a registry may be damaged

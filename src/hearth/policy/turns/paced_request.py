@@ -1,4 +1,4 @@
-"""When the next token of a request is due. Knows no model and no turn."""
+"""When the next token of a request is due."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from hearth.core.types import BATCH_PATIENCE_S, Pace
 
 
 class PacedRequest:
-    """A request that has not ended, and how far it is. Mutable; written by the `TurnPolicy` that has it.
+    """A request that has not ended. Mutable; written by the `TurnPolicy` that has it.
 
-    A batch request, which nobody reads along with, is due `BATCH_PATIENCE_S` after its arrival, and after its
-    last token. A worker may tell of a thousand tokens with every step, so `due_s` is kept and not worked out
-    when asked.
+    A batch request is due `BATCH_PATIENCE_S` after its arrival, and after its last token. `due_s` is stored,
+    because a worker may report a thousand tokens with every step.
     """
 
     __slots__ = ("_first_due_s", "_max_pause_s", "_token_s", "due_s", "num_tokens", "pace")
 
     def __init__(self, pace: Pace, arrived_s: float, num_tokens: int, now_s: float) -> None:
-        """`num_tokens` were sent so far, also by workers that are gone; the last one now, if there is any."""
+        """`num_tokens` were sent so far, also by lost workers; the last one now, if any."""
         self.pace = pace
         is_read = not pace.is_batch
         self._first_due_s = arrived_s + (pace.first_token_s if is_read else BATCH_PATIENCE_S)
@@ -32,7 +31,6 @@ class PacedRequest:
             self.sent(now_s)
 
     def sent(self, now_s: float) -> None:
-        """Note that a token was sent."""
         self.num_tokens = num_tokens = self.num_tokens + 1
         due_s, latest_s = self._first_due_s + num_tokens * self._token_s, now_s + self._max_pause_s
         self.due_s = due_s if due_s < latest_s else latest_s

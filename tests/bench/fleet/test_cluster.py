@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.fleet.cluster import SimulatedCluster
 from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.events import (
     Action,
@@ -24,7 +25,6 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
     WorkerLost,
 )
-from hearth.sim.cluster import SimulatedCluster
 from tests.policy.fleet.world import profile
 
 A, R = ModelId("a"), RequestId("r")

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.fleet.costs import CostModel
+from bench.fleet.simulator import Simulator
 from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
@@ -18,10 +20,8 @@ from hearth.policy.fleet.events import (
     DeviceReported,
     Dispatch,
     Event,
-    Footprint,
     LoadModel,
     ModelDeployed,
-    ModelProfile,
     ModelReady,
     RequestArrived,
     RequestCancelled,
@@ -30,8 +30,7 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.sim.costs import CostModel
-from hearth.sim.simulator import Simulator
+from hearth.policy.fleet.profile import Footprint, ModelProfile
 
 SPEEDS = {Rung.HOST: 100.0, Rung.DISK: 10.0}
 FOREVER = 1_000_000

@@ -7,8 +7,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.fleet.costs import CostModel
 from hearth.core.types import Rung
-from hearth.sim.costs import CostModel
 
 SPEEDS = {Rung.HOST: 10.0, Rung.DISK: 2.0}
 

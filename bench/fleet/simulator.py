@@ -9,6 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
+from bench.fleet.cluster import Brain, SimulatedCluster
+from bench.fleet.costs import CostModel
+from bench.fleet.worker import SimulatedReplica
 from hearth.core.types import ModelId, RequestId, Rung, WorkerId
 from hearth.policy.fleet.events import (
     Action,
@@ -25,9 +28,6 @@ from hearth.policy.fleet.events import (
     SetTimer,
     TimerFired,
 )
-from hearth.sim.cluster import Brain, SimulatedCluster
-from hearth.sim.costs import CostModel
-from hearth.sim.worker import SimulatedReplica
 
 #: Tells, when its time has come, what happens; None if it has been overtaken.
 Happening = Callable[[], Event | None]

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.fleet.worker import SimulatedWorker
 from hearth.core.types import Hold, ModelId, RequestId, Rung, WorkerId
-from hearth.policy.fleet.events import Evict, Footprint, LoadModel, ModelProfile, RungUse, SetHold
-from hearth.sim.worker import SimulatedWorker
+from hearth.policy.fleet.events import Evict, LoadModel, RungUse, SetHold
+from hearth.policy.fleet.profile import Footprint, ModelProfile
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 R = RequestId("r")

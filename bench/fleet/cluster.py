@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bench.fleet.worker import SimulatedReplica, SimulatedWorker
 from hearth.core.types import ModelId, RequestId, WorkerId
 from hearth.policy.fleet.events import (
     Action,
@@ -20,7 +21,6 @@ from hearth.policy.fleet.events import (
     LoadModel,
     ModelDeployed,
     ModelFailed,
-    ModelProfile,
     ModelReady,
     ModelRemoved,
     Reject,
@@ -35,7 +35,7 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
     WorkerLost,
 )
-from hearth.sim.worker import SimulatedReplica, SimulatedWorker
+from hearth.policy.fleet.profile import ModelProfile
 
 #: Decides what follows from an event; `step` over a fleet, perhaps timed or recorded.
 Brain = Callable[[Event], list[Action]]
@@ -107,7 +107,9 @@ class SimulatedCluster:
                 self.profiles.pop(model, None)
             case WorkerJoined(_, name, kind, budget_bytes, shares_workspace):
                 self.workers[name] = SimulatedWorker(
-                    *(name, kind, budget_bytes),
+                    name,
+                    kind,
+                    budget_bytes,
                     shares_workspace=shares_workspace,
                     takes_turns=self._takes_turns,
                 )

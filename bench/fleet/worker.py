@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hearth.core.types import Hold, ModelId, RequestId, WorkerId
-from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, Promise, RungUse, SetHold
+from hearth.policy.fleet.events import Evict, LoadModel, RungUse, SetHold
+from hearth.policy.fleet.profile import ModelProfile, Promise
 from hearth.policy.memory.eviction import TAKEABLE, Tail, effective_hold, plan_takes
-from hearth.policy.memory.reclaim import KvView, ReclaimPolicy, TablesView
+from hearth.policy.memory.eviction_chain import KvView, TablesView
+from hearth.policy.memory.reclaim import ReclaimPolicy
 from hearth.policy.memory.reclaim_orders import ReclaimOrder, TakeWeights, carry_out
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.sim.device import DeviceMemory

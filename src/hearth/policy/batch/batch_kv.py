@@ -1,0 +1,114 @@
+"""The KV of a batch between steps: how much the next step needs, what can go back, and taking it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hearth.policy.batch.batch_limits import BatchLimits
+from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.elastic import KvUse
+from hearth.policy.batch.late_books import LateBooks
+from hearth.policy.batch.preemption import preempted_for_extent
+from hearth.policy.batch.sequence import LiveSequence, Sequences
+
+
+class BatchKv:
+    """A part of the `Batcher`, which owns all that it changes. Settles the books before it reads them."""
+
+    def __init__(
+        self,
+        limits: BatchLimits,
+        blocks: BlockBook,
+        sequences: Sequences,
+        books: LateBooks,
+        preempt: Callable[[LiveSequence], None],
+    ) -> None:
+        self._limits, self._blocks, self._sequences, self._books = limits, blocks, sequences, books
+        self._preempt = preempt
+
+    def use(self) -> KvUse:
+        self._books.settle()
+        return KvUse(
+            num_blocks=self._blocks.num_blocks,
+            num_live=self._blocks.num_live,
+            num_cached=self._blocks.num_cached,
+            num_wanted=self.wanted_blocks(),
+            num_running=self._sequences.num_running,
+        )
+
+    def wanted_blocks(self) -> int:
+        """Return how many blocks the next plan would allocate if there were enough.
+
+        A prompt counts as a whole, because it is not admitted without room for all of it. Prompts with the
+        same beginning count as if they shared no blocks.
+        """
+        self._books.settle()
+        blocks = self._blocks
+        tokens_left, num_wanted = self._limits.max_batch_tokens, 0
+        for sequence in self._sequences.decoding():
+            num_planned = sequence.num_planned
+            if num_planned < sequence.max_planned:
+                tokens_left -= 1
+                num_wanted += num_planned == sequence.room_tokens
+        if (midway := self._sequences.midway()) is not None:
+            tokens_left -= midway.num_prefill - midway.num_planned
+            num_wanted += blocks.num_blocks_of(midway.num_prefill) - len(midway.blocks)
+        for sequence in self._admissible():
+            if tokens_left <= 0:
+                break
+            num_hits = len(sequence.known_prefix(blocks.prefixes))
+            num_tokens = len(sequence.tokens)
+            tokens_left -= num_tokens - num_hits * blocks.block_tokens
+            num_wanted += blocks.num_blocks_of(num_tokens) - num_hits
+        return num_wanted
+
+    def _admissible(self) -> Iterator[LiveSequence]:
+        """Yield the sequences that could start if there were blocks, also by preempting for a slot."""
+        yield from self._sequences.next_in_line()
+        first = self._sequences.first_waiting()
+        if first is not None and not self._sequences.has_free_slot and self._sequences.behind(first):
+            yield first
+
+    def cached_to_spare(self) -> int:
+        """Return how many cached blocks are in no known prefix of a sequence that could start."""
+        self._books.settle()
+        hits: set[int] = set()
+        for sequence in self._sequences.next_in_line():
+            sequence.known_prefix(self._blocks.prefixes).collect(hits)
+        return self._blocks.num_cached - len(self._blocks.cached_among(hits))
+
+    def add(self, extent: range) -> None:
+        """Add blocks, whose content is arbitrary."""
+        self._blocks.add(extent)
+
+    def remove_all(self) -> None:
+        """Remove all blocks. No sequence may be running."""
+        self._books.settle()
+        self._blocks.remove_all()
+
+    def clear(
+        self, extent: range, *, may_move: bool, may_preempt: bool, keeps_floor: bool = True
+    ) -> list[BlockMove] | None:
+        """Remove an extent of blocks; None: not possible, nothing changed.
+
+        The returned moves must be copied on the device behind the steps in flight and before the next one.
+        `keeps_floor`: preempt nothing if less than the promised KV would be left.
+        """
+        self._books.settle()
+        blocks = self._blocks
+        if keeps_floor and blocks.num_blocks - len(extent) < blocks.floor_blocks:
+            may_preempt = False
+        preempted = preempted_for_extent(
+            blocks, self._sequences.running(), extent, may_move=may_move, may_preempt=may_preempt
+        )
+        if preempted is None:
+            return None
+        for sequence in preempted:
+            self._preempt(sequence)
+        live = blocks.live_in(extent)
+        targets = blocks.available_outside(extent, len(live)) if live else []
+        moves = list(map(BlockMove, live, targets))
+        blocks.move(moves)
+        self._sequences.follow(moves)
+        blocks.remove(extent)
+        return moves
