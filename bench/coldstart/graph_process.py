@@ -51,12 +51,11 @@ from hearth.store.format.manifest import CHUNK_BYTES, Chunk, Manifest, digest_of
 from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.__main__ import SWITCH_S
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_snapshots import ModelSnapshots, SnapshotLook, no_parts
-from hearth.worker.runtime import Runtime, start
+from hearth.worker.runtime import Runtime, StartTimes, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.start_times import StartTimes
 
 MODEL = ModelId("model")
 PROMPT_TOKENS = 32  #: of the requests that decode

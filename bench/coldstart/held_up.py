@@ -67,10 +67,9 @@ from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.__main__ import SWITCH_S
-from hearth.worker.first_tokens import FirstTokens
-from hearth.worker.runtime import start
+from hearth.worker.background import FirstTokens
+from hearth.worker.runtime import StartTimes, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.start_times import StartTimes
 
 RUNNING, OTHER = "7B", "4B"
 LONG = 2.0  #: times the median

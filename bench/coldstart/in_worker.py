@@ -91,7 +91,7 @@ from hearth.store.transfer.loader import Load, Loader
 from hearth.system.garbage import collect_when_idle
 from hearth.worker import __main__ as worker_main
 from hearth.worker import snapshot_maker
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens, StepLaunches
 from hearth.worker.gateway_link import GatewayLink
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.model_load import ModelLoad
@@ -99,11 +99,8 @@ from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.report import Reports
 from hearth.worker.runs import Runs
-from hearth.worker.runtime import HostingResources, start
+from hearth.worker.runtime import HostingResources, StartTimes, TorchLimit, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.start_times import StartTimes
-from hearth.worker.step_launches import StepLaunches
-from hearth.worker.torch_limit import TorchLimit
 from hearth.worker.worker_loop import Inbox, Message, ModelNews, WorkerLoop
 
 SEVEN, FOUR = ModelId(RUNNING), ModelId(OTHER)

@@ -58,9 +58,8 @@ from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import GRAPH_NODE_TYPE_KERNEL, CudaGraphs
 from hearth.system.die_with_parent import die_with_parent
 from hearth.worker.__main__ import SWITCH_S
-from hearth.worker.heaps import grow_by_pieces
-from hearth.worker.runtime import start
-from hearth.worker.start_times import StartTimes
+from hearth.worker.process import grow_by_pieces
+from hearth.worker.runtime import StartTimes, start
 from hearth.worker.step_rehearsal import aliased_memory
 
 NUM_BYTES = 12 << 30  #: of host memory

@@ -17,8 +17,8 @@ from bench.random_engine import new_engine, new_tokenizer
 from bench.report import step
 from bench.shape import Shape
 from hearth import LLM, SamplingParams
-from hearth.engine.capture_ahead import capture_sizes
 from hearth.engine.engine import Engine
+from hearth.engine.graph_capture import capture_sizes
 
 
 class Prompts:

@@ -26,7 +26,7 @@ from hearth.core.config import EngineConfig
 from hearth.core.sizes import padded_size
 from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.engine import Engine
-from hearth.engine.step_samples import TimedStep
+from hearth.engine.step_times import TimedStep
 from hearth.snapshot.cost_profile import MeasuredStep
 
 #: Steps after a change of rows that are not counted: one is under way, one may capture a graph.

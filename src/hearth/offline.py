@@ -20,9 +20,9 @@ import torch
 from hearth.core.config import EngineConfig, StoreConfig
 from hearth.core.errors import DeviceError, ModelError, StoreError
 from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
-from hearth.engine.capture_ahead import CaptureAhead
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
+from hearth.engine.graph_capture import CaptureAhead
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON

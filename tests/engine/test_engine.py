@@ -14,7 +14,7 @@ from hearth.core.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTo
 from hearth.core.types import FinishReason, RequestId, SamplingParams
 from hearth.engine.engine import Engine, Usage
 from hearth.engine.pending_step import PendingStep
-from hearth.engine.step_timer import StepTimer
+from hearth.engine.step_times import StepTimer
 from hearth.policy.batch.plan import StepPlan
 from hearth.policy.batch.prompt_allowance import FIRST_LONE_TOKENS
 from tests.engine.harness import (

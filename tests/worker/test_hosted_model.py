@@ -42,7 +42,7 @@ from hearth.memory.vmm import MappedPool
 from hearth.models.decoder import Decoder
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.format.manifest import WEIGHTS, read_manifest
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import MAX_VAIN_ROUNDS, HostedModels
 from hearth.worker.hosting_state import ServedModel

@@ -14,9 +14,8 @@ from hearth.engine.graphs import StepGraphs
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.worker import snapshot_graphs, step_launches
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens, StepLaunches
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.step_launches import StepLaunches
 from tests.engine.test_graphs import Captures
 from tests.snapshot.fake_library import FakeLibrary, LibraryDriver
 from tests.snapshot.test_restored_graphs import Machine, sections_of

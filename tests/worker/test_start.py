@@ -18,7 +18,7 @@ from hearth.store.transfer.borrower import Borrower
 from hearth.store.transfer.lender import Lender
 from hearth.system.native_code import NativeCodeUnavailable
 from hearth.worker import __main__ as worker
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from tests.store.stored import PATIENCE_S
 
 CELL_BYTES = 1 << 16

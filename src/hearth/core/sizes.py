@@ -383,7 +383,7 @@ def table_rows(num_requests: int, max_seqs: int) -> int:
 
 
 def penalty_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
-    """The counts that penalties go by (`engine/penalties.py`)."""
+    """The counts that penalties go by (`engine/sampling_tables.py`)."""
     return {
         "num_sampled": Buffer((num_rows, vocab_size), "int32"),
         "weights": Buffer((num_rows, 3), "float32"),
@@ -392,7 +392,7 @@ def penalty_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
 
 
 def bias_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
-    """The rows that are added to logits (`engine/logit_bias.py`)."""
+    """The rows that are added to logits (`engine/sampling_tables.py`)."""
     return {"bias": Buffer((num_rows, vocab_size), "float32")}
 
 

@@ -13,7 +13,7 @@ import torch
 from hearth.core.config import EngineConfig
 from hearth.core.errors import DeviceError
 from hearth.core.sizes import Buffer, StepLimits, StepSize, block_buffer, run_bytes, table_buffers
-from hearth.engine.engine import Engine
+from hearth.engine.engine import Engine, StepMarks
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import StepGraphs
@@ -21,7 +21,6 @@ from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
-from hearth.engine.step_marks import StepMarks
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.kernels.cublas_workspace import capture_obstacle

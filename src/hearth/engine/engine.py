@@ -1,4 +1,10 @@
-"""One model being served: plan, run, commit, one step ahead of the device. Knows no text and no threads."""
+"""One model being served: plan, run, commit, one step ahead of the device. Knows no text and no threads.
+
+The marks by which somebody outside can tell that the steps of an engine advance. Judges nothing.
+
+On a CPU a layer is passed when it is computed. On other devices the host launches far ahead, and whole steps
+are graphs: there the device advances when it is done with a step, and a layer says only that the host lives.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import secrets
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,14 +31,11 @@ from hearth.core.types import (
     TokenLogprobs,
 )
 from hearth.engine.guide import Guides
-from hearth.engine.logit_bias import is_biased
-from hearth.engine.penalties import is_penalised
 from hearth.engine.pending_step import PendingStep, StepResult
-from hearth.engine.reading_pieces import ReadingPieces
+from hearth.engine.prompt_reader import ReadingPieces
 from hearth.engine.runner import Runner
-from hearth.engine.step_marks import NoMarks, StepMarks
-from hearth.engine.step_samples import StepSamples
-from hearth.engine.step_timer import StepTimer
+from hearth.engine.sampling_tables import is_biased, is_penalised
+from hearth.engine.step_times import StepSamples, StepTimer
 from hearth.models.adapter import AdapterLayout
 from hearth.policy.batch.batch_limits import RequestLimits
 from hearth.policy.batch.batcher import Batcher
@@ -117,6 +121,44 @@ class _LaunchedStep:
     plan: StepPlan
     pending: PendingStep
     timer: StepTimer | None  #: None: it had to wait for more than the device, and says nothing about others
+
+
+class StepMarks(Protocol):
+    """The receiver of an engine's marks. Called by the thread that steps the engine."""
+
+    def begun(self, request_ids: Sequence[RequestId]) -> None:
+        """Note that a step is about to be launched, with rows of these requests."""
+
+    def launched(self) -> None:
+        """Note that the step is queued, or has failed to be; where the host computes, that it is computed."""
+
+    def layer_passed(self) -> None:
+        """Note that a layer was computed, or launched where steps are only launched."""
+
+    def done(self) -> None:
+        """Note that the device is done with the oldest step of this engine, and all launched before it."""
+
+    def closed(self) -> None:
+        """Note that no step of this engine is under way any more."""
+
+
+class NoMarks:
+    """Nobody looks, as where one process runs one model."""
+
+    def begun(self, request_ids: Sequence[RequestId]) -> None:
+        pass
+
+    def launched(self) -> None:
+        pass
+
+    def layer_passed(self) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
+    def closed(self) -> None:
+        pass
 
 
 class Intake:

@@ -24,9 +24,7 @@ import torch
 
 from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces
 from hearth.core.types import MAX_LOGPROBS, RequestId, SamplingParams, SamplingTable
-from hearth.engine.logit_bias import LogitBias, is_biased
-from hearth.engine.optional_table import OptionalTable
-from hearth.engine.penalties import Penalties, is_penalised
+from hearth.engine.sampling_tables import LogitBias, OptionalTable, Penalties, is_biased, is_penalised
 from hearth.engine.upload import Uploads
 from hearth.kernels.best_token import best_tokens
 from hearth.kernels.draw import draw_tokens

@@ -19,7 +19,6 @@ _SOURCES = (
     *("engine", "kernels", "models", "core/sizes.py"),
     *("memory", "policy/memory/space_slots.py", "snapshot", "system/cuda"),
     *("worker/snapshot_graphs.py", "worker/snapshot_maker.py", "worker/measured_costs.py"),
-    "worker/resident_memory.py",
 )
 _SUFFIXES = (".py", ".c")  #: of code, also of that which makes graphs again
 _PACKAGE = Path(__file__).parents[1]

@@ -36,18 +36,14 @@ from hearth.system.cuda.batches import native_calls
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 from hearth.system.native_code import remedy_for
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens, StepLaunches
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
-from hearth.worker.heaps import grow_by_pieces
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
-from hearth.worker.open_files import close_all_but
-from hearth.worker.predecessor import Predecessor
-from hearth.worker.runtime import HostingResources, Runtime, start
+from hearth.worker.process import Predecessor, close_all_but, grow_by_pieces
+from hearth.worker.runtime import HostingResources, Runtime, StartTimes, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.start_times import StartTimes
-from hearth.worker.step_launches import StepLaunches
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and

@@ -10,7 +10,7 @@ import msgspec
 
 from hearth.core.messages import ModelLoaded
 from hearth.core.types import ModelId, Rung
-from hearth.engine.step_samples import StepSamples
+from hearth.engine.step_times import StepSamples
 from hearth.models.buffers import name_of
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.snapshot import cost_profile

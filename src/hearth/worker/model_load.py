@@ -19,10 +19,9 @@ from functools import partial
 from hearth.core.errors import ModelError
 from hearth.core.messages import HostModel, StartRequest
 from hearth.engine.assemble import Memory, assemble
-from hearth.engine.engine import Engine
+from hearth.engine.engine import Engine, StepMarks
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.runner import Runner
-from hearth.engine.step_marks import StepMarks
 from hearth.engine.step_shape import StepShape
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hearth.core.beacon import Beacon
 from hearth.core.types import ModelId, RequestId
-from hearth.worker.step_launches import StepLaunches
+from hearth.worker.background import StepLaunches
 
 
 class WorkerMarks:

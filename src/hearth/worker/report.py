@@ -21,7 +21,7 @@ from hearth.system.garbage import LATE_COLLECTIONS
 from hearth.worker.adapters import WorkerAdapters
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.reclaimer import Reclaimer
-from hearth.worker.torch_limit import TorchLimit
+from hearth.worker.runtime import TorchLimit
 from hearth.worker.turns import Turns
 
 #: How long a change may wait while steps are made.

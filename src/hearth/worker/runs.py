@@ -17,7 +17,7 @@ from hearth.core.messages import Admitted, Fact, RunFailed, StartRequest, StepDo
 from hearth.core.types import GuideSpec, ModelId, RequestId
 from hearth.engine.engine import Intake, StepOutcome
 from hearth.policy.batch.plan import EngineRequest
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import Incomplete

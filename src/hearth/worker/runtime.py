@@ -2,12 +2,23 @@
 
 All of it takes a second or so, which no request should wait for. Memory comes last, and takes least of it:
 so a worker that replaces another is all but up when that one's memory is free. It hosts nothing.
+
+How long the parts of a worker's start took, for the log. Starts nothing.
+
+How much of a CUDA device torch may take besides the pool: by what was measured, or by a guess.
+
+    limit    every engine's model has a memory profile:  the sum of these, and `SPARE_BYTES`
+             else:                                       the guess
+
+A profile has all that torch had taken while its model was measured, also for models beside it. So their sum
+is never too little; it may be too much, and costs nothing then: what nobody needs is not taken.
 """
 
 from __future__ import annotations
 
 import logging
 import platform
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +29,7 @@ import torch
 from hearth.core.config import EngineConfig
 from hearth.core.errors import ConfigError, DeviceError
 from hearth.core.messages import WorkerSetup
+from hearth.core.types import ModelId
 from hearth.engine.graph_capture import use_library_memory
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages, can_map
@@ -26,16 +38,17 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.transfer.borrower import Borrower
 from hearth.store.transfer.loader import Loader
 from hearth.system.host_memory import machine_bytes
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
-from hearth.worker.start_times import StartTimes
-from hearth.worker.torch_limit import SPARE_BYTES, TorchLimit
 
+#: For what requests may need and no measurement has seen, such as the logits of a large batch to be sorted.
+SPARE_BYTES = 2 << 30
 #: Memory on a device besides the pool: graphs of engines, what is sent for a step, the sampler's temporaries.
 #: torch may take this much, and a share of the budget, until it has been measured.
 UNBOOKED_BYTES, UNBOOKED_SHARE = SPARE_BYTES, 0.1
@@ -192,3 +205,44 @@ def processor_name(information: str, machine: str) -> str:
     # ARM's are named by two numbers.
     numbers = [told[one] for one in ("CPU implementer", "CPU part") if one in told]
     return " ".join([machine, *numbers])
+
+
+class StartTimes:
+    """The parts of a start that is under way, one after the other. Mutable."""
+
+    def __init__(self) -> None:
+        self._began_s = self._noted_s = time.perf_counter()
+        self.seconds: dict[str, float] = {}  #: by part, in the order in which they ended
+
+    @property
+    def total_s(self) -> float:
+        return self._noted_s - self._began_s
+
+    def note(self, part: str) -> None:
+        """Note the end of a part, which began with the end of the one before."""
+        now_s = time.perf_counter()
+        self.seconds[part], self._noted_s = now_s - self._noted_s, now_s
+
+    def __str__(self) -> str:
+        parts = (f"{part}_s={seconds:.3f}" for part, seconds in self.seconds.items())
+        return " ".join((f"total_s={self.total_s:.3f}", *parts))
+
+
+class TorchLimit:
+    """Mutable; the step thread alone calls it."""
+
+    def __init__(self, guess_bytes: int, set_limit: Callable[[int], None]) -> None:
+        """`set_limit` has torch keep to so many bytes; it is called at once."""
+        self._guess_bytes, self._set_limit = guess_bytes, set_limit
+        self.num_bytes, self.is_measured = guess_bytes, False
+        set_limit(guess_bytes)
+
+    def follow(self, profiles: Mapping[ModelId, MemoryProfile | None]) -> None:
+        """Keep to a limit for these models, whose engines are there, by their profiles."""
+        measured = [profile.torch_bytes for profile in profiles.values() if profile is not None]
+        is_measured = bool(measured) and len(measured) == len(profiles)
+        num_bytes = sum(measured) + SPARE_BYTES if is_measured else self._guess_bytes
+        if (num_bytes, is_measured) != (self.num_bytes, self.is_measured):
+            self.num_bytes, self.is_measured = num_bytes, is_measured
+            self._set_limit(num_bytes)
+            log.info("torch_limited num_bytes=%d is_measured=%s", num_bytes, is_measured)

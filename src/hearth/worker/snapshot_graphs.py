@@ -32,8 +32,7 @@ from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import CudaGraphs
-from hearth.worker.first_tokens import FirstTokens
-from hearth.worker.step_launches import StepLaunches
+from hearth.worker.background import FirstTokens, StepLaunches
 
 #: For so long graphs of a model that has just come give way, in all. A step without them takes longer.
 MAX_PAUSE_S = 2.0

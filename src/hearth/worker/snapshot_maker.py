@@ -4,26 +4,30 @@ A snapshot holds two profiles, and what `SnapshotParts` keeps of the engine. For
 padding are run: on a CUDA device of every size, which captures the graphs that are missing, on a CPU of some
 sizes, as far as they are quick. Steps of requests that the engine has measured before stand in for those of
 their kind: they have attention, too. The file is written by another thread.
+
+How much of a process's memory lies in RAM, as the kernel counts it.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from hearth.core.errors import HearthError, SnapshotError
 from hearth.core.messages import Fact, MakeSnapshot, SnapshotMade, SnapshotProgress
 from hearth.core.types import ModelId, Rung
 from hearth.engine.engine import Engine
-from hearth.engine.step_samples import StepSamples, TimedStep
 from hearth.engine.step_shape import StepShape
-from hearth.engine.step_timer import StepTimer
+from hearth.engine.step_times import StepSamples, StepTimer, TimedStep
 from hearth.snapshot import cost_profile, memory_profile
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.system.standing_threads import StandingThreads
@@ -32,7 +36,6 @@ from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import ServedModel
 from hearth.worker.measured_costs import measured_costs
 from hearth.worker.model_snapshots import ModelSnapshots
-from hearth.worker.resident_memory import process_bytes, resident_bytes
 
 #: How long no model has had a request before a step of a snapshot is run.
 QUIET_S = 1.0
@@ -266,3 +269,29 @@ def _resident_besides(pool: torch.UntypedStorage | None) -> int:
 
 def _failed(making: _Making, why: str) -> SnapshotMade:
     return SnapshotMade(making.order.model, making.order.hosting, failure=why)
+
+
+#: Pages whose entries are read at once: 8 MiB of them.
+_PIECE = 1 << 20
+#: In an entry of a page: it is in RAM.
+_IS_PRESENT = np.uint64(1 << 63)
+
+
+def process_bytes(pid: int) -> int:
+    """Return the bytes of a process in RAM that no file is behind: shared ones are others' as well."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def resident_bytes(address: int, num_bytes: int) -> int:
+    """Return how many bytes of a range of this process's addresses are in RAM, by whole pages."""
+    first, end = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
+    num_pages = 0
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as entries:
+        for page in range(first, end, _PIECE):
+            entries.seek(page * 8)
+            found = np.frombuffer(entries.read(min(_PIECE, end - page) * 8), np.uint64)
+            num_pages += int(np.count_nonzero(found & _IS_PRESENT))
+    return num_pages * mmap.PAGESIZE

@@ -30,7 +30,7 @@ import msgspec
 
 from hearth.core.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer
 from hearth.system.die_with_parent import die_with_parent
-from hearth.worker.open_files import close_all_but
+from hearth.worker.process import close_all_but
 
 #: Devices that a driver opens when it is initialised, and that a forked process cannot go on with.
 DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")

@@ -2,7 +2,7 @@
 
 A worker's step thread answers between two steps, and a step may take minutes: much of a large model on few
 cores. So a worker is silent only while it neither says anything nor passes a mark, which it does at each
-layer on a CPU and at the end of each step on other devices (`engine/step_marks.py`).
+layer on a CPU and at the end of each step on other devices (`engine/engine.py`).
 
 How long it may be silent follows from how long it took before: prompts of a next step are at most `GROWTH`
 times those of one that was measured (`policy/batch/prompt_allowance.py`), so that from one mark to the next

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
 from hearth.core.types import RequestId, SamplingParams, SamplingTable
-from hearth.engine.optional_table import TableRows
+from hearth.engine.sampling_tables import TableRows
 from tests.engine.harness import ROOMY, ask, engine_for, kv_bytes
 from tests.models.zoo import build
 

@@ -1,12 +1,46 @@
-"""How long steps of an engine took, a few of every kind. Plans and measures nothing."""
+"""How long the device takes for a step. Waits for nothing that has not been waited for.
+
+How long steps of an engine took, a few of every kind. Plans and measures nothing.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from statistics import median_low
 
+import torch
+
 from hearth.policy.batch.plan import StepPlan
+
+
+class StepTimer:
+    """Measures one step: from when the device has done all before it until it has done all of the step.
+
+    A CPU computes a step while it is launched. On a CUDA device steps queue up, those of other models too, so
+    the host's clock would tell the time of several.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin; the step is launched next, on the current stream."""
+        self._began_s = self._ended_s = time.perf_counter()
+        self._began: torch.cuda.Event | None = None
+        self._ended: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # untyped
+            self._began.record()
+
+    def stop(self, end: torch.cuda.Event | None) -> None:
+        """End, once all of the step is launched; `end` is the event behind it on a CUDA device."""
+        self._ended_s, self._ended = time.perf_counter(), end
+
+    def seconds(self) -> float:
+        """Return how long the step took, which the device has done."""
+        if self._began is None or self._ended is None:
+            return self._ended_s - self._began_s
+        return float(self._began.elapsed_time(self._ended)) / 1000
+
 
 #: Kinds of steps that are kept, and the last steps of each: what any traffic needs, and a few kilobytes.
 MAX_KINDS, NUM_KEPT = 128, 5

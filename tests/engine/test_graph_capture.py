@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hearth.engine.capture_ahead import CaptureAhead, capture_sizes
+from hearth.engine.graph_capture import CaptureAhead, capture_sizes
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from tests.engine.harness import ask, engine_for, greedy, prompts_for
 
