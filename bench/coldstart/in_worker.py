@@ -75,6 +75,7 @@ from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graph_trial import GraphTrial
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.pending_step import PendingStep
 from hearth.engine.runner import Runner
 from hearth.kernels.compilations import COMPILATIONS
@@ -118,7 +119,8 @@ _TRACED = (
     *((MappedPool, "load_ended", "load_ended"), (Load, "_give_back", "give back chunks")),
     *((ModelLoad, "_capture_first", "capture first steps"), (RestoredGraphs, "_functions", "functions")),
     *((Reclaimer, name, name) for name in ("place", "before_step", "after_step")),
-    *((Runner, name, name) for name in ("launch", "close", "settle", "rehearse", "stand_in", "fill_tables")),
+    *((Runner, name, name) for name in ("launch", "close", "settle", "fill_tables")),
+    *((LayerRunner, name, name) for name in ("rehearse", "stand_in")),
     *((GraphTrial, name, f"trial {name}") for name in ("begin", "replay", "end")),
     *((PendingStep, "wait", "wait"), (Engine, "step", "step"), (TorchLimit, "follow", "torch limit")),
     *((GraphCapture, "capture", "capture"), (StepGraphs, "stand_in", "stand in: one part")),

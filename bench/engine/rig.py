@@ -117,7 +117,7 @@ def opened(shape: Shape, scale: Scale, device: torch.device) -> Iterator[Rig]:
     began_s = time.perf_counter()
     with step(f"opening {shape.name}"):
         engine = new_engine(shape, scale.engine, device, seed=1)
-        capture_sizes(engine.runner)  # as `LLM` does while weights come, which are here in a moment
+        capture_sizes(engine.runner.layers)  # as `LLM` does while weights come, which are here in a moment
         watch = StepWatch(engine)
         llm = LLM.over(engine, new_tokenizer(shape.arch.vocab_size))
     clock = ClockWatch(device)

@@ -178,7 +178,7 @@ class MadeUpDevice:
     free_s: float = 0.0
 
     def launch(self, runner: Runner, plan: StepPlan) -> MadeUpStep:
-        shape = self.shapes[len(runner.decoder.layers)]
+        shape = self.shapes[len(runner.layers.decoder.layers)]
         step_s = shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
         self.free_s = max(self.free_s, self.clock.monotonic()) + step_s
         return MadeUpStep(plan, self.free_s, self.clock)

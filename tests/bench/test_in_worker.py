@@ -6,6 +6,7 @@ import gc
 import inspect
 import threading
 import time
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_part_that_is_left_out_takes_what_the_part_takes(part: str) -> None:
 
 def test_without_it_a_model_that_goes_waits_for_all() -> None:
     runner, waits = Runner.__new__(Runner), list[str]()
-    runner.graphs, runner._trial = None, None
+    runner.layers, runner._trial = SimpleNamespace(graphs=None), None  # type: ignore[assignment]
     runner.synchronize = lambda: waits.append("all")  # type: ignore[method-assign]
     runner._end = object()  # type: ignore[assignment] # which has nothing to wait for
     with patch.object(*in_worker.PARTS["own end"]):

@@ -33,6 +33,7 @@ from hearth.core.types import Hold, ModelId, RequestId, Rung
 from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.kernels import prefill_hopper
@@ -204,7 +205,7 @@ def test_models_whose_graphs_are_restored_in_python_are_counted(
 
     graphs = SimpleNamespace(num_interpreted=3, num_unrestored=0, num_restored=0, captured={})
     with monkeypatch.context() as patch:  # a CPU has none
-        patch.setattr(Runner, "graphs", property(lambda _: graphs), raising=False)
+        patch.setattr(LayerRunner, "graphs", property(lambda _: graphs), raising=False)
         assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 1
 
     assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 1, "a counter never counts back"
@@ -464,7 +465,7 @@ def test_a_model_that_breaks_in_a_step_leaves_and_others_go_on(
     broken = read_manifest(converted("opt-pre")).arch
 
     def breaks(engine: Engine) -> StepOutcome:
-        if engine.runner.decoder.arch == broken:
+        if engine.runner.layers.decoder.arch == broken:
             raise ValueError("something is off")
         return step(engine)
 
@@ -487,7 +488,7 @@ def test_tokens_are_told_before_the_books_of_their_step_are_finished(
 
     def late(reclaimer: Reclaimer, name: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
         if outcome.outputs.finished:
-            found.append((is_heard.wait(PATIENCE_S), served.engine.is_settled))
+            found.append((is_heard.wait(PATIENCE_S), served.engine.batcher.is_settled))
         after_step(reclaimer, name, served, outcome)
 
     monkeypatch.setattr(Reclaimer, "after_step", late)

@@ -228,9 +228,9 @@ class GraphParts:
     """The graphs of an engine, of which a snapshot has names alone."""
 
     def __init__(self, engine: Engine) -> None:
-        if engine.runner.graphs is None:
-            engine.runner.graphs = StepGraphs(Captures())
-        self._graphs = engine.runner.graphs
+        if engine.runner.layers.graphs is None:
+            engine.runner.layers.graphs = StepGraphs(Captures())
+        self._graphs = engine.runner.layers.graphs
 
     def save(self) -> dict[str, bytes]:
         return {f"graph/{key.name}": b"captured" for key in self._graphs.captured}
@@ -284,7 +284,7 @@ class FewSizes(PaddedSizes):
 class AdapterParts(GraphParts):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        engine.runner.sizes = FewSizes()
+        engine.runner.layers.sizes = FewSizes()
 
 
 def test_a_snapshot_has_graphs_of_steps_with_adapters_if_they_are_asked_for(

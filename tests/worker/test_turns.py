@@ -396,7 +396,7 @@ def test_a_model_that_breaks_at_the_end_of_its_turn_leaves_and_others_go_on(
     flush, broken = Engine.flush, read_manifest(setting.where(first)).arch
 
     def breaks(engine: Engine) -> StepOutcome:
-        if engine.runner.decoder.arch == broken:
+        if engine.runner.layers.decoder.arch == broken:
             raise ValueError("something is off")
         return flush(engine)
 

@@ -19,6 +19,7 @@ from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
 from hearth.engine.step_shape import PaddedSizes
@@ -135,16 +136,18 @@ def assemble(
         _tell_if_slow(prompt_kernel_of(spec))
     on_layer = None if marks is None else marks.layer_passed
     runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device), on_layer)
-    _tell_of_little_scratch(runner.decoder.sharing_obstacle())
+    _tell_of_little_scratch(runner.layers.decoder.sharing_obstacle())
     if is_elastic:
         # Nothing is captured, for there may be no weights yet: see `worker/hosted_model.py`.
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
-        book = BlockBook.fixed(len(runner.kv), limits.block_tokens)
+        book = BlockBook.fixed(len(runner.layers.kv), limits.block_tokens)
         runner.fill_tables()
         if config.graphs == "start":
             runner.capture_all()
-    batch_limits = BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.sizes.mixed)
+    batch_limits = BatchLimits(
+        limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.layers.sizes.mixed
+    )
     batcher = Batcher(batch_limits, book)
     vocab_size = spec.arch.vocab_size
     guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
@@ -184,7 +187,8 @@ def assemble_runner(
         log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
         is_captured = False
     graphs = StepGraphs(GraphCapture()) if is_captured else None
-    return Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs, tables, bind_workspace)
+    layers = LayerRunner(decoder, kv, inputs, sizes, graphs, sampler.take_best, bind_workspace)
+    return Runner(layers, sampler, uploads, tables)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:

@@ -50,15 +50,20 @@ class KernelNeeds:
         return KernelNeeds(_few_layers(arch), dtype, quant, limits, num_processors, capability)
 
 
+@torch.inference_mode()
 def dry_run(needs: KernelNeeds) -> None:
     """Run a step of every shape that the model may have, with the draws of one that samples."""
     runner = dry_runner(needs)
-    for shape in runner.sizes.all_shapes():
+    layers = runner.layers
+    for shape in layers.sizes.all_shapes():
         runner.run_padding(shape)
-        runner.draw_padding(shape)
+        # Draws, and before them the best tokens again, as after rules that change logits.
+        logits, rows = layers.decoder.wide_logits[: shape.num_logits], layers.inputs.park(shape)
+        runner.sampler.take_best(logits, rows.device_slots)
+        runner.sampler.draw(logits, rows)
     # What adapters add is the same in all sizes, but for steps with prompts and without.
     for has_prompts in (False, True):
-        shapes = runner.sizes.all_shapes(has_adapters=True)
+        shapes = layers.sizes.all_shapes(has_adapters=True)
         runner.run_padding(next(shape for shape in shapes if shape.has_prompts is has_prompts))
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from hearth.core.errors import BadPrompt, BadSampling
-from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
 from hearth.core.types import (
     AdapterId,
     FinishReason,
@@ -27,23 +26,19 @@ from hearth.core.types import (
     PromptReading,
     RequestId,
     SamplingParams,
-    SamplingTable,
     TokenLogprobs,
 )
 from hearth.engine.guide import Guides
 from hearth.engine.pending_step import PendingStep, StepResult
 from hearth.engine.prompt_reader import ReadingPieces
 from hearth.engine.runner import Runner
-from hearth.engine.sampling_tables import is_biased, is_penalised
 from hearth.engine.step_times import StepSamples, StepTimer
 from hearth.models.adapter import AdapterLayout
 from hearth.policy.batch.batch_limits import RequestLimits
 from hearth.policy.batch.batcher import Batcher
-from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.batch.elastic import Elastic
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
-
-_TABLE_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +244,10 @@ class Engine:
         self.tells_first = False
         self.samples = StepSamples()  #: of the steps that were measured
         self._marks: StepMarks = NoMarks() if marks is None else marks
-        self._vocab_size = vocab_size
-        #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
-        self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
+        self.tables = runner.sampler.tables  #: that live requests need
         self.reading = ReadingPieces()
         #: Live requests of which more is known here than to the batcher: of most nothing is.
         self._remembered: set[RequestId] = set()
-        #: Live requests by the adapter that they have, of each that was added.
-        self._users_by_adapter: dict[AdapterId, set[RequestId]] = {}
         self._adapter_by_user: dict[RequestId, AdapterId] = {}
 
     @property
@@ -281,55 +272,27 @@ class Engine:
             batcher.num_running, batcher.num_waiting, blocks.num_live, blocks.num_cached, blocks.num_blocks
         )
 
-    def needed_tables(self) -> dict[SamplingTable, int]:
-        """Return the bytes of each table that a request which is here needs, be it running or waiting.
-
-        A table that nobody has placed, or that has become too small, is allocated outside of any pool by the
-        step that admits them; it goes with the last. So whoever keeps books of the device asks before each
-        step, and after.
-        """
-        max_seqs = self.batcher.limits.max_seqs
-        return {
-            table: bytes_of(_TABLE_BUFFERS[table](table_rows(len(users), max_seqs), self._vocab_size))
-            for table, users in self._users_by_table.items()
-            if users
-        }
-
-    def has_table(self, table: SamplingTable) -> bool:
-        return self.runner.has_table(table)
-
-    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
-        """Have a table lie in `memory` (uint8) from the next step on, with what it holds.
-
-        None: where torch finds memory. Steps in flight may still read it where it was.
-        """
-        self.runner.place_table(table, memory)
-
     @property
     def adapters(self) -> Collection[AdapterId]:
         """The adapters that requests may have."""
-        return self._users_by_adapter.keys()
+        return self.runner.adapters.ids
 
     def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
-        """Let requests have an adapter, whose bytes are in place and stay there until it is removed.
+        """Let requests have an adapter, whose bytes stay in place until it is removed.
 
-        `layers` (uint8) are the pieces of `layout.layers`, in the dtype that the model is computed in. The
-        first adapter takes a little more memory of the device, and graphs of steps that have some come with
-        such steps (`hearth/core/sizes.py`).
+        `layers` (uint8) are the pieces of `layout.layers`, in the dtype that the model is computed in.
         """
         self.runner.add_adapter(adapter, layout, layers)
-        self._users_by_adapter[adapter] = set()
 
     def move_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
-        """Find an adapter elsewhere from the next step on, as `add_adapter`. Requests may have it."""
+        """Use an adapter at another place from the next step on. Requests may have it."""
         self.runner.remove_adapter(adapter)
         self.runner.add_adapter(adapter, layout, layers)
 
     def remove_adapter(self, adapter: AdapterId) -> None:
-        """Forget an adapter that no request has any more. Steps in flight may still read its bytes."""
-        users = self._users_by_adapter[adapter]
+        """Forget an adapter that no request has. Steps in flight may still read its bytes."""
+        users = [user for user, used in self._adapter_by_user.items() if used == adapter]
         assert not users, f"`{adapter}` is in use by {sorted(users)}"
-        del self._users_by_adapter[adapter]
         self.runner.remove_adapter(adapter)
 
     def add(self, request: EngineRequest) -> None:
@@ -339,15 +302,11 @@ class Engine:
         )
         self.batcher.add(request)
         is_read = request.pooling is not None or request.sampling.prompt_logprobs is not None
-        if adapter is not None or is_read or is_penalised(request.sampling) or is_biased(request.sampling):
+        has_tables = self.tables.expect(request.request_id, request.sampling)
+        if adapter is not None or is_read or has_tables:
             self._remembered.add(request.request_id)
         if adapter is not None:
-            self._users_by_adapter[adapter].add(request.request_id)
             self._adapter_by_user[request.request_id] = adapter
-        if is_penalised(request.sampling):
-            self._users_by_table[SamplingTable.PENALTIES].add(request.request_id)
-        if is_biased(request.sampling):
-            self._users_by_table[SamplingTable.BIAS].add(request.request_id)
         if is_read:
             flight = self._flight
             self.reading.expect(request.request_id, 0 if flight is None else flight.plan.step_id + 1)
@@ -356,21 +315,12 @@ class Engine:
         self._forget(request_id)
         return self.batcher.cancel(request_id)
 
-    def kv_use(self) -> KvUse:
-        """Return how KV is used between two steps, for `elastic` to decide by."""
-        return self.batcher.kv_use()
-
     def add_blocks(self, extent: range) -> None:
         """Add blocks of KV that have memory from now on; what they hold does not matter."""
-        num_blocks = len(self.runner.kv)
+        num_blocks = len(self.runner.layers.kv)
         assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
-        assert self.runner.sink not in extent, f"the sink is nobody's: {extent=}"
+        assert self.runner.layers.inputs.sink not in extent, f"the sink among blocks: {extent=}"
         self.batcher.add_blocks(extent)
-
-    @property
-    def reserve_blocks(self) -> int:
-        """The blocks of KV that running requests will fill next."""
-        return self.elastic.reserve_blocks(self.batcher.num_running)
 
     def clear(self, extent: range, *, may_move: bool, may_preempt: bool, keeps_floor: bool = True) -> bool:
         """Stop using blocks: no step launched from now on touches them.
@@ -421,10 +371,6 @@ class Engine:
         self.runner.settle()
         return outcome
 
-    @property
-    def is_settled(self) -> bool:
-        return self.batcher.is_settled
-
     def settle(self) -> None:
         """Finish the books of KV, which a step leaves to the next one if readers are told first."""
         self.batcher.settle()
@@ -474,7 +420,7 @@ class Engine:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
         written = plan.table_writes.blocks
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
-        timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
+        timer = StepTimer(self.runner.layers.kv.device) if self.runner.is_warm(plan) else None
         self._marks.begun(plan.request_ids)
         try:
             pending = self.runner.launch(plan)
@@ -502,15 +448,8 @@ class Engine:
         """Let go of what only a request which has ended needed: no plan has a row of it any more."""
         self._remembered.discard(request_id)
         self.reading.forget(request_id)
-        if (adapter := self._adapter_by_user.pop(request_id, None)) is not None:
-            self._users_by_adapter[adapter].remove(request_id)
-        for table, users in self._users_by_table.items():
-            if request_id in users:
-                users.remove(request_id)
-                if users:
-                    self.runner.free_row(table, request_id)
-                else:
-                    self.runner.drop_table(table)
+        self._adapter_by_user.pop(request_id, None)
+        self.tables.forget(request_id)
 
 
 def _check_tokens(

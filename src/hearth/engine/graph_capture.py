@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from hearth.engine.graphs import Work
-from hearth.engine.runner import Runner
+from hearth.engine.layer_runner import LayerRunner
 
 #: torch allows one capture at a time in a process, whichever thread asks.
 _CAPTURE = threading.Lock()
@@ -90,21 +90,21 @@ def _multiply() -> None:
 log = logging.getLogger(__name__)
 
 
-def capture_sizes(runner: Runner, goes_on: Callable[[], bool] = lambda: True) -> int:
+def capture_sizes(layers: LayerRunner, goes_on: Callable[[], bool] = lambda: True) -> int:
     """Capture steps of all sizes that have no graph, the smallest first, while `goes_on`; return how many.
 
     Any one thread may call it, beside all steps, once the model's own kernels are on the device. Where steps
     are not captured nothing is done.
     """
-    if runner.graphs is None:
+    if layers.graphs is None:
         return 0
-    shapes = runner.sizes.all_shapes()[::-1]
+    shapes = layers.sizes.all_shapes()[::-1]
     began_s, num_captured = time.perf_counter(), 0
-    with torch.cuda.device(runner.kv.device):
+    with torch.cuda.device(layers.kv.device):
         for shape in shapes:
             if not goes_on():
                 break
-            runner.capture_ahead(shape)
+            layers.capture_ahead(shape)
             num_captured += 1
     seconds = time.perf_counter() - began_s
     log.info("sizes_captured sizes=%d of=%d seconds=%.3f", num_captured, len(shapes), seconds)
@@ -114,13 +114,13 @@ def capture_sizes(runner: Runner, goes_on: Callable[[], bool] = lambda: True) ->
 class CaptureAhead:
     """Captures the sizes of an engine on a thread of its own. Any thread may stop it."""
 
-    def __init__(self, runner: Runner, goes_on: Callable[[], bool]) -> None:
+    def __init__(self, layers: LayerRunner, goes_on: Callable[[], bool]) -> None:
         """Begin, and end at the latest when `goes_on` is false."""
         self._is_stopped = False
         self._goes_on = goes_on
         # Daemonic, for a process that ends need not wait for what nobody will use.
         self._thread = threading.Thread(
-            target=self._capture, args=(runner,), name="hearth-capture", daemon=True
+            target=self._capture, args=(layers,), name="hearth-capture", daemon=True
         )
         self._thread.start()
 
@@ -129,8 +129,8 @@ class CaptureAhead:
         self._is_stopped = True
         self._thread.join()
 
-    def _capture(self, runner: Runner) -> None:
+    def _capture(self, layers: LayerRunner) -> None:
         try:
-            capture_sizes(runner, lambda: not self._is_stopped and self._goes_on())
+            capture_sizes(layers, lambda: not self._is_stopped and self._goes_on())
         except Exception:  # the thread's top: a size that has no graph is captured by the step that needs it
             log.exception("sizes_not_captured")

@@ -21,8 +21,10 @@ from collections.abc import Sequence
 import torch
 
 from hearth.core.errors import DeviceError
-from hearth.engine.graphs import StepGraph, Work
+from hearth.engine.graphs import Capturer, StepGraph, Work
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.sampler import Sampler
+from hearth.engine.step_shape import StepShape
 from hearth.kernels.paged import PagedRows
 
 #: Rows that are compared, spread over the step: those of all would take as much memory as a step's KV.
@@ -111,6 +113,28 @@ class GraphTrial:
         """Return copies of what was computed for the rows that are compared."""
         chosen = self._sampler.chosen[: len(self._logits)]
         return self._logits[self._rows], chosen[self._rows], self._kv[self._at]
+
+
+@torch.inference_mode()
+def rehearse_trial(layers: LayerRunner, sampler: Sampler, capturer: Capturer) -> None:
+    """Capture what a trial does around graphs, so that torch loads its kernels. Runs nothing.
+
+    A trial launches a dozen kernels that no step has: the first trial of a process would wait for them, with
+    the requests of its step. The kernel that widens logits is one of them. Any thread may call this.
+    """
+    if not layers.sizes.decode:
+        return
+    size = next((size for size in layers.sizes.decode if size >= MAX_TRIED_ROWS), layers.sizes.decode[-1])
+    shape, decoder = StepShape.decode(size), layers.decoder
+    trial = GraphTrial((), lambda: None, sampler, layers.kv, is_rehearsed=True)
+
+    def work() -> None:
+        trial.begin(layers.inputs.view(None, shape).rows, size, decoder.logits[:size])
+        trial.step_done()
+        trial.replay()
+        decoder.wide_logits[:size].copy_(decoder.logits[:size])
+
+    capturer.capture(work)
 
 
 def _spread(count: int, device: torch.device) -> torch.Tensor:

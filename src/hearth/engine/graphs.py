@@ -184,7 +184,7 @@ class StepGraphs:
     def begin_trial(self, keys: Collection[GraphKey]) -> Sequence[StepGraph] | None:
         """Return the graphs of all parts of a step, in order; None: there is nothing to try, or not yet.
 
-        Until `accept` or `reject` no other step is tried.
+        Until `end_trial` no other step is tried.
         """
         if self._source is None or self._on_trial:
             return None
@@ -196,16 +196,17 @@ class StepGraphs:
         self._source.begin_trial()
         return [known[key] for key in keys]
 
-    def accept(self) -> None:
-        """Have the graphs on trial serve from now on."""
-        for key, graph in self._on_trial.items():
-            self._tried.setdefault(key, graph)  # one that stands in since the trial began may be running
-        log.debug("graphs_accepted graphs=%s", ",".join(key.name for key in self._on_trial))
-        self._end_trial()
-
-    def reject(self, reason: str) -> None:
-        """Drop all graphs of the snapshot, because those on trial did not do what the step does."""
+    def end_trial(self, reason: str | None) -> None:
+        """Use the graphs on trial from now on; with a reason why they are wrong, drop all of the snapshot."""
         keys = ",".join(key.name for key in self._on_trial)
+        if reason is None:
+            for key, graph in self._on_trial.items():
+                self._tried.setdefault(
+                    key, graph
+                )  # another may stand in since the trial began, and be running
+            log.debug("graphs_accepted graphs=%s", keys)
+            self._clear_trial()
+            return
         log.error("snapshot_discarded graphs=%s reason=`%s`", keys, reason)
         if self._source is not None:  # else all graphs were forgotten meanwhile
             self._source.discard(reason)
@@ -220,7 +221,7 @@ class StepGraphs:
     def drop_restored(self) -> None:
         """Drop the graphs of the snapshot: those that were not captured are when they are next needed."""
         self.stop_restoring()
-        self._end_trial()
+        self._clear_trial()
         source, self._source = self._source, None
         others, self._tried = list[object](self._tried.values()), {}
         if source is not None:
@@ -231,7 +232,7 @@ class StepGraphs:
         if self._source is not None:
             self._source.stop()
 
-    def _end_trial(self) -> None:
+    def _clear_trial(self) -> None:
         self._on_trial = {}
         if self._source is not None:
             self._source.end_trial()

@@ -147,7 +147,7 @@ class StepLoop:
         return True
 
     def _next_command(self, engine: Engine) -> _Add | _Cancel | _Stop:
-        if not engine.is_settled:
+        if not engine.batcher.is_settled:
             # Readers who were just told get the interpreter first: it is theirs while this thread waits.
             with suppress(Empty):
                 return self._inbox.get(timeout=_READERS_S)

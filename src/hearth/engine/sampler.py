@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces
-from hearth.core.types import MAX_LOGPROBS, RequestId, SamplingParams, SamplingTable
-from hearth.engine.sampling_tables import LogitBias, OptionalTable, Penalties, is_biased, is_penalised
+from hearth.core.sizes import sampled_pieces
+from hearth.core.types import MAX_LOGPROBS, SamplingParams
+from hearth.engine.sampling_tables import SamplingTables, is_biased, is_penalised
 from hearth.engine.upload import Uploads
 from hearth.kernels.best_token import best_tokens
 from hearth.kernels.draw import draw_tokens
@@ -146,18 +146,7 @@ class Sampler:
         self._parts_of_rows = buffers["parts"]  #: scratch of `best_tokens`
         #: As in `draw_tokens`; those of a slot without a random request have temperature 0, and so a dummy's.
         self._knobs, self._seeds = buffers["knobs"], buffers["seeds"]
-        self._penalties = OptionalTable(
-            lambda num_rows, memory: Penalties(num_rows, vocab_size, uploads, memory),
-            *(bytes_of(penalty_buffers(1, vocab_size)), num_slots),
-        )
-        self._bias = OptionalTable(
-            lambda num_rows, memory: LogitBias(num_rows, vocab_size, uploads, memory),
-            *(bytes_of(bias_buffers(1, vocab_size)), num_slots),
-        )
-        self._tables: dict[SamplingTable, OptionalTable[Penalties] | OptionalTable[LogitBias]] = {
-            SamplingTable.PENALTIES: self._penalties,
-            SamplingTable.BIAS: self._bias,
-        }
+        self.tables = SamplingTables(num_slots, vocab_size, uploads)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy.
@@ -182,30 +171,9 @@ class Sampler:
             self._knobs.index_copy_(0, slots, self._uploads.floats(knobs).view(-1, 4))
             self._seeds.index_copy_(0, slots, device_seeds)
         if needed & _Part.PENALTIES:
-            self._penalties.admit([a for a in admissions if is_penalised(a.sampling)])
+            self.tables.penalties.admit([a for a in admissions if is_penalised(a.sampling)])
         if needed & _Part.BIAS:
-            self._bias.admit([a for a in admissions if is_biased(a.sampling)])
-
-    def has_table(self, table: SamplingTable) -> bool:
-        return self._tables[table].is_there
-
-    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
-        """Have a table lie in `memory`, with what it holds if it is there; None: where torch finds some.
-
-        Steps in flight may still read it where it was.
-        """
-        self._tables[table].place(memory)
-
-    def drop_table(self, table: SamplingTable) -> None:
-        """Let go of a table, which may take some hundreds of MB: no row that needs it will be sampled.
-
-        Steps in flight may still read it: whoever gets its memory next is queued behind those.
-        """
-        self._tables[table].drop()
-
-    def free_row(self, table: SamplingTable, request_id: RequestId) -> None:
-        """Give the row that a request had in a table to others: no row of the request will be sampled."""
-        self._tables[table].free_row(request_id)
+            self.tables.bias.admit([a for a in admissions if is_biased(a.sampling)])
 
     def take_best(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose the highest of each row of `logits`, and note it in `tokens` for its slot.
@@ -247,7 +215,7 @@ class Sampler:
             return samples
         tokens = samples.tokens[: len(rows)].long()
         if len(work.penalised):
-            self._penalties.table.record(work.penalty_rows, tokens[work.penalised])
+            self.tables.penalties.table.record(work.penalty_rows, tokens[work.penalised])
         return _with_logprobs(samples, tokens, sampled, work.num_logprobs)
 
     def draw(self, logits: torch.Tensor, rows: SampleRows) -> None:
@@ -273,9 +241,9 @@ class Sampler:
             self._uploads.words(list(rows.masks.values())) if rows.masks else None,
             *self._uploads.ints(
                 penalised,
-                [self._penalties.row(slot) for slot in rows.slots[penalised].tolist()],
+                [self.tables.penalties.row(slot) for slot in rows.slots[penalised].tolist()],
                 biased,
-                [self._bias.row(slot) for slot in rows.slots[biased].tolist()],
+                [self.tables.bias.row(slot) for slot in rows.slots[biased].tolist()],
                 self._banned(rows, parts.rows(_Part.BAN)),
                 list(rows.masks),
             ),
@@ -296,9 +264,9 @@ class Sampler:
         What is forbidden has minus infinity added rather than set, so that NaN and infinity stay to be seen.
         """
         if len(work.penalised):
-            self._penalties.table.apply(logits, work.penalised, work.penalty_rows)
+            self.tables.penalties.table.apply(logits, work.penalised, work.penalty_rows)
         if len(work.biased):
-            self._bias.table.apply(logits, work.biased, work.bias_rows)
+            self.tables.bias.table.apply(logits, work.biased, work.bias_rows)
         if work.masks is not None:
             apply_masks(logits, work.guided, work.masks)
         if len(work.banned):

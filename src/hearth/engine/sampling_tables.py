@@ -1,14 +1,8 @@
-"""A table of the sampler that is there while requests need it, with a row for each of them. Knows no rule of
-sampling.
+"""The sampler's tables: penalty counts, and bias with the allowed-token mask. Samples nothing.
 
-A row is as long as the vocabulary, so rows are shared out by need and not by slot: a table begins with few
-and is copied to a larger one when there are more requests.
-
-Repetition, presence and frequency penalties. Knows no other rule of sampling.
-
-The counts live on the device, because the host learns a sampled token only after the next step is planned.
-
-Logit bias and the allowed-token mask: one row to add per request. Knows no other rule of sampling.
+A table exists only while requests need it. A row is as long as the vocabulary, so rows are shared out by need
+and not by slot: a table begins with few rows and is copied to a larger one when more requests come. Counts
+live on the device, because the host learns a sampled token only after the next step is planned.
 """
 
 from __future__ import annotations
@@ -20,8 +14,8 @@ from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 
-from hearth.core.sizes import bias_buffers, penalty_buffers, sampled_pieces, table_rows
-from hearth.core.types import RequestId, SamplingParams
+from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces, table_rows
+from hearth.core.types import RequestId, SamplingParams, SamplingTable
 from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeroed
 from hearth.policy.batch.plan import Admission
@@ -248,3 +242,71 @@ class LogitBias:
         """Add the bias of `table_rows` to `logits[rows]` in place."""
         for piece in sampled_pieces(len(rows), logits.shape[1]):
             logits.index_add_(0, rows[piece], self._bias[table_rows[piece]])
+
+
+class SamplingTables:
+    """All tables of a sampler, and the live requests that need each. Mutable; the step thread calls it."""
+
+    def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
+        self._num_slots, self._vocab_size = num_slots, vocab_size
+        self.penalties = OptionalTable(
+            lambda num_rows, memory: Penalties(num_rows, vocab_size, uploads, memory),
+            row_bytes=bytes_of(penalty_buffers(1, vocab_size)),
+            num_slots=num_slots,
+        )
+        self.bias = OptionalTable(
+            lambda num_rows, memory: LogitBias(num_rows, vocab_size, uploads, memory),
+            row_bytes=bytes_of(bias_buffers(1, vocab_size)),
+            num_slots=num_slots,
+        )
+        self._tables: dict[SamplingTable, OptionalTable[Penalties] | OptionalTable[LogitBias]] = {
+            SamplingTable.PENALTIES: self.penalties,
+            SamplingTable.BIAS: self.bias,
+        }
+        self._users: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
+
+    def expect(self, request_id: RequestId, sampling: SamplingParams) -> bool:
+        """Count a request as a user of the tables that it needs; False: it needs none."""
+        if is_penalised(sampling):
+            self._users[SamplingTable.PENALTIES].add(request_id)
+        if is_biased(sampling):
+            self._users[SamplingTable.BIAS].add(request_id)
+        return is_penalised(sampling) or is_biased(sampling)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Free the rows of a request that no later step samples for, and tables without users.
+
+        Steps in flight may still read them: new owners of the memory queue behind those steps.
+        """
+        for table, users in self._users.items():
+            if request_id in users:
+                users.remove(request_id)
+                if users:
+                    self._tables[table].free_row(request_id)
+                else:
+                    self._tables[table].drop()
+
+    def needed_bytes(self) -> dict[SamplingTable, int]:
+        """Return the bytes of each table that live requests need, running or waiting.
+
+        If a table is not placed by then, or is too small, the step that admits a request has torch allocate
+        it outside of any pool. It goes with its last user.
+        """
+        return {
+            table: bytes_of(_BUFFERS[table](table_rows(len(users), self._num_slots), self._vocab_size))
+            for table, users in self._users.items()
+            if users
+        }
+
+    def has(self, table: SamplingTable) -> bool:
+        return self._tables[table].is_there
+
+    def place(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
+        """Move a table, with its content, to `memory` (uint8); None: torch allocates it.
+
+        Steps in flight may still read the old place.
+        """
+        self._tables[table].place(memory)
+
+
+_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}

@@ -48,7 +48,7 @@ def measured_costs(
     `padded`: steps of padding, for kinds that no request has made.
     """
     spec = served.spec
-    found = software(served.engine.runner.kv.device.type)
+    found = software(served.engine.runner.layers.kv.device.type)
     unmeasured = [rung for rung in Rung if rung not in rates]
     assumed = {f"bytes_per_s.{rung}": "nothing came from it here: a usual rate" for rung in unmeasured}
     shape = MeasuredShape(

@@ -199,7 +199,7 @@ class ModelLoad:
             if self._watched is not None:
                 self._watched.cancel()
             if self._engine is not None:
-                self._engine.runner.follow(None)
+                self._engine.runner.layers.follow(None)
             return self._engine
 
     def _prepare(self, engine: Engine | None) -> None:
@@ -231,7 +231,7 @@ class ModelLoad:
                 engine.runner.fill_tables()  # under the lock: it touches the space
             self.ready_s = time.perf_counter()
             if self._watched is not None and (gate := self._watched.gate()) is not None:
-                engine.runner.follow(gate)
+                engine.runner.layers.follow(gate)
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
@@ -250,7 +250,7 @@ class ModelLoad:
         try:
             self._map_ahead.wait()  # for kernels check that there is memory
             while (shape := self._next_shape(runner, captured)) is not None:
-                runner.stand_in(shape, GraphCapture, launches.give_way, launches.get_behind)
+                runner.layers.stand_in(shape, GraphCapture, launches.give_way, launches.get_behind)
                 captured.add(shape)
         except Exception:  # whatever it is: the steps run without
             if not self._is_cancelled:  # else the memory is gone
@@ -266,7 +266,7 @@ class ModelLoad:
         if self._is_cancelled or is_followed or self.weights is not None:
             return None
         first = self.first
-        shapes = runner.sizes.first_shapes(first.num_requests, first.num_tokens, first.num_decoding)
+        shapes = runner.layers.sizes.first_shapes(first.num_requests, first.num_tokens, first.num_decoding)
         wanted = (one for one in shapes if self._is_beside or not one.has_prompts)
         return next((one for one in wanted if one not in captured), None)
 

@@ -146,14 +146,14 @@ class Reclaimer:
 
     def before_step(self, model: ModelId, served: ServedModel) -> None:
         """Give a model the tables and the KV that its next step wants, as far as KV is to be had."""
-        self._run(self.policy.before_step(model, served.engine.elastic, served.engine.kv_use()))
+        self._run(self.policy.before_step(model, served.engine.elastic, served.engine.batcher.kv_use()))
 
     def after_step(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
         """Take back the KV that a model has not used for long, or does not use now that it is idle."""
         engine = served.engine
         has_ended = bool(outcome.failures or outcome.outputs.finished)
         orders = self.policy.after_step(
-            *(model, engine.elastic, engine.kv_use()),
+            *(model, engine.elastic, engine.batcher.kv_use()),
             has_work=engine.has_work,
             has_let_go=has_ended or bool(outcome.preempted),
         )
@@ -219,7 +219,7 @@ class Reclaimer:
             max_blocks=spec.shape.max_blocks - 1,  # the sink is no block of the book
             num_blocks=blocks.num_blocks,
             num_available=blocks.num_available,
-            reserve_blocks=0 if is_paused else engine.reserve_blocks,
+            reserve_blocks=0 if is_paused else engine.elastic.reserve_blocks(engine.batcher.num_running),
             due_in_s=self._due_in_s(model) if is_paused else 0.0,
         )
 
@@ -235,8 +235,8 @@ class Reclaimer:
     def tables_of(self, model: ModelId) -> TablesView:
         served = self._served(model)
         engine, pooled = served.engine, dict(served.pooled_tables)
-        needed = engine.needed_tables()
-        spilled = [table for table in needed if table not in pooled and engine.has_table(table)]
+        needed = engine.tables.needed_bytes()
+        spilled = [table for table in needed if table not in pooled and engine.tables.has(table)]
         return TablesView(needed, pooled, spilled)
 
     def _served(self, model: ModelId) -> ServedModel:
@@ -288,7 +288,7 @@ class Reclaimer:
         if memory is None:
             return 0
         served = self._served(model)
-        served.engine.place_table(table, memory)
+        served.engine.runner.place_table(table, memory)
         served.pooled_tables[table] = num_bytes
         return num_bytes
 
@@ -302,7 +302,7 @@ class Reclaimer:
         """Have a table lie outside of the pool; return how many bytes came free there."""
         served = self._served(model)
         with blaming(model):
-            served.engine.place_table(table, None)
+            served.engine.runner.place_table(table, None)
         num_bytes = served.pooled_tables.pop(table, 0)
         if num_bytes:
             self.pool.drop_table(model, table)
@@ -367,7 +367,7 @@ class Reclaimer:
 
     def kv_shortage(self, model: ModelId, served: ServedModel) -> DeviceError:
         """Return what is said of a model that waits for KV in vain."""
-        use, spec, usage = served.engine.kv_use(), served.spec, self.pool.usage()
+        use, spec, usage = served.engine.batcher.kv_use(), served.spec, self.pool.usage()
         return DeviceError(
             f"`{model}` has {use.num_blocks} blocks of KV of {spec.shape.block_bytes} bytes, wants "
             f"{use.num_wanted} and is promised {spec.floor_blocks} in all, but {usage.free_bytes} "

@@ -131,7 +131,7 @@ class Reports:
         )
         if (served := hosted.served) is None:
             return use
-        usage, graphs = served.engine.usage, served.engine.runner.graphs
+        usage, graphs = served.engine.usage, served.engine.runner.layers.graphs
         return msgspec.structs.replace(
             use,
             num_running=usage.num_running,
@@ -147,13 +147,13 @@ class Reports:
 
 
 def _num_unrestored(hosted: HostedModel) -> int:
-    graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
+    graphs = None if hosted.served is None else hosted.served.engine.runner.layers.graphs
     return 0 if graphs is None else graphs.num_unrestored
 
 
 def _is_interpreted(hosted: HostedModel) -> bool:
     """Return True if graphs of the model were restored node by node, in Python."""
-    graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
+    graphs = None if hosted.served is None else hosted.served.engine.runner.layers.graphs
     return graphs is not None and graphs.num_interpreted > 0
 
 
@@ -166,14 +166,17 @@ def _attends_slowly(hosted: HostedModel) -> bool:
 
 def _is_uncaptured(hosted: HostedModel) -> bool:
     """Return True if the model's steps are launched kernel by kernel, because they cannot be captured."""
-    if (served := hosted.served) is None or served.engine.runner.kv.device.type != "cuda":
+    if (served := hosted.served) is None or served.engine.runner.layers.kv.device.type != "cuda":
         return False
-    return served.engine.runner.graphs is None and capture_obstacle(torch.__version__) is not None
+    return served.engine.runner.layers.graphs is None and capture_obstacle(torch.__version__) is not None
 
 
 def _has_little_scratch(hosted: HostedModel) -> bool:
     """Return True if the model's products of eight bits lack scratch to be as fast as they could."""
-    return hosted.served is not None and hosted.served.engine.runner.decoder.sharing_obstacle() is not None
+    return (
+        hosted.served is not None
+        and hosted.served.engine.runner.layers.decoder.sharing_obstacle() is not None
+    )
 
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:

@@ -21,7 +21,7 @@ import torch
 from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import CapturedGraph, StepGraphs
-from hearth.engine.runner import Runner
+from hearth.engine.layer_runner import LayerRunner
 from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
@@ -85,8 +85,8 @@ class SnapshotGraphs:
 
     def parts_of(self, engine: Engine) -> EngineGraphs | None:
         """Return the graphs of an engine; None: it runs none."""
-        runner = engine.runner
-        return None if runner.graphs is None else EngineGraphs(self, runner, runner.graphs)
+        layers = engine.runner.layers
+        return None if layers.graphs is None else EngineGraphs(self, layers, layers.graphs)
 
     def pack(self, graphs: StepGraphs) -> dict[str, bytes]:
         """Return sections of all captured graphs. Raises GraphUnreadable."""
@@ -100,20 +100,20 @@ class SnapshotGraphs:
         sections: Mapping[str, memoryview],
         mark: TrialMark,
         discard: Callable[[str], None],
-        runner: Runner,
+        layers: LayerRunner,
     ) -> RestoredGraphs:
         """Return the graphs of a snapshot for a runner, none of them restored yet. Raises GraphUnreadable.
 
         Those of steps with adapters come once the runner has one: they take as much memory as the others.
         """
-        go_on = partial(self._go_on, weakref.ref(runner))  # the runner has the graphs, not they the runner
+        go_on = partial(self._go_on, weakref.ref(layers))  # graphs do not own their owner
         return RestoredGraphs(
             *(self._handles, sections, mark, discard, is_for_adapters, go_on), destroy=self._destroy
         )
 
-    def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
+    def start(self, graphs: RestoredGraphs, layers: LayerRunner) -> None:
         """Have the thread restore graphs."""
-        self._thread.submit(self._restore, graphs, runner)
+        self._thread.submit(self._restore, graphs, layers)
 
     def _destroy(self, graphs: list[object]) -> None:
         """Have the thread destroy graphs: 80 of them would hold up the steps of all models for 30 ms."""
@@ -124,8 +124,8 @@ class SnapshotGraphs:
             self._launches.get_behind()
             del graphs[-NUM_DESTROYED:]
 
-    def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
-        if (found := runner()) is not None:
+    def _go_on(self, layers: weakref.ref[LayerRunner], graphs: RestoredGraphs) -> None:
+        if (found := layers()) is not None:
             self.start(graphs, found)
 
     def _load_native_code(self, kernel_cache: Path | None) -> None:
@@ -135,7 +135,7 @@ class SnapshotGraphs:
         except Exception:  # the thread's top: the interpreter serves
             log.exception("fallback restore=interpreted")
 
-    def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
+    def _restore(self, graphs: RestoredGraphs, layers: LayerRunner) -> None:
         tokens = self._first_tokens.give_way(MAX_PAUSE_S)
 
         def give_way() -> None:
@@ -149,7 +149,7 @@ class SnapshotGraphs:
 
         def rehearse(name: str) -> None:
             # Each with memory of its own: torch refuses to fill that of a graph which is gone.
-            graph = runner.rehearse(name, GraphCapture(), between_layers)
+            graph = layers.rehearse(name, GraphCapture(), between_layers)
             if graph is not None:
                 between_layers()
                 self.learn(graph)
@@ -164,18 +164,18 @@ class SnapshotGraphs:
 class EngineGraphs:
     """The graphs of one engine, as `SnapshotParts`."""
 
-    def __init__(self, shared: SnapshotGraphs, runner: Runner, graphs: StepGraphs) -> None:
-        self._shared, self._runner, self._graphs = shared, runner, graphs
+    def __init__(self, shared: SnapshotGraphs, layers: LayerRunner, graphs: StepGraphs) -> None:
+        self._shared, self._layers, self._graphs = shared, layers, graphs
 
     def save(self) -> Mapping[str, bytes]:
         return self._shared.pack(self._graphs)
 
     def lacks_adapters(self, sections: Collection[str]) -> bool:
-        return not self._runner.sizes.all_names(has_adapters=True) <= set(graph_names(sections))
+        return not self._layers.sizes.all_names(has_adapters=True) <= set(graph_names(sections))
 
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
     ) -> None:
-        restored = self._shared.restored(sections, mark, discard, self._runner)
+        restored = self._shared.restored(sections, mark, discard, self._layers)
         self._graphs.restore_from(restored)
-        self._shared.start(restored, self._runner)
+        self._shared.start(restored, self._layers)

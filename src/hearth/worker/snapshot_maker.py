@@ -144,7 +144,7 @@ class SnapshotMaker:
             making.began_s = time.perf_counter()
             making.shapes = [shape for shape in _shapes(engine) for _ in range(NUM_RUNS)]
             if making.order.has_adapters:  # once each, to be captured: no profile has their times
-                making.shapes += engine.runner.sizes.all_shapes(has_adapters=True)
+                making.shapes += engine.runner.layers.sizes.all_shapes(has_adapters=True)
             making.num_steps = len(making.shapes)
             making.free_bytes = self._beside_torch_bytes()
         elif making.shapes:
@@ -193,7 +193,7 @@ class SnapshotMaker:
         sections = {cost_profile.SECTION: msgspec.json.encode(cost)}
         parts = self._snapshots.parts_of(served.engine)
         torch_bytes, library_bytes = self._torch_bytes(), making.free_bytes - self._beside_torch_bytes()
-        pool = served.engine.runner.kv.untyped_storage() if self._device.type == "cpu" else None
+        pool = served.engine.runner.layers.kv.untyped_storage() if self._device.type == "cpu" else None
         snapshots, post, fingerprint = self._snapshots, self._post, look.fingerprint
 
         def write() -> None:
@@ -234,7 +234,7 @@ class SnapshotMaker:
 
 def _shapes(engine: Engine) -> list[StepShape]:
     """Return the shapes of the steps to run: the largest first where they are captured, else the smallest."""
-    sizes = engine.runner.sizes
+    sizes = engine.runner.layers.sizes
     if sizes.decode:
         return sizes.all_shapes()
     limits = engine.batcher.limits
@@ -250,10 +250,10 @@ def _run_padding(engine: Engine, shape: StepShape) -> float:
     """Run a step of padding and return how long it took."""
     runner = engine.runner
     runner.synchronize()  # for what is sent is written where that of the step before the last lies
-    timer = StepTimer(runner.kv.device)
+    timer = StepTimer(runner.layers.kv.device)
     runner.run_padding(shape)
     end: torch.cuda.Event | None = None
-    if runner.kv.is_cuda:
+    if runner.layers.kv.is_cuda:
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch leaves it untyped
         end.record()
     timer.stop(end)

@@ -22,6 +22,7 @@ import torch
 from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graph_trial import rehearse_trial
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import GraphKey, StepPart
@@ -53,11 +54,11 @@ def rehearse(
         keys = keys_of(runner)
         for key in keys:
             give_way()
-            if (graph := runner.rehearse(key.name, GraphCapture())) is not None:
+            if (graph := runner.layers.rehearse(key.name, GraphCapture())) is not None:
                 learn(graph)
         if keys:
             give_way()
-            runner.rehearse_trial(GraphCapture())
+            rehearse_trial(runner.layers, runner.sampler, GraphCapture())
         runner.synchronize()
         del runner  # before its memory
     log.info("steps_rehearsed sizes=%d seconds=%.3f", len(keys), time.perf_counter() - began_s)
@@ -65,7 +66,7 @@ def rehearse(
 
 def first_step_keys(runner: Runner) -> list[GraphKey]:
     """Return the parts that the first steps of a request alone consist of, the smallest first."""
-    sizes = runner.sizes
+    sizes = runner.layers.sizes
     if not sizes.decode:
         return []
     return [
@@ -78,7 +79,7 @@ def first_step_keys(runner: Runner) -> list[GraphKey]:
 def other_keys(runner: Runner) -> list[GraphKey]:
     """Return all other parts of steps without adapters, the smallest first."""
     first = set(first_step_keys(runner))
-    keys = {key for shape in runner.sizes.all_shapes() for key in shape.keys} - first
+    keys = {key for shape in runner.layers.sizes.all_shapes() for key in shape.keys} - first
     return sorted(keys, key=lambda key: (key.size, key.name))
 
 
