@@ -23,7 +23,8 @@ from bench.host_pages import HostPages
 from hearth.core.errors import HearthError
 from hearth.core.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
 from hearth.core.types import Hold, ModelId, TurnEnd
-from hearth.engine.engine import Engine, Intake, StepOutcome
+from hearth.engine.engine import Engine, StepOutcome
+from hearth.engine.intake import Intake
 from hearth.memory.pool import EvictionTermsOf, Pool, Space
 from hearth.memory.vmm import MappedPool
 from hearth.policy.batch.plan import EngineRequest

@@ -8,36 +8,29 @@ are graphs: there the device advances when it is done with a step, and a layer s
 
 from __future__ import annotations
 
-import secrets
-from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from hearth.core.errors import BadPrompt, BadSampling
 from hearth.core.types import (
     AdapterId,
     FinishReason,
-    GuideSpec,
-    Pooling,
     PromptReading,
     RequestId,
-    SamplingParams,
     TokenLogprobs,
 )
 from hearth.engine.guide import Guides
+from hearth.engine.intake import Intake
 from hearth.engine.pending_step import PendingStep, StepResult
 from hearth.engine.prompt_reader import ReadingPieces
 from hearth.engine.runner import Runner
 from hearth.engine.step_times import StepSamples, StepTimer
 from hearth.models.adapter import AdapterLayout
-from hearth.policy.batch.batch_limits import RequestLimits
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic
-from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
+from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, RequestFailed, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 
 
@@ -154,68 +147,6 @@ class NoMarks:
 
     def closed(self) -> None:
         pass
-
-
-class Intake:
-    """Checks and resolves requests before an engine gets them. Any thread may call it.
-
-    No tensor is held: a request that takes its time here keeps no memory of an engine that is dropped.
-    """
-
-    def __init__(
-        self, limits: RequestLimits, guides: Guides, vocab_size: int, eos_ids: frozenset[int]
-    ) -> None:
-        self._limits, self._guides = limits, guides
-        self._vocab_size, self._eos_ids = vocab_size, eos_ids
-
-    def request(
-        self,
-        request_id: RequestId,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        salt: bytes = b"",
-        output: Sequence[int] = (),
-        guide: GuideSpec | None = None,
-        pooling: Pooling | None = None,
-        adapter: AdapterId | None = None,
-        *,
-        is_streamed: bool = True,
-    ) -> EngineRequest:
-        """Check and resolve a request. Touches no state.
-
-        `output` is what an engine that is gone has sampled; the request goes on as if nothing had happened.
-        A guide is compiled here, which takes milliseconds, and a third of a second for the first of a model.
-        """
-        words = _checked_words("prompt", prompt, self._vocab_size, BadPrompt)
-        _check_tokens("output", output, self._vocab_size, BadPrompt)
-        _check_tokens("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size, BadSampling)
-        _check_tokens("logit_bias", params.bias_by_token, self._vocab_size, BadSampling)
-        _check_tokens("stop_token_ids", params.stop_ids, self._vocab_size, BadSampling)
-        stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        resolved = params.resolved(tuple(sorted(stops)), seed)
-        request = EngineRequest(
-            request_id,
-            words,
-            resolved,
-            salt,
-            tuple(output),
-            pooling=pooling,
-            adapter=adapter,
-            is_streamed=is_streamed,
-        )
-        self._limits.check(request)
-        return request if guide is None else replace(request, guide=self._guide(guide, params, output))
-
-    def _guide(self, spec: GuideSpec, params: SamplingParams, output: Sequence[int]) -> Guide:
-        if params.min_tokens or params.allowed_token_ids is not None:
-            raise BadSampling(
-                "beside a schema or grammar, `min_tokens` and `allowed_token_ids` might leave no token to "
-                "choose; leave out one or the other"
-            )
-        guide = self._guides.guide(spec, params.ignore_eos)
-        guide.take_all(output)
-        return guide
 
 
 class Engine:
@@ -450,29 +381,3 @@ class Engine:
         self.reading.forget(request_id)
         self._adapter_by_user.pop(request_id, None)
         self.tables.forget(request_id)
-
-
-def _check_tokens(
-    name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
-) -> None:
-    """Raise `error` at the first id that is no token of the vocabulary."""
-    if tokens:
-        _checked_words(name, tokens, vocab_size, error)
-
-
-def _checked_words(
-    name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
-) -> array[int]:
-    """Return ids as words; raise `error` at the first that is no token of the vocabulary."""
-    # The common cases at the speed of C: this stands between a prompt and its first token.
-    if list(map(type, tokens)).count(int) == len(tokens):
-        try:
-            words = array("I", tokens)
-        except OverflowError:
-            words = array("I")
-        if len(words) == len(tokens) and (
-            not words or int(np.frombuffer(words, np.uint32).max()) < vocab_size
-        ):
-            return words
-    bad = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
-    raise error(f"`{name}` holds {bad!r}, a token id must be an integer from 0 to {vocab_size - 1}")

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from hearth.core.errors import EngineFailed, HearthError
 from hearth.core.messages import Admitted, Fact, RunFailed, StartRequest, StepDone
 from hearth.core.types import GuideSpec, ModelId, RequestId
-from hearth.engine.engine import Intake, StepOutcome
+from hearth.engine.engine import StepOutcome
+from hearth.engine.intake import Intake
 from hearth.policy.batch.plan import EngineRequest
 from hearth.worker.background import FirstTokens
 from hearth.worker.hosted_model import HostedModel
