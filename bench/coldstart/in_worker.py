@@ -102,6 +102,7 @@ from hearth.worker.report import Reports
 from hearth.worker.runs import Runs
 from hearth.worker.runtime import HostingResources, StartTimes, TorchLimit, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
+from hearth.worker.steps import ModelSteps
 from hearth.worker.worker_loop import Inbox, Message, ModelNews, WorkerLoop
 
 SEVEN, FOUR = ModelId(RUNNING), ModelId(OTHER)
@@ -115,7 +116,7 @@ TELL = "tell"  #: and the model whose tokens are told
 _TRACED = (
     (WorkerLoop, "_tell_residency", "tell_residency"),
     *((HostedModels, name, name) for name in ("drop", "found", "engine_ready", "weights_loaded", "load")),
-    *((HostedModels, "settle", "settle step"), (HostedModels, "_announced", "announce load")),
+    *((ModelSteps, "settle", "settle step"), (HostedModels, "_announced", "announce load")),
     *((MappedPool, "load_ended", "load_ended"), (Load, "_give_back", "give back chunks")),
     *((ModelLoad, "_capture_first", "capture first steps"), (RestoredGraphs, "_functions", "functions")),
     *((Reclaimer, name, name) for name in ("place", "before_step", "after_step")),

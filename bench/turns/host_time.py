@@ -55,6 +55,7 @@ from hearth.store.transfer.loader import Loader
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runs import Runs
+from hearth.worker.steps import ModelSteps
 from hearth.worker.turns import Turns
 from hearth.worker.worker_loop import WorkerLoop
 
@@ -79,7 +80,7 @@ PARTS: Mapping[str, tuple[type, str]] = {
     "decide": (Turns, "decide"),
     "load": (HostedModels, "load"),
     "look_ahead": (HostedModels, "look_ahead"),
-    "ready": (HostedModels, "ready"),
+    "ready": (ModelSteps, "ready"),
     "before_step": (Reclaimer, "before_step"),
     "after_step": (Reclaimer, "after_step"),
     "tell_step": (Runs, "tell_step"),

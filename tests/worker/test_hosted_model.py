@@ -45,7 +45,7 @@ from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.worker.background import FirstTokens
 from hearth.worker.hosted_model import HostedModel
-from hearth.worker.hosted_models import MAX_VAIN_ROUNDS, HostedModels
+from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import ServedModel
 from hearth.worker.model_load import (
     EngineReady,
@@ -57,6 +57,7 @@ from hearth.worker.model_load import (
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.steps import MAX_VAIN_ROUNDS, ModelSteps
 from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
 from tests.worker.harness import BUDGET_BYTES, greedy
@@ -695,11 +696,11 @@ def test_no_first_step_is_captured_that_would_come_too_late(
 
 def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_adapter_came() -> None:
     """Its requests may compute, and end, or its memory be taken: nobody else's need to end for that."""
-    models, first, second = HostedModels.__new__(HostedModels), ModelId("a"), ModelId("b")
-    models._num_vain = Counter()
-    models.ready = lambda: {first: served, second: served}  # type: ignore[method-assign, dict-item] # as below
+    steps, first, second = ModelSteps.__new__(ModelSteps), ModelId("a"), ModelId("b")
+    steps._num_vain = Counter()
+    steps.ready = lambda: {first: served, second: served}  # type: ignore[method-assign, dict-item] # as below
     adapters = SimpleNamespace(is_any_coming=True)
-    models.reclaimer = SimpleNamespace(  # type: ignore[assignment] # all that is asked of it
+    steps._reclaimer = SimpleNamespace(  # type: ignore[assignment] # all that is asked of it
         adapters=adapters, before_step=lambda *_: None, after_step=lambda *_: None
     )
     vain = StepOutcome(StepOutputs(), (), (RequestId(1),), has_run=False)
@@ -707,9 +708,9 @@ def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_a
 
     def is_stuck_after(model: ModelId, num_steps: int) -> bool:
         for _ in range(num_steps):
-            outcome = models.step(model, served)  # type: ignore[arg-type] # as above
-            models.settle(model, served, outcome)  # type: ignore[arg-type] # likewise
-        return models.is_stuck
+            outcome = steps.step(model, served)  # type: ignore[arg-type] # as above
+            steps.settle(model, served, outcome)  # type: ignore[arg-type] # likewise
+        return steps.is_stuck
 
     assert not is_stuck_after(first, 100)
     assert not is_stuck_after(second, 100)

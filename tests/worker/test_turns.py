@@ -569,7 +569,7 @@ def test_a_paused_model_is_held_less_than_a_busy_one_and_costs_the_less_the_late
         model.has_turn = False
         assert reclaimer.eviction_terms(name).hold is Hold.WARM
 
-        model.queue_until_ready(StartRequest(1, name, (1,), (), greedy(1), b""))
+        model.pending.queued.append(StartRequest(1, name, (1,), (), greedy(1), b""))
         soon = reclaimer.eviction_terms(name)
         due_in_s[0] = 10.0
         late = reclaimer.eviction_terms(name)

@@ -20,7 +20,6 @@ from hearth.core.messages import HostModel, ModelLoaded, RungBytes, StartRequest
 from hearth.core.types import Hold, ModelId, RequestId
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
-from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.memory.eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import TOKENIZER
@@ -51,6 +50,7 @@ from hearth.worker.model_load import (
     start_thread,
 )
 from hearth.worker.model_snapshots import SnapshotLook
+from hearth.worker.pending_requests import PendingRequests
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
@@ -86,7 +86,7 @@ class HostedModel:
         self.order = order
         self.hold = Hold.WARM  #: while it has no requests
         self.has_turn = True  #: always, unless models take turns; written by `Turns`
-        self.waiting: list[StartRequest] = []  #: for an engine with memory
+        self.pending = PendingRequests()
         self.state: HostingState = Finding(time.perf_counter())
         self.look: SnapshotLook | None = None  #: for a snapshot of its engine; None: there was none
         self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
@@ -171,8 +171,7 @@ class HostedModel:
 
         It is being loaded for its turn, not while first bytes come ahead of it.
         """
-        has_held = (served := self.served) is not None and bool(served.unchecked or served.held)
-        has_requests = self.has_work or bool(self.waiting) or has_held
+        has_requests = self.has_work or bool(self.pending)
         is_loading, has_turn = self.load_under_way is not None, self.has_turn
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
@@ -185,46 +184,17 @@ class HostedModel:
 
     # Requests.
 
-    def queue_until_ready(self, request: StartRequest) -> bool:
-        """Keep a request until there is an engine with memory; False if there is one."""
+    def expect(self, request: StartRequest) -> None:
+        """Have a load under way prepare for a request."""
         if (load := self.load_under_way) is not None:
             load.expect(request)
-        if self.takes_requests:
-            return False
-        self.waiting.append(request)
-        return True
-
-    def take_waiting(self) -> list[StartRequest]:
-        """Return the requests that wait for the engine, in their order; they wait no more."""
-        taken, self.waiting = self.waiting, []
-        return taken
-
-    def add(self, run: int, request: EngineRequest) -> None:
-        """Start a request that was checked by the engine's intake."""
-        match self.state:
-            case Loading(served) | Loaded(served) | Incomplete(served):
-                served.unchecked.discard(run)
-                served.engine.add(request)
-            case _:
-                raise self._wrong("has checked a request")
-
-    def hold_back(self, run: int, request: EngineRequest) -> None:
-        """Keep a request that was checked by the engine's intake until its adapter is there."""
-        match self.state:
-            case Loading(served) | Loaded(served) | Incomplete(served):
-                served.unchecked.discard(run)
-                served.held[run] = request
-            case _:
-                raise self._wrong("has checked a request")
 
     def cancel(self, run: int) -> None:
         """End one of the model's requests, wherever it is."""
-        self.waiting = [request for request in self.waiting if request.run != run]
+        self.pending.discard(run)
         if (load := self.load_under_way) is not None:
             load.forget(run)
         if (served := self.served) is not None:
-            served.unchecked.discard(run)
-            served.held.pop(run, None)
             served.engine.cancel(RequestId(str(run)))
 
     # The way to being loaded.
@@ -321,7 +291,7 @@ class HostedModel:
             engine=engine,
             is_beside=is_beside,
         )
-        for request in self.waiting:
+        for request in self.pending.queued:
             load.expect(request)
         return load
 

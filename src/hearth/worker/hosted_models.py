@@ -7,18 +7,14 @@ news of it.
 from __future__ import annotations
 
 import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hearth.core.errors import DeviceError
 from hearth.core.messages import HostModel, ModelLoaded, PrepareModel
 from hearth.core.types import Hold, ModelId
-from hearth.engine.engine import Engine, StepOutcome, StepOutputs
-from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
+from hearth.engine.engine import Engine
 from hearth.worker.adapter_load import PostAdapterNews
 from hearth.worker.adapters import WorkerAdapters
-from hearth.worker.failure import ModelBroke
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import Finding, ServedModel
 from hearth.worker.model_load import EngineReady, FrontLoaded, HostingNews, ModelFound
@@ -32,8 +28,6 @@ NUM_CLIMBING = 2
 #: Engines of retired models that are kept for their return. What they have besides the pool's memory, graphs
 #: above all, is some tens of MB each.
 MAX_RETIRED = 16
-#: Steps of every model in a row that had nothing to compute, before somebody has to give way.
-MAX_VAIN_ROUNDS = 8
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +53,8 @@ class HostedModels:
         self._resources, self._post = resources, post
         #: Retired models whose engine waits for them, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}
-        self._readiness = StepReadiness()
         #: The last one that found no room for bytes ahead of its turn, and the generation of memory then.
         self._vain_front: tuple[ModelId, int] | None = None
-        #: Steps of each model since one computed something, and no adapter was coming, that computed nothing.
-        self._num_vain = Counter[ModelId]()
         self._is_prepared = False  #: for some start, and so in what all have in common
 
     # Coming and going.
@@ -116,7 +107,7 @@ class HostedModels:
         if isinstance(hosted.state, Finding) or hosted.is_loading:
             return None
         try:
-            return self._announced(hosted.load(self.reclaimer.place, is_beside=bool(self._busy())))
+            return self._announced(hosted.load(self.reclaimer.place, is_beside=bool(self.busy())))
         except DeviceError:
             is_any_loading = any(one.is_loading for one in self.hosted.values())
             # Adapters in use may be in the way: until this has its place, they take no more requests.
@@ -131,10 +122,6 @@ class HostedModels:
         """Return the engines of all models that have one, retired ones included."""
         all_models = {**self._retired, **self.hosted}
         return {model: one.served.engine for model, one in all_models.items() if one.served is not None}
-
-    def deferred(self) -> list[HostedModel]:
-        """Return the models that found no place and may find one now."""
-        return [self.hosted[model] for model in self.reclaimer.policy.deferred()]
 
     def found(self, hosted: HostedModel, news: ModelFound) -> ModelLoaded | None:
         hosted.found(news)
@@ -226,14 +213,6 @@ class HostedModels:
         self.reclaimer.policy.room_may_have_come()
         return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None
 
-    # Requests.
-
-    def request_came(self, hosted: HostedModel) -> None:
-        """Note that somebody asked for a model."""
-        self.reclaimer.reload_costs.asked(hosted.model, time.monotonic())
-        if hosted.hold is Hold.RETAINED:
-            hosted.hold = Hold.WARM
-
     def set_hold(self, model: ModelId, hold: Hold) -> None:
         """Note how a model is held while it has no requests. One that has just failed is gone already."""
         if (hosted := self.hosted.get(model)) is not None:
@@ -241,90 +220,14 @@ class HostedModels:
             self.turns.held(hosted)
             self.reclaimer.policy.room_may_have_come()
 
-    def cancel(self, hosted: HostedModel, run: int) -> None:
-        """End one of a model's requests now, wherever it is."""
-        hosted.cancel(run)
-        self.reclaimer.request_cancelled(hosted)
-
-    # Steps.
-
-    def ready(self) -> dict[ModelId, ServedModel]:
-        """Return the models that may step now."""
-        busy = {
-            model: one for model, one in self._busy().items() if not self.reclaimer.adapters.lacking(model)
-        }
-        generation = self.reclaimer.policy.generation
-        return {model: busy[model] for model in self._readiness.ready(self._views(busy), generation)}
-
-    def step(self, model: ModelId, served: ServedModel) -> StepOutcome:
-        """Step one of the models that are ready, with the KV that it needs; `settle` has to follow."""
-        self.reclaimer.before_step(model, served)
-        return served.engine.step()
-
-    def settle(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
-        """Finish the books of a step, and take back KV: what nobody waits for, once its tokens are told."""
-        served.engine.settle()
-        self.reclaimer.after_step(model, served, outcome)
-        # When an adapter that is coming is there, its requests may compute, or its memory be taken.
-        if outcome.has_run or self.reclaimer.adapters.is_any_coming:
-            self._num_vain.clear()
-        else:
-            self._num_vain[model] += 1
-        if not outcome.has_run and not outcome.preempted:
-            self._readiness.starved(model, self.reclaimer.policy.generation)
-
     def turn_over(self, hosted: HostedModel) -> None:
         """Note that a model's turn is over: what it has is lent, also while its last step is in flight."""
         self.reclaimer.policy.stop_deferring(hosted.model)
         self.reclaimer.policy.room_may_have_come()
 
-    def rest(self, hosted: HostedModel) -> StepOutcome:
-        """Have a model whose turn is over rest. Returns what came of the step that was in flight."""
-        outcome = StepOutcome(StepOutputs(), (), (), has_run=False)
-        if (served := hosted.served) is not None and hosted.takes_requests:
-            outcome = served.engine.flush()
-            self.reclaimer.after_step(hosted.model, served, outcome)
-            self.reclaimer.policy.room_may_have_come()
-        return outcome
-
-    def look_again(self) -> None:
-        """Let models step that had nothing to compute: something has come from outside."""
-        self._readiness.look_again()
-
-    def hopeless(self) -> ModelBroke | None:
-        """Return a model that waits for KV which nobody is going to give back, when no model is ready.
-
-        None: there is no such model, or there will be news that may change it.
-        """
-        if any(isinstance(one.state, Finding) or one.is_loading for one in self.hosted.values()):
-            return None
-        if self.reclaimer.adapters.is_any_coming:
-            return None
-        busy = self._busy()
-        model = self._readiness.hopeless(self._views(busy))
-        return None if model is None else ModelBroke(model, self.reclaimer.kv_shortage(model, busy[model]))
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if models that are short of KV take the same blocks from each other, and none computes.
-
-        Not before all that may step have tried again since the last adapter that was coming is there: one
-        that has had little of the device steps many times in a row.
-        """
-        ready = self.ready() if self._num_vain else {}
-        return bool(ready) and all(self._num_vain[model] > MAX_VAIN_ROUNDS for model in ready)
-
-    def _busy(self) -> dict[ModelId, ServedModel]:
+    def busy(self) -> dict[ModelId, ServedModel]:
         servings = ((model, one.served) for model, one in self.hosted.items() if one.has_turn)
         return {model: one for model, one in servings if one is not None and one.engine.has_work}
-
-    def _views(self, busy: dict[ModelId, ServedModel]) -> list[BusyModel]:
-        return [self._view(self.hosted[model]) for model in busy]
-
-    @staticmethod
-    def _view(hosted: HostedModel) -> BusyModel:
-        load = hosted.load_under_way
-        return BusyModel(hosted.model, hosted.is_loaded, load is not None and load.can_follow)
 
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:

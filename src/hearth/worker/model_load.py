@@ -21,7 +21,7 @@ from hearth.core.messages import HostModel, StartRequest
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine, StepMarks
 from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.runner import Runner
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.step_shape import StepShape
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange
@@ -236,9 +236,9 @@ class ModelLoad:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
         if is_new:
-            self._capture_first(engine.runner)
+            self._capture_first(engine.runner.layers)
 
-    def _capture_first(self, runner: Runner) -> None:
+    def _capture_first(self, runner: LayerRunner) -> None:
         """Capture the first steps of requests that wait, which would be launched kernel by kernel.
 
         So they take the step thread some 15 ms each, and restored graphs have to be tried beside such a step
@@ -250,14 +250,14 @@ class ModelLoad:
         try:
             self._map_ahead.wait()  # for kernels check that there is memory
             while (shape := self._next_shape(runner, captured)) is not None:
-                runner.layers.stand_in(shape, GraphCapture, launches.give_way, launches.get_behind)
+                runner.stand_in(shape, GraphCapture, launches.give_way, launches.get_behind)
                 captured.add(shape)
         except Exception:  # whatever it is: the steps run without
             if not self._is_cancelled:  # else the memory is gone
                 log.exception("first_steps_not_captured")
                 self._post(FirstStepsUncaptured())
 
-    def _next_shape(self, runner: Runner, captured: Collection[StepShape]) -> StepShape | None:
+    def _next_shape(self, runner: LayerRunner, captured: Collection[StepShape]) -> StepShape | None:
         """Return the next step to be captured for all requests that have come so far; None: there is none.
 
         What would come too late is not captured: it takes the interpreter from the step that runs without.
@@ -266,7 +266,7 @@ class ModelLoad:
         if self._is_cancelled or is_followed or self.weights is not None:
             return None
         first = self.first
-        shapes = runner.layers.sizes.first_shapes(first.num_requests, first.num_tokens, first.num_decoding)
+        shapes = runner.sizes.first_shapes(first.num_requests, first.num_tokens, first.num_decoding)
         wanted = (one for one in shapes if self._is_beside or not one.has_prompts)
         return next((one for one in wanted if one not in captured), None)
 

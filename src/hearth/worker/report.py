@@ -124,7 +124,7 @@ class Reports:
             return ModelUse(model, Hold.RETAINED, False, *num_bytes)
         use = ModelUse(
             *(model, hosted.effective_hold, True, *num_bytes),
-            num_waiting=len(hosted.waiting) + (0 if hosted.served is None else len(hosted.served.held)),
+            num_waiting=len(hosted.pending.queued) + len(hosted.pending.held),
             coming_bytes=_coming_bytes(holding, hosted),
             is_in_turn=self._turns.is_in_turn(model),
             due_s=self._turns.next_due_in_s(model),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hearth.core.errors import EngineFailed, HearthError
 from hearth.core.messages import Admitted, Fact, RunFailed, StartRequest, StepDone
-from hearth.core.types import GuideSpec, ModelId, RequestId
+from hearth.core.types import GuideSpec, Hold, ModelId, RequestId
 from hearth.engine.engine import StepOutcome
 from hearth.engine.intake import Intake
 from hearth.policy.batch.plan import EngineRequest
@@ -76,12 +76,17 @@ class Runs:
         now_s = time.perf_counter()
         self._runs[order.run] = _Run(order.model, now_s)
         self._first_tokens.awaited(order.run)
-        self._models.request_came(hosted)
+        self._models.reclaimer.reload_costs.asked(hosted.model, time.monotonic())
+        if hosted.hold is Hold.RETAINED:
+            hosted.hold = Hold.WARM
         self.want_turn(order)
         if order.adapter is not None:
             self._adapters.asked(order, order.adapter, now_s - order.age_s)
-        if not hosted.queue_until_ready(order):
+        hosted.expect(order)
+        if hosted.takes_requests:
             self._begin(order, hosted)
+        else:
+            hosted.pending.queued.append(order)
 
     def want_turn(self, order: StartRequest) -> None:
         """Have a request that has not begun want a turn of its model."""
@@ -90,7 +95,7 @@ class Runs:
     def begin_waiting(self, hosted: HostedModel) -> None:
         """Have the requests begin that waited for an engine, if it is there."""
         if hosted.takes_requests:
-            for order in hosted.take_waiting():
+            for order in hosted.pending.take_queued():
                 self._begin(order, hosted)
 
     def _begin(self, order: StartRequest, hosted: HostedModel) -> None:
@@ -104,7 +109,7 @@ class Runs:
         else:
             # Not the engine: its memory must be free as soon as it is dropped.
             hosting, post = hosted.order.hosting, self._post
-            served.unchecked.add(order.run)
+            hosted.pending.unchecked.add(order.run)
             self.set_unchecked_aside(hosted)
             self._compilers.submit(lambda: post(CheckedRequest(hosting, order, _checked(intake, order))))
 
@@ -113,8 +118,8 @@ class Runs:
 
         The others that wait would wait for a compiler, which may take long.
         """
-        if hosted.is_loaded and (served := hosted.served) is not None:
-            for run in served.unchecked:
+        if hosted.is_loaded:
+            for run in hosted.pending.unchecked:
                 self._turns.ended(hosted.model, run)
 
     def take_checked(self, checked: CheckedRequest) -> None:
@@ -134,9 +139,10 @@ class Runs:
         arrived_s = self._runs[order.run].since_s - order.age_s
         request = outcome.in_line(order.pace, arrived_s, now_s)
         if request.adapter is None:
-            hosted.add(order.run, request)
+            self._compute(hosted, order.run, request)
         else:  # it stands in line from now on, also while it waits for its adapter
-            hosted.hold_back(order.run, request)
+            hosted.pending.unchecked.discard(order.run)
+            hosted.pending.held[order.run] = request
             self._adapters.look_again()
         if isinstance(hosted.state, Incomplete):  # others took from it while it was idle
             self._load(hosted)
@@ -145,12 +151,19 @@ class Runs:
         """Have the requests start that waited for nothing but their adapter, which is there."""
         for run in self._adapters.residency.startable():
             hosted = self._hosted[self._runs[run].model]
-            if (served := hosted.served) is None or (request := served.held.get(run)) is None:
+            if (served := hosted.served) is None or (request := hosted.pending.held.get(run)) is None:
                 continue  # it waits for more than its adapter
             assert request.adapter is not None, f"{run=} is held and has no adapter"
             self._adapters.start(run, request.adapter, hosted.model, served.engine)
-            del served.held[run]
-            hosted.add(run, request)
+            self._compute(hosted, run, request)
+
+    def _compute(self, hosted: HostedModel, run: int, request: EngineRequest) -> None:
+        """Give a checked request to its engine."""
+        served, pending = hosted.served, hosted.pending
+        assert served is not None, f"`{hosted.model}` has no engine: {run=}"
+        pending.unchecked.discard(run)
+        pending.held.pop(run, None)
+        served.engine.add(request)
 
     # Tokens, and the end.
 
@@ -203,7 +216,9 @@ class Runs:
     def cancel(self, run: int) -> None:
         """End a request now; one that has ended meanwhile has its last word on the way."""
         if (entry := self._runs.pop(run, None)) is not None:
-            self._models.cancel(self._hosted[entry.model], run)
+            hosted = self._hosted[entry.model]
+            hosted.cancel(run)
+            self._models.reclaimer.request_cancelled(hosted)
             self._ended(entry.model, run)
 
     def cancel_all(self, model: ModelId) -> None:

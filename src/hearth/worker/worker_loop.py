@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
@@ -39,7 +40,6 @@ from hearth.core.messages import (
     Welcome,
 )
 from hearth.core.types import AdapterId, ModelId, SnapshotOutcome, TurnEnd
-from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
 from hearth.system import garbage
 from hearth.worker.adapter_load import AdapterNews
@@ -61,6 +61,7 @@ from hearth.worker.report import Reports
 from hearth.worker.runs import CheckedRequest, Runs
 from hearth.worker.runtime import HostingResources
 from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
+from hearth.worker.steps import ModelSteps
 from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
 
 log = logging.getLogger(__name__)
@@ -91,18 +92,27 @@ Message = Order | ModelNews | NewsOfAdapter | CheckedRequest | SnapshotWritten
 Inbox = SimpleQueue[Message]
 
 
+class LoopState(Enum):
+    """What the loop does next."""
+
+    MESSAGE = auto()  #: a message has come: it is handled before anything else
+    STEP = auto()  #: a model has its turn, weights and KV for a step
+    RECHECK = auto()  #: a model failed, or a snapshot advanced: messages first, then look at all models again
+    IDLE = auto()  #: nothing can advance until a message comes, a turn may end or a snapshot is due
+
+
 class WorkerLoop:
     """Mutable; `run` is called by one thread, which owns all of it."""
 
     def __init__(self, resources: HostingResources, inbox: Inbox, send: Callable[[Fact], None]) -> None:
         """`send` may block: then no step is made."""
         self._inbox, self._send = inbox, send
-        self._sharing = StepSharing()
         self._models = HostedModels(
             resources,
             lambda hosting, model, news: inbox.put(ModelNews(hosting, model, news)),
             lambda adapter, news: inbox.put(NewsOfAdapter(adapter, news)),
         )
+        self._steps = ModelSteps(self._models)
         self._hosted = self._models.hosted
         self._turns = self._models.turns
         self._adapters = self._models.adapters
@@ -118,51 +128,63 @@ class WorkerLoop:
         self._ready: dict[ModelId, ServedModel] = {}
 
     def run(self) -> None:
-        """Work until it is told to shut down. Raises DeviceLost, and OSError when nobody listens any more."""
-        while self._take_orders():
-            self._step()
+        """Work until told to shut down. Raises DeviceLost, and OSError once the gateway is gone."""
+        is_running = True
+        while is_running:
+            match self._next_state():
+                case LoopState.STEP:
+                    self._step()
+                case LoopState.MESSAGE | LoopState.IDLE:
+                    is_running = self._take_message()
+                case LoopState.RECHECK:
+                    pass
 
-    def _take_orders(self) -> bool:
-        """Carry out what has come, sleeping while no model is busy; False at the end."""
-        while (message := self._next_message()) is not None:
-            if isinstance(message, Shutdown):
-                return False
-            self._models.look_again()
-            self._turns.look_again()
-            self._handle(message)
-            del message  # it may hold the engine of a model that is dropped while this sleeps
-            self._load_deferred()
-            self._serve_adapters()
+    def _next_state(self) -> LoopState:
+        """Advance all that needs no message, until a model is ready to step or nothing more can be done."""
+        if not self._inbox.empty():
+            return LoopState.MESSAGE
+        if self._turns.is_settled() and self._is_any_ready():
+            return LoopState.STEP
+        self._take_turns()
+        self._load_deferred()  # adapters in their way may be out of use by now
+        self._serve_adapters()
+        if not self._prefetch():
+            return LoopState.RECHECK
+        if self._is_any_ready():
+            return LoopState.STEP
+        if self._end_deadlock() or self._advance_snapshot():
+            return LoopState.RECHECK
+        self._tell_residency(is_due=True)
+        return LoopState.IDLE
+
+    def _take_message(self) -> bool:
+        """Handle the next message, sleeping until it comes or a deadline passes; False: shut down."""
+        try:
+            message = self._inbox.get(timeout=self._timeout_s() if self._inbox.empty() else None)
+        except Empty:  # a turn may end, a snapshot be made, or garbage be collected
+            if self._may_collect():
+                garbage.collect()
+            return True
+        if isinstance(message, Shutdown):
+            return False
+        self._steps.recheck()
+        self._turns.look_again()
+        self._handle(message)
+        del message  # it may hold the engine of a model that is dropped below
+        self._load_deferred()
+        self._serve_adapters()
         return True
 
-    def _next_message(self) -> Message | None:
-        """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
-        while self._inbox.empty():
-            if self._turns.is_settled() and self._is_any_ready():
-                return None
-            self._take_turns()
-            self._load_deferred()  # adapters that are in their way may be in use no more
-            self._serve_adapters()
-            if not self._look_ahead():
-                continue
-            if self._is_any_ready():
-                return None
-            if (broke := self._models.hopeless()) is not None:
-                if not self._give_up_adapter(broke.model):
-                    self._fail(broke.model, failure_of(broke.error))
-                continue
-            if self._advance_snapshot():
-                continue
-            self._tell_residency(is_due=True)  # before it sleeps
-            try:
-                return self._inbox.get(timeout=self._timeout_s())
-            except Empty:  # a turn may end now, or nobody has asked for long enough
-                if self._may_collect():
-                    garbage.collect()
-        return self._inbox.get()
+    def _end_deadlock(self) -> bool:
+        """Fail a model that can never get its KV, or an adapter in its favour; False: there is none."""
+        if (broke := self._steps.hopeless()) is None:
+            return False
+        if not self._give_up_adapter(broke.model):
+            self._fail(broke.model, failure_of(broke.error))
+        return True
 
     def _is_any_ready(self) -> bool:
-        self._ready = self._models.ready()
+        self._ready = self._steps.ready()
         return bool(self._ready)
 
     def _timeout_s(self) -> float | None:
@@ -178,18 +200,16 @@ class WorkerLoop:
     def _step(self) -> None:
         """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
         ready, self._ready = self._ready, {}
-        urgent = [model for model, served in ready.items() if served.engine.batcher.has_newcomer]
-        computed = [model for model in urgent if len(ready) > 1 and ready[model].engine.computes_first_tokens]
-        model = self._sharing.next(ready, urgent, computed)
+        model = self._steps.next(ready)
         began_s = time.perf_counter()
         try:
-            outcome = self._models.step(model, ready[model])
+            outcome = self._steps.step(model, ready[model])
         except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
             broken, failure = blame(model, error)
         else:
             self._runs.tell_step(model, outcome, time.perf_counter() - began_s)
             try:
-                self._models.settle(model, ready[model], outcome)
+                self._steps.settle(model, ready[model], outcome)
             except Exception as error:  # as above
                 broken, failure = blame(model, error)
             else:
@@ -202,10 +222,10 @@ class WorkerLoop:
         """Go on after a step that was told, and whose books are finished."""
         if self._maker is not None:
             self._maker.saw_request()
-        self._sharing.stepped(model, step_s)
+        self._steps.stepped(model, step_s)
         self._tell_residency(is_due=False)
         self._load_deferred()
-        if self._models.is_stuck:
+        if self._steps.is_stuck:
             self._give_up_adapter(model)
         self._serve_adapters()
 
@@ -259,7 +279,7 @@ class WorkerLoop:
 
     def _forget_requests(self, model: ModelId) -> None:
         self._runs.cancel_all(model)
-        self._sharing.forget(model)
+        self._steps.forget(model)
 
     def _start(self, order: StartRequest) -> None:
         hosted = self._hosted.get(order.model)
@@ -286,7 +306,7 @@ class WorkerLoop:
         match news:
             case ModelFound():
                 self._try(model, lambda: self._models.found(hosted, news))
-                for order in hosted.waiting:
+                for order in hosted.pending.queued:
                     self._runs.want_turn(order)
             case EngineReady():
                 if news.look is not None:
@@ -314,9 +334,8 @@ class WorkerLoop:
 
     def _load_deferred(self) -> None:
         """Load the models that found no place and may find one now."""
-        for hosted in self._models.deferred():
-            if self._hosted.get(hosted.model) is hosted:  # else one before it made it fail
-                self._load(hosted)
+        for hosted in self._hosted_of(self._models.reclaimer.policy.deferred()):
+            self._load(hosted)
 
     def _load(self, hosted: HostedModel) -> None:
         """Load what a model lacks, if it is known yet, and have the requests that waited for it begin."""
@@ -381,7 +400,7 @@ class WorkerLoop:
                 self._runs.begin_waiting(hosted)
             self._adapters.look_again()
 
-    def _look_ahead(self) -> bool:
+    def _prefetch(self) -> bool:
         """Have models come nearer that wait for their turn; False: one broke, so look at all again."""
         try:
             self._models.look_ahead()
@@ -397,7 +416,7 @@ class WorkerLoop:
     def _end_turn(self, hosted: HostedModel, why: TurnEnd) -> None:
         began_s = time.perf_counter()
         try:
-            outcome = self._models.rest(hosted)
+            outcome = self._steps.flush(hosted)
         except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
             self._fail(*blame(hosted.model, error))
             return
