@@ -1,10 +1,4 @@
-"""One model being served: plan, run, commit, one step ahead of the device. Knows no text and no threads.
-
-The marks by which somebody outside can tell that the steps of an engine advance. Judges nothing.
-
-On a CPU a layer is passed when it is computed. On other devices the host launches far ahead, and whole steps
-are graphs: there the device advances when it is done with a step, and a layer says only that the host lives.
-"""
+"""One model being served: plan, run, commit, one step ahead of the device. Knows no text and no threads."""
 
 from __future__ import annotations
 
@@ -36,8 +30,6 @@ from hearth.policy.batch.prompt_allowance import PromptAllowance
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One token of one request."""
-
     request_id: RequestId
     token: int
     logprobs: TokenLogprobs | None
@@ -47,13 +39,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Tokens of one step, in columns of equal length: there may be a thousand of them in every step."""
+    """Tokens of one step, in columns of equal length: a step may have a thousand of them."""
 
     request_ids: Sequence[RequestId] = ()
     tokens: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprobs | None] | None = None  #: None: nobody asked for any
-    finished: Mapping[RequestId, FinishReason] = field(default_factory=dict)  #: requests that ended by it
-    #: What was asked of prompts, by request whose first token is among these.
+    logprobs: Sequence[TokenLogprobs | None] | None = None  #: None: not requested
+    finished: Mapping[RequestId, FinishReason] = field(default_factory=dict)  #: requests that this step ended
+    #: Prompt readings of requests whose first token is here.
     readings: Mapping[RequestId, PromptReading] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -69,7 +61,7 @@ class StepOutputs:
         return Output(request_id, self.tokens[row], logprobs, reason, reading)
 
     def only(self, rows: Sequence[int]) -> StepOutputs:
-        """Return the tokens of some requests, by their index."""
+        """Return the tokens of these rows."""
         request_ids = [self.request_ids[row] for row in rows]
         return StepOutputs(
             request_ids,
@@ -84,54 +76,53 @@ class StepOutputs:
 class StepOutcome:
     """The result of one call of `Engine.step` or `Engine.flush`."""
 
-    outputs: StepOutputs  #: tokens of the step that was taken in
-    admitted: Sequence[Admission]  #: requests that the launched step admits, for the first time or again
-    preempted: Sequence[RequestId]  #: requests that made room for that step; they will be admitted again
-    has_run: bool = True  #: a step was launched or taken in; False: KV is short of all that is wanted
-    failures: Sequence[RequestFailed] = ()  #: requests that have ended with that step, behind its outputs
+    outputs: StepOutputs  #: of the step that was committed
+    admitted: Sequence[Admission]  #: that the launched step admits, for the first time or again
+    preempted: Sequence[RequestId]  #: that made room for that step; admitted again later
+    has_run: bool = True  #: a step was launched or committed; False: KV is short
+    failures: Sequence[RequestFailed] = ()  #: that failed in that step, after its outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many requests an engine has, and how many blocks of KV they take."""
-
     num_running: int
     num_waiting: int
     kv_used_blocks: int  #: held by running requests
-    kv_cached_blocks: int  #: prefixes that nobody reads at the moment, free to be overwritten
-    kv_blocks: int  #: blocks that the engine has now
+    kv_cached_blocks: int  #: cached prefixes without a reader, free to be overwritten
+    kv_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step that was launched and not yet taken in."""
-
     plan: StepPlan
     pending: PendingStep
-    timer: StepTimer | None  #: None: it had to wait for more than the device, and says nothing about others
+    timer: StepTimer | None  #: None: its time is not typical
 
 
 class StepMarks(Protocol):
-    """The receiver of an engine's marks. Called by the thread that steps the engine."""
+    """Told how the steps of an engine advance, by the thread that steps it.
+
+    On a CPU a layer is passed when it is computed. On other devices a layer passed only shows that the host
+    is alive, and the device advances when it completes a step.
+    """
 
     def begun(self, request_ids: Sequence[RequestId]) -> None:
-        """Note that a step is about to be launched, with rows of these requests."""
+        """A step with rows of these requests is about to be launched."""
 
     def launched(self) -> None:
-        """Note that the step is queued, or has failed to be; where the host computes, that it is computed."""
+        """The step is queued (on a CPU: computed), or failed."""
 
-    def layer_passed(self) -> None:
-        """Note that a layer was computed, or launched where steps are only launched."""
+    def layer_passed(self) -> None: ...
 
     def done(self) -> None:
-        """Note that the device is done with the oldest step of this engine, and all launched before it."""
+        """The device has completed the oldest step of this engine, and all launched before it."""
 
     def closed(self) -> None:
-        """Note that no step of this engine is under way any more."""
+        """No step of this engine is under way."""
 
 
 class NoMarks:
-    """Nobody looks, as where one process runs one model."""
+    """Ignores all marks, as in a process that runs one model."""
 
     def begun(self, request_ids: Sequence[RequestId]) -> None:
         pass
@@ -150,7 +141,11 @@ class NoMarks:
 
 
 class Engine:
-    """One model's batcher and runner, stepped together. Mutable; one thread calls it."""
+    """One model's batcher and runner, stepped together. Mutable; one thread calls it.
+
+    Knows the requests that it computes, from `add` to the step that ends them; telling that end is the
+    caller's.
+    """
 
     def __init__(
         self,
@@ -162,22 +157,21 @@ class Engine:
         allowance: PromptAllowance,
         marks: StepMarks | None = None,
     ) -> None:
-        """`marks` is told how steps advance."""
         self.batcher = batcher
         self.runner = runner
         self.elastic = Elastic(batcher.blocks.block_tokens)
         self.intake = Intake(batcher.request_limits, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
-        self._unmeasured: _LaunchedStep | None = None  #: taken in, with its time still to be asked for
+        self._unmeasured: _LaunchedStep | None = None  #: committed, but its time is not recorded yet
         self.allowance = allowance
-        #: Whoever steps tells readers of their tokens first, and then calls `settle`.
+        #: If set, the caller sends tokens first and then calls `settle`.
         self.tells_first = False
-        self.samples = StepSamples()  #: of the steps that were measured
+        self.samples = StepSamples()  #: of measured steps
         self._marks: StepMarks = NoMarks() if marks is None else marks
-        self.tables = runner.sampler.tables  #: that live requests need
+        self.tables = runner.sampler.tables
         self.reading = ReadingPieces()
-        #: Live requests of which more is known here than to the batcher: of most nothing is.
+        #: Live requests with a table, reading or adapter: most have none.
         self._remembered: set[RequestId] = set()
         self._adapter_by_user: dict[RequestId, AdapterId] = {}
 
@@ -187,12 +181,12 @@ class Engine:
 
     @property
     def is_computing(self) -> bool:
-        """True if a step was launched and not taken in."""
+        """True if a step is in flight."""
         return self._flight is not None
 
     @property
     def computes_first_tokens(self) -> bool:
-        """True if the device has still to compute what newcomers wait for, and all of that was launched."""
+        """True if every prompt of a newcomer is launched, and the device is still computing."""
         flight = self._flight
         return flight is not None and not flight.pending.is_done and self.batcher.newcomers_are_planned
 
@@ -205,7 +199,6 @@ class Engine:
 
     @property
     def adapters(self) -> Collection[AdapterId]:
-        """The adapters that requests may have."""
         return self.runner.adapters.ids
 
     def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
@@ -247,17 +240,18 @@ class Engine:
         return self.batcher.cancel(request_id)
 
     def add_blocks(self, extent: range) -> None:
-        """Add blocks of KV that have memory from now on; what they hold does not matter."""
+        """Add blocks of KV that have memory from now on. Their content does not matter."""
         num_blocks = len(self.runner.layers.kv)
         assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
         assert self.runner.layers.inputs.sink not in extent, f"the sink among blocks: {extent=}"
         self.batcher.add_blocks(extent)
 
     def clear(self, extent: range, *, may_move: bool, may_preempt: bool, keeps_floor: bool = True) -> bool:
-        """Stop using blocks: no step launched from now on touches them.
+        """Stop using blocks in all steps launched from now on; False: that is impossible, and nothing
+        changed.
 
-        Returns False, and nothing has changed, if that is not possible. Steps in flight still touch them, and
-        so do copies that are queued behind them on the current stream.
+        Steps in flight may still touch the blocks, and so may copies queued behind them on the current
+        stream.
         """
         self.runner.settle()
         moves = self.batcher.clear(
@@ -269,9 +263,9 @@ class Engine:
         return True
 
     def step(self) -> StepOutcome:
-        """Launch the next step, then take in the one before it.
+        """Launch the next step, then wait for the one before it and commit its tokens.
 
-        No step runs where there is work but an elastic KV has fewer blocks than it is promised.
+        Launches nothing if there is work but an elastic KV has fewer blocks than it was promised.
         """
         self._measure()
         num_waiting_tokens = self.batcher.waiting_prompt_tokens()
@@ -286,14 +280,13 @@ class Engine:
         )
         outcome = self._take_in(previous, launched)
         if launched is None or not self.has_work:
-            self.runner.settle()  # perhaps no step follows, and what is on trial uses the model's memory
+            self.runner.settle()  # no step may follow, and a trial uses the model's memory
         return outcome
 
     def flush(self) -> StepOutcome:
-        """Take in the step in flight, if there is one, and launch none.
+        """Commit the step in flight, if there is one, and launch none.
 
-        From here on the device reads nothing of the model. Its requests stay as they are: the next `step`
-        goes on with them.
+        The device reads nothing of the model afterwards. Requests stay: the next `step` goes on with them.
         """
         self._measure()
         previous, self._flight = self._flight, None
@@ -303,11 +296,11 @@ class Engine:
         return outcome
 
     def settle(self) -> None:
-        """Finish the books of KV, which a step leaves to the next one if readers are told first."""
+        """Finish the books of KV, which a step leaves to the caller if `tells_first`."""
         self.batcher.settle()
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
-        """Wait for a step, and return what came of it beside one that was launched meanwhile."""
+        """Wait for `previous` and commit it; return the outcome, with what `launched` admits."""
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
@@ -329,10 +322,10 @@ class Engine:
         )
 
     def _measure(self) -> None:
-        """Learn how long the step took that was taken in last, and let go of it.
+        """Record the time of the last committed step, and release it.
 
-        Once its tokens are told: both need the driver, and who makes a graph executable may have that for as
-        long as two steps take.
+        Done after its tokens are sent: both need the driver, which a thread that instantiates a graph may
+        hold for two steps.
         """
         taken_in, self._unmeasured = self._unmeasured, None
         if taken_in is not None and taken_in.timer is not None:
@@ -341,14 +334,14 @@ class Engine:
             self.samples.add(plan, seconds)
 
     def close(self) -> None:
-        """Wait for what the device still computes, so that its memory may go. No other call may follow."""
+        """Wait for the device, so that memory can be freed. No other call may follow."""
         self._flight = self._unmeasured = None
-        self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
+        self.runner.close()  # also for a step that failed half-way: its inputs are still being read
         self._marks.closed()
-        self.settle()  # not before: books that are wrong must not keep the device from being waited for
+        self.settle()  # last: wrong books must not skip the wait for the device
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
-        # One touch of unmapped memory would kill the context, and with it every model in the worker.
+        # Touching unmapped memory would kill the context, and with it every model in the worker.
         written = plan.table_writes.blocks
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
         timer = StepTimer(self.runner.layers.kv.device) if self.runner.is_warm(plan) else None
@@ -364,7 +357,7 @@ class Engine:
         return _LaunchedStep(plan, pending, timer)
 
     def _outputs(self, plan: StepPlan, committed: CommittedStep, result: StepResult) -> StepOutputs:
-        """Return a step's tokens with all that comes with them, and forget the requests that ended."""
+        """Return the outputs of a step, and forget the requests that ended."""
         for failure in committed.failures:
             self._forget(failure.request_id)
         readings = self.reading.take(plan, result.reads) if result.reads else {}
@@ -376,7 +369,7 @@ class Engine:
         return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished, readings)
 
     def _forget(self, request_id: RequestId) -> None:
-        """Let go of what only a request which has ended needed: no plan has a row of it any more."""
+        """Release what a request used that has ended. No later plan has a row of it."""
         self._remembered.discard(request_id)
         self.reading.forget(request_id)
         self._adapter_by_user.pop(request_id, None)

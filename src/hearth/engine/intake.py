@@ -23,9 +23,9 @@ from hearth.policy.batch.plan import EngineRequest, Guide
 
 
 class Intake:
-    """Checks and resolves requests before an engine gets them. Any thread may call it.
+    """Checks and resolves requests. Any thread may call it.
 
-    No tensor is held: a request that takes its time here keeps no memory of an engine that is dropped.
+    Holds no tensor: a request that is slow to check keeps no memory of a dropped engine.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Intake:
         *,
         is_streamed: bool = True,
     ) -> EngineRequest:
-        """Check and resolve a request. Touches no state.
+        """Return a checked request. Changes no state.
 
-        `output` is what an engine that is gone has sampled; the request goes on as if nothing had happened.
-        A guide is compiled here, which takes milliseconds, and a third of a second for the first of a model.
+        `output`: tokens that a lost engine has already sampled; the request resumes after them. A guide is
+        compiled here, which takes milliseconds, and 0.3 s for the first of a model.
         """
         words = _checked_words("prompt", prompt, self._vocab_size, BadPrompt)
         _check_tokens("output", output, self._vocab_size, BadPrompt)
@@ -87,7 +87,7 @@ class Intake:
 def _check_tokens(
     name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
 ) -> None:
-    """Raise `error` at the first id that is no token of the vocabulary."""
+    """Raise `error` for the first id outside the vocabulary."""
     if tokens:
         _checked_words(name, tokens, vocab_size, error)
 
@@ -95,8 +95,8 @@ def _check_tokens(
 def _checked_words(
     name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
 ) -> array[int]:
-    """Return ids as words; raise `error` at the first that is no token of the vocabulary."""
-    # The common cases at the speed of C: this stands between a prompt and its first token.
+    """Return ids as an array; raise `error` for the first one outside the vocabulary."""
+    # The common case runs in C: this delays the first token.
     if list(map(type, tokens)).count(int) == len(tokens):
         try:
             words = array("I", tokens)

@@ -1,11 +1,8 @@
-"""Reads what is wanted of prompts besides their continuation: pooled hidden states, logprobs of their tokens.
+"""Prompt readings: pooled hidden states, and logprobs of prompt tokens. Runs no layers.
 
-Runs no layers and knows no requests: rows of one step go in, what was read of each comes out.
-
-A prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits. So the head runs over as
-many rows at a time as the logits of a step have room for, and only what is asked of them is kept.
-
-Keeps what was read of prompts that are computed in pieces, until the last. Reads nothing by itself.
+`PromptReader` reads the rows of one step; `ReadingPieces` joins the rows of prompts computed in chunks. A
+prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits, so the head runs over as many
+rows at a time as a step's logits hold, and only the requested values are kept.
 """
 
 from __future__ import annotations
@@ -29,35 +26,35 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowRead:
-    """One row of a prompt, as far as it was read."""
+    """The reading of one row of a prompt."""
 
-    reading: RowReading  #: what was wanted
+    reading: RowReading  #: what was requested
     pooled: Floats | None  #: the hidden state of its last token, or the sum of all
     logprobs: Floats  #: [targets], as is the next
     ranks: npt.NDArray[np.int32]
-    top_ids: npt.NDArray[np.int32]  #: [targets, as many as are wanted], as is the next
+    top_ids: npt.NDArray[np.int32]  #: [targets, top], as is the next
     top_logprobs: Floats
 
     @property
     def is_finite(self) -> bool:
-        """False: the hidden states held NaN or infinity."""
+        """False if hidden states held NaN or infinity."""
         is_pooled_finite = self.pooled is None or bool(np.isfinite(self.pooled).all())
         return is_pooled_finite and bool(np.isfinite(self.logprobs).all())
 
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
-    """All that one step has read, in tensors over its rows. On the host, it may still be on its way."""
+    """The readings of one step, as tensors over its rows. Copies to the host may be under way."""
 
-    readings: list[tuple[int, RowReading]]  #: by the index of the row in its plan, in order
+    readings: list[tuple[int, RowReading]]  #: with the row's index in the plan, ascending
     pooled: torch.Tensor  #: float32 [rows that are pooled, hidden]
-    logprobs: torch.Tensor  #: float32 [targets], of all rows behind each other
+    logprobs: torch.Tensor  #: float32 [targets], rows concatenated
     ranks: torch.Tensor  #: int32 [targets]
-    top_ids: torch.Tensor  #: int32 [targets, as many as any row wants]
+    top_ids: torch.Tensor  #: int32 [targets, the most that a row requests]
     top_logprobs: torch.Tensor  #: float32, likewise
 
     def rows(self) -> Iterator[tuple[int, RowRead]]:
-        """Yield what was read of each row, by its index in the plan, once all of it has come."""
+        """Yield the reading of each row with its index in the plan. All copies must have arrived."""
         pooled = iter(self.pooled.numpy())
         columns = [one.numpy() for one in (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)]
         begin = 0
@@ -77,10 +74,10 @@ class PromptReader:
         self._decoder, self._uploads = decoder, uploads
 
     def read(self, plan: StepPlan, hidden: torch.Tensor, sizes: Sequence[int]) -> StepReads:
-        """Read what the rows of a plan want of `hidden`, as `Decoder.finish` returns it.
+        """Read what the rows of a plan request from `hidden`, as `Decoder.finish` returns it.
 
-        `sizes`: the numbers of rows that the head is run with; none: any number. The decoder's logits are
-        overwritten. What is returned is on the device.
+        `sizes`: row counts that the head may run with; empty: any. Overwrites the decoder's logits. The
+        result is on the device.
         """
         readings: list[tuple[int, RowReading]] = []
         pooled: list[torch.Tensor] = []
@@ -112,7 +109,7 @@ class PromptReader:
         num_top: int,
         sizes: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logprobs and ranks of the tokens behind some rows, and ids and logprobs of the best."""
+        """Return logprobs and ranks of `targets` at rows `at`, and ids and logprobs of the top tokens."""
         num_most, vocab_size = self._decoder.logits.shape
         logprobs = hidden.new_empty(len(at), dtype=torch.float32)
         ranks = hidden.new_empty(len(at), dtype=torch.int32)
@@ -127,14 +124,14 @@ class PromptReader:
                 logprobs[piece] = (own - log_sum).squeeze(-1)
                 ranks[piece] = (logits > own).sum(-1, dtype=torch.int32) + 1
                 if num_top:
-                    # As many as anybody may ask for, as in the sampler: so ties are broken alike.
+                    # The maximum that a request may ask for, as in the sampler: ties are broken alike.
                     best = logits.topk(min(MAX_LOGPROBS, vocab_size))
                     top_ids[piece] = best.indices[:, :num_top].int()
                     top_logprobs[piece] = best.values[:, :num_top] - log_sum
         return logprobs, ranks, top_ids, top_logprobs
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return float32 logits of rows, padded as those of all steps: no other kernels are needed."""
+        """Return float32 logits of rows, padded to the sizes of steps so that no other kernels are needed."""
         num_rows = len(rows)
         chosen = hidden.index_select(0, rows)
         if sizes and (num_padded := padded_size(sizes, num_rows) - num_rows):
@@ -146,36 +143,36 @@ class PromptReader:
 
 
 def _pieces(num_rows: int, num_most: int, vocab_size: int) -> Iterator[slice]:
-    """Yield rows whose logits have room, as have the temporaries that are made of them."""
+    """Yield slices of rows whose logits and temporaries fit."""
     for piece in sampled_pieces(num_rows, vocab_size):
         for begin in range(piece.start, min(piece.stop, num_rows), num_most):
             yield slice(begin, min(begin + num_most, piece.stop, num_rows))
 
 
 class ReadingPieces:
-    """Mutable; written by the engine, in the order of its steps."""
+    """Readings of prompts computed in chunks. Mutable; written by the engine, in step order."""
 
     def __init__(self) -> None:
-        #: By request that is here and of which something is wanted, from its first row on.
+        #: By live request with a reading, from its first row on.
         self._pieces: dict[RequestId, list[RowRead]] = {}
-        #: By the same: the first step that may have a row of it. Those before are of who had its id before.
+        #: By the same: the first step with a row of it. Earlier rows belong to a request that had the id
+        #: before.
         self._first_steps: dict[RequestId, int] = {}
 
     def __len__(self) -> int:
-        """How many requests something is still to be read of."""
         return len(self._pieces)
 
     def expect(self, request_id: RequestId, first_step: int) -> None:
-        """Keep what is read of a request by steps from this one on."""
+        """Collect readings of a request, from steps starting with `first_step`."""
         self._pieces[request_id], self._first_steps[request_id] = [], first_step
 
     def forget(self, request_id: RequestId) -> None:
-        """Keep nothing of a request any more, though steps that read it may be in flight."""
+        """Drop the readings of a request. Steps in flight may still read it."""
         if self._pieces.pop(request_id, None) is not None:
             del self._first_steps[request_id]
 
     def take(self, plan: StepPlan, reads: Mapping[int, RowRead]) -> dict[RequestId, PromptReading]:
-        """Add what a step has read, by row, and return what is complete with it."""
+        """Add the readings of a step by row, and return those that are complete."""
         complete: dict[RequestId, PromptReading] = {}
         for index, read in reads.items():
             row = plan.prompts[index - plan.num_decode_rows]
@@ -192,7 +189,6 @@ class ReadingPieces:
 
 
 def _joined(pieces: Sequence[RowRead]) -> PromptReading:
-    """Return what all rows of a prompt tell together."""
     has_logprobs = pieces[-1].reading.num_logprobs is not None
     return PromptReading(_embedding(pieces), _logprobs(pieces) if has_logprobs else None)
 

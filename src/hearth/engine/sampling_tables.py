@@ -22,42 +22,42 @@ from hearth.policy.batch.plan import Admission
 
 
 class Table(Protocol):
-    """Rows of requests on the device: `Penalties` or `LogitBias`."""
-
     num_rows: int
 
     def admit(self, admissions: Sequence[Admission], rows: Sequence[int]) -> None:
-        """Fill a row for each of the requests, whoever had it before."""
+        """Fill a row for each request, whatever it held before."""
 
     def copy(self, other: Self) -> None:
-        """Take over all that a table with no more rows holds."""
+        """Copy the content of a table that has no more rows than this one."""
 
 
 T = TypeVar("T", bound=Table)
 
 
 class OptionalTable(Generic[T]):
-    """Mutable; the thread of the sampler calls it. Steps in flight may still read a table where it was."""
+    """A table that exists while requests need it. Mutable; the sampler's thread calls it.
+
+    Steps in flight may still read a table at its old place.
+    """
 
     def __init__(self, make: Callable[[int, torch.Tensor | None], T], row_bytes: int, num_slots: int) -> None:
-        """`make` makes an empty table of so many rows, in memory (uint8) that is given or torch finds."""
+        """`make(num_rows, memory)` returns an empty table, in `memory` (uint8) or allocated by torch."""
         self._make, self._row_bytes, self._num_slots = make, row_bytes, num_slots
         self._table: T | None = None
         self._rows = TableRows()
 
     @property
     def is_there(self) -> bool:
-        """True if the table has memory."""
         return self._table is not None
 
     @property
     def table(self) -> T:
-        """The table, which some request needs."""
+        """The table, which a live request needs."""
         assert self._table is not None, "no request that needs the table was admitted"
         return self._table
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Give requests their rows, in a larger table where this one has too few."""
+        """Give requests their rows, in a larger table if this one is full."""
         if not admissions:
             return
         rows = [self._rows.take(admission.request_id, admission.slot) for admission in admissions]
@@ -66,15 +66,13 @@ class OptionalTable(Generic[T]):
         self.table.admit(admissions, rows)
 
     def row(self, slot: int) -> int:
-        """Return the row of the request in a slot, which needs the table."""
         return self._rows.row(slot)
 
     def free_row(self, request_id: RequestId) -> None:
-        """Give the row of a request that has ended to whoever is admitted next."""
         self._rows.free(request_id)
 
     def place(self, memory: torch.Tensor | None) -> None:
-        """Have the table lie in `memory`, with what it holds; None: where torch finds some."""
+        """Move the table to `memory`, with its content; None: torch allocates it."""
         if memory is not None:
             num_rows = len(memory) // self._row_bytes
         else:
@@ -82,7 +80,6 @@ class OptionalTable(Generic[T]):
         self._replace(num_rows, memory)
 
     def drop(self) -> None:
-        """Let go of the table: no row of it will be read any more."""
         self._table, self._rows = None, TableRows()
 
     def _replace(self, num_rows: int, memory: torch.Tensor | None) -> None:
@@ -93,21 +90,21 @@ class OptionalTable(Generic[T]):
 
 
 class TableRows:
-    """Which row of a table belongs to which request. Mutable; written by the table alone.
+    """Rows of a table by request. Mutable; written by the table alone.
 
-    A request has a row from its admission until it ends, or until its slot goes to another one that needs the
-    table. So never are more rows taken than there are such requests, nor than there are slots, and the lowest
-    free one is taken first.
+    A request has a row from its admission until it ends, or until its slot goes to another request with a
+    row. So there are never more rows taken than such requests, or than slots. The lowest free row is taken
+    first.
     """
 
     def __init__(self) -> None:
         self._slot_by_request: dict[RequestId, int] = {}
         self._request_by_slot: dict[int, RequestId] = {}  #: the inverse of the one above
         self._row_by_slot: dict[int, int] = {}  #: of the same slots
-        self._free_rows: list[int] = []  #: a heap; with the taken ones, all rows up to some number
+        self._free_rows: list[int] = []  #: a heap; with the taken rows, all rows up to some number
 
     def take(self, request_id: RequestId, slot: int) -> int:
-        """Return a row for a request that got a slot, which it has alone, also after it was preempted."""
+        """Return a row for a request that got a slot, also after preemption."""
         self.free(request_id)
         if (before := self._request_by_slot.get(slot)) is not None:
             self.free(before)
@@ -117,14 +114,13 @@ class TableRows:
         return row
 
     def free(self, request_id: RequestId) -> None:
-        """Take back the row of a request, if it has one."""
+        """Free the row of a request, if it has one."""
         slot = self._slot_by_request.pop(request_id, None)
         if slot is not None:
             del self._request_by_slot[slot]
             heappush(self._free_rows, self._row_by_slot.pop(slot))
 
     def row(self, slot: int) -> int:
-        """Return the row of the request in a slot."""
         return self._row_by_slot[slot]
 
 
@@ -155,13 +151,12 @@ class Penalties:
         self._weights = tensors["weights"]
 
     def copy(self, other: Penalties) -> None:
-        """Take over all that another table with no more rows holds."""
         self._in_prompt[: other.num_rows].copy_(other._in_prompt)
         self._num_sampled[: other.num_rows].copy_(other._num_sampled)
         self._weights[: other.num_rows].copy_(other._weights)
 
     def admit(self, admissions: Sequence[Admission], rows: Sequence[int]) -> None:
-        """Count anew from the tokens of the admissions, a row for each, whoever had the rows before."""
+        """Count the tokens of the admissions afresh, a row for each."""
         prompts, outputs, weights = [], [], []
         for admission, row in zip(admissions, rows, strict=True):
             start, sampling = row * self._vocab_size, admission.sampling
@@ -179,7 +174,7 @@ class Penalties:
             self._apply(logits, rows[piece], table_rows[piece])
 
     def _apply(self, logits: torch.Tensor, rows: torch.Tensor, table_rows: torch.Tensor) -> None:
-        """Penalise rows of which all temporaries may be there at a time."""
+        """Penalise as many rows as temporaries fit for."""
         repetition, presence, frequency = self._weights[table_rows].unsqueeze(-1).unbind(1)
         num_sampled = self._num_sampled[table_rows]
         is_sampled = num_sampled > 0
@@ -190,7 +185,6 @@ class Penalties:
         logits.index_copy_(0, rows, scores)
 
     def record(self, table_rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count one more sampled token for each row."""
         self._count(self._num_sampled, table_rows * self._vocab_size + tokens)
 
     @staticmethod
@@ -203,23 +197,21 @@ def is_biased(sampling: SamplingParams) -> bool:
 
 
 class LogitBias:
-    """The bias of requests that have one, a row each. Mutable; used by its `OptionalTable`."""
+    """Logit bias of requests, a row each. Mutable; used by its `OptionalTable`."""
 
     def __init__(
         self, num_rows: int, vocab_size: int, uploads: Uploads, memory: torch.Tensor | None = None
     ) -> None:
-        """`memory` (uint8) has room for the table; None: torch allocates it."""
         self.num_rows = num_rows
         self._uploads = uploads
         #: The number added to each logit; minus infinity forbids a token.
         self._bias = zeroed(bias_buffers(num_rows, vocab_size), uploads.device, memory)["bias"]
 
     def copy(self, other: LogitBias) -> None:
-        """Take over all that another table with no more rows holds."""
         self._bias[: other.num_rows].copy_(other._bias)
 
     def admit(self, admissions: Sequence[Admission], rows: Sequence[int]) -> None:
-        """Write the rows of these requests anew, whoever had them before."""
+        """Write the rows of these requests afresh."""
         vocab_size = self._bias.shape[1]
         free, masked, entries = [], [], []
         values: list[float] = []

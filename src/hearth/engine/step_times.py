@@ -1,7 +1,4 @@
-"""How long the device takes for a step. Waits for nothing that has not been waited for.
-
-How long steps of an engine took, a few of every kind. Plans and measures nothing.
-"""
+"""How long steps take on the device: a timer of one step, and samples of each kind of step."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from hearth.policy.batch.plan import StepPlan
 
 
 class StepTimer:
-    """Measures one step: from when the device has done all before it until it has done all of the step.
+    """Measures one step: from the end of all work before it to the end of its own.
 
-    A CPU computes a step while it is launched. On a CUDA device steps queue up, those of other models too, so
-    the host's clock would tell the time of several.
+    A CPU computes a step while it is launched. On a CUDA device steps queue up, also of other models, so the
+    host's clock would measure several.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin; the step is launched next, on the current stream."""
+        """Start; the step is launched next, on the current stream."""
         self._began_s = self._ended_s = time.perf_counter()
         self._began: torch.cuda.Event | None = None
         self._ended: torch.cuda.Event | None = None
@@ -32,34 +29,32 @@ class StepTimer:
             self._began.record()
 
     def stop(self, end: torch.cuda.Event | None) -> None:
-        """End, once all of the step is launched; `end` is the event behind it on a CUDA device."""
+        """Stop, once the step is launched; `end` is the event behind it on a CUDA device."""
         self._ended_s, self._ended = time.perf_counter(), end
 
     def seconds(self) -> float:
-        """Return how long the step took, which the device has done."""
+        """Return how long the step took. The device must be done with it."""
         if self._began is None or self._ended is None:
             return self._ended_s - self._began_s
         return float(self._began.elapsed_time(self._ended)) / 1000
 
 
-#: Kinds of steps that are kept, and the last steps of each: what any traffic needs, and a few kilobytes.
+#: Kinds that are kept, and steps of each: a few kilobytes.
 MAX_KINDS, NUM_KEPT = 128, 5
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step, and how long the device took for it."""
-
     num_tokens: int  #: over all rows
     num_rows: int
-    context_tokens: int  #: that the rows look back on, their own included, summed over rows
+    context_tokens: int  #: that rows attend to, their own tokens included, summed over rows
     seconds: float
 
 
 class StepSamples:
-    """The last steps of every kind. Mutable; whoever steps the engine writes it.
+    """The last steps of each kind. Mutable; written by the thread that steps the engine.
 
-    Steps are of one kind if their tokens, rows and context have the same number of binary digits each.
+    Two steps are of one kind if the binary logarithms of their tokens, rows and context agree.
     """
 
     def __init__(self) -> None:
@@ -67,7 +62,7 @@ class StepSamples:
         self.last: TimedStep | None = None  #: of any kind
 
     def add(self, plan: StepPlan, seconds: float) -> None:
-        """Keep a step that was measured; one of a new kind is left out where there are too many."""
+        """Keep a measured step, unless it is of a new kind and there are too many kinds."""
         self.keep(TimedStep(plan.num_tokens, plan.num_rows, plan.context_tokens, seconds))
 
     def keep(self, step: TimedStep) -> None:
@@ -85,7 +80,7 @@ class StepSamples:
         kept.append(step)
 
     def typical(self) -> list[TimedStep]:
-        """Return of every kind the step that took the median time, in no order."""
+        """Return the step with the median time of each kind, in no order."""
         return [_median(kept) for kept in self._kept.values()]
 
 
