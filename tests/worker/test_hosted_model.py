@@ -528,7 +528,7 @@ def test_an_error_of_the_device_ends_the_worker(
     bench.gateway.load("a", model)
     bench.start("a", 30)
 
-    assert "the device is lost, under `a`" in str(bench.gateway.device_lost.result(PATIENCE_S))
+    assert "the device failed while running `a`" in str(bench.gateway.device_lost.result(PATIENCE_S))
 
 
 def test_a_model_answers_while_another_waits_for_its_bytes(bench: Bench, model: Path) -> None:

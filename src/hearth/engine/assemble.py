@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What an engine needs to know of a model besides its weights."""
+    """Facts of a model that its engine needs besides weights."""
 
     arch: Arch
     dtype: torch.dtype

@@ -1,7 +1,6 @@
-"""The models of a worker as they come, stay, are retired and go. Knows no requests and talks to nobody.
+"""The models of a worker as they come, stay, are retired and go. Knows no requests and sends no facts.
 
-The step thread owns all of it. A method that brings a model to the point where all of it is there returns the
-news of it.
+A method that completes the load of a model returns its `ModelLoaded`.
 """
 
 from __future__ import annotations
@@ -25,15 +24,17 @@ from hearth.worker.watched_load import WeightsLoaded
 
 #: How many of those that wait for their turn come to host memory meanwhile.
 NUM_CLIMBING = 2
-#: Engines of retired models that are kept for their return. What they have besides the pool's memory, graphs
-#: above all, is some tens of MB each.
+#: Engines of retired models that are kept. Besides pool memory each takes some tens of MB, mostly for graphs.
 MAX_RETIRED = 16
 
 log = logging.getLogger(__name__)
 
 
 class HostedModels:
-    """Mutable; the step thread alone calls it. `post` is called by other threads."""
+    """All models of a worker. Mutable; the step thread alone calls it. `post` is called by other threads.
+
+    Knows no request: it asks only whether a model has any, and `Runs` owns each request and its end.
+    """
 
     def __init__(
         self,
@@ -47,20 +48,23 @@ class HostedModels:
         )
         self.adapters = WorkerAdapters(resources, self.reclaimer, self.hosted, post_adapter)
         self.turns = Turns(
-            *(resources.turns, self.hosted, self.reclaimer.pool, self.reclaimer.reload_costs),
+            resources.turns,
+            self.hosted,
+            self.reclaimer.pool,
+            self.reclaimer.reload_costs,
             self.adapters.running_bytes,
         )
         self._resources, self._post = resources, post
-        #: Retired models whose engine waits for them, the longest retired first.
+        #: Retired models with their engine, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}
         #: The last one that found no room for bytes ahead of its turn, and the generation of memory then.
         self._vain_front: tuple[ModelId, int] | None = None
-        self._is_prepared = False  #: for some start, and so in what all have in common
+        self._is_prepared = False  #: for some model, which covers what all starts share
 
     # Coming and going.
 
     def prepare(self, order: PrepareModel) -> None:
-        """Have ready what the start of a model needs that may be hosted some day."""
+        """Prepare kernels and snapshots for a model that may be hosted later."""
         resources = self._resources
         if resources.kernels is not None:
             resources.kernels.prepare(order)
@@ -69,7 +73,7 @@ class HostedModels:
         self._is_prepared = True
 
     def host(self, order: HostModel) -> ModelLoaded | None:
-        """Take a model in; a retired one comes back with its engine, if that is still of use."""
+        """Host a model; a retired one comes back with its engine, if that fits the order."""
         model, post = order.model, self._post
         assert model not in self.hosted, f"`{model}` is hosted already"
         self.reclaimer.reload_costs.hosted(model, order.weight)
@@ -83,14 +87,17 @@ class HostedModels:
         if retired is not None:
             retired.close()
         self.hosted[model] = HostedModel(
-            *(order, self._resources, self.reclaimer.pool), lambda hosting, news: post(hosting, model, news)
+            order,
+            self._resources,
+            self.reclaimer.pool,
+            lambda hosting, news: post(hosting, model, news),
         )
         self.turns.hosted(self.hosted[model])
         self.hosted[model].find()
         return None
 
     def _follow_displaced(self) -> None:
-        """Let go of engines of retired models that were built at addresses which others have now."""
+        """Close engines of retired models whose addresses now belong to others."""
         for model in self.reclaimer.pool.take_displaced():
             if (retired := self._retired.pop(model, None)) is not None:
                 retired.close()
@@ -98,7 +105,7 @@ class HostedModels:
                 hosted.displaced()
 
     def load_in_turn(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Load a model as below, unless it has to wait for its turn."""
+        """Load a model, unless it has to wait for its turn."""
         return self.load(hosted) if hosted.has_turn else None
 
     def load(self, hosted: HostedModel) -> ModelLoaded | None:
@@ -119,7 +126,7 @@ class HostedModels:
         return None
 
     def _engines(self) -> dict[ModelId, Engine]:
-        """Return the engines of all models that have one, retired ones included."""
+        """Return all engines, those of retired models included."""
         all_models = {**self._retired, **self.hosted}
         return {model: one.served.engine for model, one in all_models.items() if one.served is not None}
 
@@ -134,7 +141,7 @@ class HostedModels:
         return self._announced(loaded)
 
     def limit_torch(self) -> None:
-        """Have torch keep to what the engines that there are were measured to need."""
+        """Limit torch to what the present engines were measured to need."""
         if self._resources.torch_limit is not None:
             models = {**self._retired, **self.hosted}
             self._resources.torch_limit.follow(
@@ -145,7 +152,7 @@ class HostedModels:
         return self._announced(hosted.weights_loaded(news))
 
     def retire(self, model: ModelId) -> None:
-        """Take back all memory of an idle model but its weights, which stay until somebody needs it."""
+        """Take back all memory of an idle model but its weights, which stay until another model needs it."""
         hosted = self.hosted[model]
         if (served := hosted.served) is not None:
             served.engine.flush()  # what was under way when its requests ended
@@ -164,7 +171,7 @@ class HostedModels:
         log.info("model_retired model=%s", model)
 
     def drop(self, model: ModelId) -> None:
-        """Have all of a model go, also of a retired one; one that is unknown has nothing."""
+        """Drop a hosted or retired model entirely. Unknown models are ignored."""
         hosted = self.hosted.pop(model, None) or self._retired.pop(model, None)
         if hosted is not None:
             hosted.close()
@@ -214,14 +221,16 @@ class HostedModels:
         return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None
 
     def set_hold(self, model: ModelId, hold: Hold) -> None:
-        """Note how a model is held while it has no requests. One that has just failed is gone already."""
+        """Set how a model is held while it has no requests. A model that just failed is ignored."""
         if (hosted := self.hosted.get(model)) is not None:
             hosted.hold = hold
             self.turns.held(hosted)
             self.reclaimer.policy.room_may_have_come()
 
     def turn_over(self, hosted: HostedModel) -> None:
-        """Note that a model's turn is over: what it has is lent, also while its last step is in flight."""
+        """Let other models take the memory of a model whose turn is over, even while its last step is in
+        flight.
+        """
         self.reclaimer.policy.stop_deferring(hosted.model)
         self.reclaimer.policy.room_may_have_come()
 
@@ -233,8 +242,12 @@ class HostedModels:
         if loaded is not None:
             log.info(
                 "model_loaded model=%s load_s=%.3f open_s=%.3f place_s=%.3f kernels_s=%.3f assemble_s=%.3f",
-                *(loaded.model, loaded.total_s, loaded.open_s, loaded.place_s),
-                *(loaded.kernels_s, loaded.assemble_s),
+                loaded.model,
+                loaded.total_s,
+                loaded.open_s,
+                loaded.place_s,
+                loaded.kernels_s,
+                loaded.assemble_s,
             )
             self.reclaimer.reload_costs.learn_load(
                 loaded.model,

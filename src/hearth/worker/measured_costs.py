@@ -1,4 +1,4 @@
-"""The cost profile of a model, of what its worker has measured. Runs and times nothing itself."""
+"""The cost profile of a model, from what its worker has measured."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def measured_costs(
     padded: StepSamples,
     device_name: str,
 ) -> MeasuredProfile:
-    """Return the costs of a model: of its first load here, the rungs' rates and its steps.
+    """Return the costs of a model: its first load, the rungs' rates and its steps.
 
-    `padded`: steps of padding, for kinds that no request has made.
+    `padded`: steps of padding, for kinds that no request has run.
     """
     spec = served.spec
     found = software(served.engine.runner.layers.kv.device.type)
@@ -85,7 +85,7 @@ def measured_costs(
 
 
 def _steps(served: StepSamples, padded: StepSamples) -> list[MeasuredStep]:
-    """Return the times of steps: those of requests, and of padding where there are none of the kind."""
+    """Return step times: of requests, and of padding for kinds without any."""
     known = {(step.num_tokens, step.num_rows) for step in served.typical()}
     steps = [
         *served.typical(),

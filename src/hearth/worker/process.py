@@ -1,14 +1,4 @@
-"""Has the heaps of this process's threads grow by large pieces. Allocates nothing itself.
-
-glibc gives threads heaps of their own, and lets one grow page by page: a call of mprotect each time, which
-waits for the lock of the process's map of addresses. Threads that have the kernel find the pages of host
-memory hold that lock most of the time (`store/tiers/pinning.py`). A thread that had CUDA load kernels
-beside them took 8 s instead of 0.7, nearly all of it in mprotect.
-
-The descriptors that a process has open. Opens none.
-
-The process whose place a worker takes, and which has the memory until it is gone. Ends no process.
-"""
+"""The worker's own process: malloc heaps, open files, and the process that it replaces."""
 
 from __future__ import annotations
 
@@ -20,16 +10,20 @@ from contextlib import suppress
 
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-#: A heap is at most this large, and so all of it can be used from the beginning. Pages still come when they
-#: are touched, so that it costs addresses, no memory.
+#: The largest size of a heap: all of it is usable at once. This reserves addresses, not memory.
 _PIECE_BYTES = 64 << 20
-#: From here on memory has a mapping of its own, and from there on the end of a heap is given back. Both are
-#: what glibc comes to by itself in a process that uses large blocks, unless one of these was set.
+#: Larger blocks get their own mapping; more free memory at the end of a heap is given back. glibc arrives at
+#: both values by itself in processes with large blocks, unless an option is set.
 _MAPPED_BYTES, _TRIMMED_BYTES = 32 << 20, 64 << 20
 
 
 def grow_by_pieces() -> None:
-    """Have all heaps that threads get from now on grow by pieces; other C libraries have no such heaps."""
+    """Let the heaps of new threads grow in large pieces. Only glibc has such heaps.
+
+    By default a heap grows page by page, each time by an mprotect that waits for the lock of the address
+    space. Threads that pin host memory (`store/tiers/pinning.py`) hold that lock most of the time: loading
+    CUDA kernels beside them took 8 s instead of 0.7.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_TOP_PAD, _PIECE_BYTES)
@@ -38,7 +32,7 @@ def grow_by_pieces() -> None:
 
 
 def close_all_but(kept: Container[int | None]) -> None:
-    """Close all descriptors but some, however this process came to have them. None is none of them."""
+    """Close all file descriptors except `kept`."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
             with suppress(OSError):  # that of the list itself
@@ -46,7 +40,7 @@ def close_all_but(kept: Container[int | None]) -> None:
 
 
 class Predecessor:
-    """A process that is ending, by a descriptor of it; one that was gone before, or was none, is gone."""
+    """The process that a worker replaces. Its memory is free once it has ended. Without a pid it has."""
 
     def __init__(self, pid: int | None) -> None:
         self._descriptor: int | None = None  #: None: it is gone
@@ -59,7 +53,6 @@ class Predecessor:
         return self._is_gone(0)
 
     def wait(self) -> None:
-        """Return when the process is gone."""
         self._is_gone(None)
 
     def _is_gone(self, wait_ms: int | None) -> bool:

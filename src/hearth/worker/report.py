@@ -1,7 +1,4 @@
-"""Reports a worker's memory: all of it when asked, and whose weights are there when that changes.
-
-Takes no memory and decides nothing.
-"""
+"""Reports a worker's memory: all of it on a ping, and which weights are on the device when that changes."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import TorchLimit
 from hearth.worker.turns import Turns
 
-#: How long a change may wait while steps are made.
+#: How long a change may wait while steps run.
 INTERVAL_S = 0.1
 
 
@@ -42,25 +39,25 @@ class Reports:
         *,
         lacks_kept_graphs: bool = False,
     ) -> None:
-        """`hosted` are the hosted models, kept by whoever calls. `torch_limit`: None: torch has none.
+        """`hosted`: the hosted models, owned by the caller. `torch_limit` None: torch is not limited.
 
-        `is_unstaged`: loads have to pin host memory themselves. `lacks_kept_graphs`: snapshots have none.
+        `is_unstaged`: loads pin host memory themselves. `lacks_kept_graphs`: snapshots have no graphs.
         """
         self._reclaimer, self._hosted, self._turns, self._adapters = reclaimer, hosted, turns, adapters
         self._is_unstaged, self._torch_limit = is_unstaged, torch_limit
         self._lacks_kept_graphs = lacks_kept_graphs
-        #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
-        #: whoever counts them never counts back.
+        #: Models whose prompt attention uses a slower kernel. Models that are gone stay in: these are
+        #: counters.
         self._slow_models: set[ModelId] = set()
-        self._uncaptured_models: set[ModelId] = set()  #: whose steps are not replayed; likewise
-        self._interpreted_models: set[ModelId] = set()  #: whose graphs were restored in Python; likewise
-        self._cramped_models: set[ModelId] = set()  #: whose products of eight bits lack scratch; likewise
-        self.num_uncaptured_starts = 0  #: starts of models whose first steps could not be captured ahead
+        self._uncaptured_models: set[ModelId] = set()  #: whose steps are not captured
+        self._interpreted_models: set[ModelId] = set()  #: whose graphs were restored in Python
+        self._cramped_models: set[ModelId] = set()  #: whose 8-bit products lack scratch memory
+        self.num_uncaptured_starts = 0  #: model starts without captured first steps
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
     def residency(self, *, is_due: bool) -> DeviceResidency | None:
-        """Return whose weights are there; None if that was told, or a report was made a moment ago."""
+        """Return which weights are on the device; None: unchanged, or reported a moment ago."""
         now_s = time.monotonic()
         if not is_due and now_s < self._told_s + INTERVAL_S:
             return None
@@ -73,7 +70,7 @@ class Reports:
         return DeviceResidency(there)
 
     def _there(self, holding: Holding) -> int:
-        """Return the bytes, as stored, that are there: not what has its memory but is still to come."""
+        """Return the bytes of weights on the device, as stored, without those still under way."""
         hosted = self._hosted.get(holding.model)
         return hosted.there_bytes if hosted is not None and hosted.is_loading else holding.stored_bytes
 
@@ -119,11 +116,21 @@ class Reports:
 
     def _use(self, model: ModelId, holding: Holding) -> ModelUse:
         hosted = self._hosted.get(model)
-        num_bytes = (holding.weights_bytes, holding.total_bytes, holding.shared_bytes, holding.kv_bytes)
-        if hosted is None:
-            return ModelUse(model, Hold.RETAINED, False, *num_bytes)
         use = ModelUse(
-            *(model, hosted.effective_hold, True, *num_bytes),
+            model,
+            Hold.RETAINED,
+            is_hosted=False,
+            weights_bytes=holding.weights_bytes,
+            total_bytes=holding.total_bytes,
+            shared_bytes=holding.shared_bytes,
+            kv_bytes=holding.kv_bytes,
+        )
+        if hosted is None:
+            return use
+        use = msgspec.structs.replace(
+            use,
+            hold=hosted.effective_hold,
+            is_hosted=True,
             num_waiting=len(hosted.pending.queued) + len(hosted.pending.held),
             coming_bytes=_coming_bytes(holding, hosted),
             is_in_turn=self._turns.is_in_turn(model),
@@ -152,27 +159,25 @@ def _num_unrestored(hosted: HostedModel) -> int:
 
 
 def _is_interpreted(hosted: HostedModel) -> bool:
-    """Return True if graphs of the model were restored node by node, in Python."""
     graphs = None if hosted.served is None else hosted.served.engine.runner.layers.graphs
     return graphs is not None and graphs.num_interpreted > 0
 
 
 def _attends_slowly(hosted: HostedModel) -> bool:
-    """Return True if another kernel than the fastest attends over the model's prompts."""
     if (served := hosted.served) is None:
         return False
     return prompt_kernel_of(served.spec.model).slow_reason is not None
 
 
 def _is_uncaptured(hosted: HostedModel) -> bool:
-    """Return True if the model's steps are launched kernel by kernel, because they cannot be captured."""
+    """True if steps are launched kernel by kernel, because captures are not possible."""
     if (served := hosted.served) is None or served.engine.runner.layers.kv.device.type != "cuda":
         return False
     return served.engine.runner.layers.graphs is None and capture_obstacle(torch.__version__) is not None
 
 
 def _has_little_scratch(hosted: HostedModel) -> bool:
-    """Return True if the model's products of eight bits lack scratch to be as fast as they could."""
+    """True if 8-bit products lack scratch memory to run at full speed."""
     return (
         hosted.served is not None
         and hosted.served.engine.runner.layers.decoder.sharing_obstacle() is not None
@@ -180,7 +185,7 @@ def _has_little_scratch(hosted: HostedModel) -> bool:
 
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:
-    """Return the bytes of weights, as served, that a load under way still has to bring."""
+    """Return the bytes of weights, as served, that a load under way still has to copy."""
     if not hosted.is_loading or not holding.stored_bytes:
         return 0
     there_bytes = holding.weights_bytes * hosted.there_bytes // holding.stored_bytes

@@ -1,8 +1,7 @@
-"""The graphs of engines as parts of snapshots: packed where one is made, restored where one is used.
+"""Graphs of engines as parts of snapshots: packed when one is made, restored when one is used.
 
-They are restored by a thread of their own, beside the steps of all models, which gives way to whoever waits
-for a first token, and to launches of steps, unless these lack the graph. What it finds of kernels serves
-every model of the worker.
+Another thread restores them while models step. It gives way to first tokens, and to launches of steps unless
+these lack the graph. Kernels that it finds serve every model of the worker.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.background import FirstTokens, StepLaunches
 
-#: For so long graphs of a model that has just come give way, in all. A step without them takes longer.
+#: How long the graphs of a new model give way, in all. Steps without them take longer.
 MAX_PAUSE_S = 2.0
-#: Graphs that are destroyed behind one launch, 0.3 ms each: those of a model that comes wait for all of them.
+#: Graphs that are destroyed behind one launch, 0.3 ms each. Those of a new model wait for all of them.
 NUM_DESTROYED = 4
 
 log = logging.getLogger(__name__)
 
 
 class SnapshotGraphs:
-    """Graphs in snapshots of the models on one CUDA device. Any thread calls it."""
+    """Graphs in snapshots of one CUDA device. Any thread may call it."""
 
     def __init__(
         self,
@@ -52,45 +51,45 @@ class SnapshotGraphs:
         kernel_cache: Path | None,
         launches: StepLaunches | None = None,
     ) -> None:
-        """`kernel_cache`: where native code is kept; None: nowhere. `launches`: that graphs give way to.
+        """`kernel_cache`: directory of native code; None: it is not kept. `launches`: graphs give way to
+        these.
 
         Raises:
-            DeviceError: the driver cannot tell of graphs.
+            DeviceError: the driver cannot describe graphs.
         """
         self._first_tokens, self._launches = first_tokens, launches or StepLaunches()
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
-        self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: written and used by the thread alone
+        self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: used by the thread alone
         self._thread = ThreadPoolExecutor(1, "hearth-graphs", lambda: torch.cuda.set_device(device))
         self._thread.submit(self._load_native_code, kernel_cache)
 
     def learn(self, graph: CapturedGraph) -> None:
-        """Find the kernels of libraries that a graph is made of, captured here and never to be run."""
+        """Find the library kernels of a graph that is never run."""
         self._handles.learn(graph.raw_cuda_graph())
 
     def give_way(self, most_s: float) -> Callable[[], None]:
-        """Return what waits while graphs are to come, or somebody waits for a first token.
+        """Return a function that waits while graphs are restored or a request has no first token.
 
-        All of its calls together wait for at most so long from now on.
+        All its calls together wait at most `most_s` from now on.
         """
         until_s, tokens = time.monotonic() + most_s, self._first_tokens.give_way(most_s)
 
         def wait() -> None:
             if (left_s := until_s - time.monotonic()) > 0.0:
                 with suppress(TimeoutError):
-                    self._thread.submit(int).result(left_s)  # behind all that the thread is to do
+                    self._thread.submit(int).result(left_s)  # behind all work of the thread
             tokens()
 
         return wait
 
     def parts_of(self, engine: Engine) -> EngineGraphs | None:
-        """Return the graphs of an engine; None: it runs none."""
         layers = engine.runner.layers
         return None if layers.graphs is None else EngineGraphs(self, layers, layers.graphs)
 
     def pack(self, graphs: StepGraphs) -> dict[str, bytes]:
         """Return sections of all captured graphs. Raises GraphUnreadable."""
-        captured = dict(graphs.captured)  # at once, and kept: the steps' thread may add some, or drop all
+        captured = dict(graphs.captured)  # a copy: the step thread may add some, or drop all
         handles = {key.name: graph.raw_cuda_graph() for key, graph in captured.items()}
         binaries = {function: binary for binary, function in loaded_functions().items()}
         return pack_graphs(self._driver, handles, binaries, FIXED_ADDRESSES)
@@ -102,21 +101,27 @@ class SnapshotGraphs:
         discard: Callable[[str], None],
         layers: LayerRunner,
     ) -> RestoredGraphs:
-        """Return the graphs of a snapshot for a runner, none of them restored yet. Raises GraphUnreadable.
+        """Return the graphs of a snapshot, none of them restored yet. Raises GraphUnreadable.
 
-        Those of steps with adapters come once the runner has one: they take as much memory as the others.
+        Graphs of steps with adapters follow once there is one: they take as much memory as the others.
         """
         go_on = partial(self._go_on, weakref.ref(layers))  # graphs do not own their owner
         return RestoredGraphs(
-            *(self._handles, sections, mark, discard, is_for_adapters, go_on), destroy=self._destroy
+            self._handles,
+            sections,
+            mark,
+            discard,
+            is_later=is_for_adapters,
+            go_on=go_on,
+            destroy=self._destroy,
         )
 
     def start(self, graphs: RestoredGraphs, layers: LayerRunner) -> None:
-        """Have the thread restore graphs."""
+        """Restore graphs on the thread."""
         self._thread.submit(self._restore, graphs, layers)
 
     def _destroy(self, graphs: list[object]) -> None:
-        """Have the thread destroy graphs: 80 of them would hold up the steps of all models for 30 ms."""
+        """Destroy graphs on the thread: destroying 80 of them would stop all steps for 30 ms."""
         self._thread.submit(self._empty, graphs)
 
     def _empty(self, graphs: list[object]) -> None:
@@ -129,10 +134,10 @@ class SnapshotGraphs:
             self.start(graphs, found)
 
     def _load_native_code(self, kernel_cache: Path | None) -> None:
-        """Compile what makes graphs, or find it compiled, while a worker starts and before any graph."""
+        """Compile or load the code that builds graphs, while a worker starts."""
         try:
             self._rebuild = NativeRebuild.load(self._driver, kernel_cache) or self._rebuild
-        except Exception:  # the thread's top: the interpreter serves
+        except Exception:  # the thread's top: Python code is used instead
             log.exception("fallback restore=interpreted")
 
     def _restore(self, graphs: RestoredGraphs, layers: LayerRunner) -> None:
@@ -140,7 +145,7 @@ class SnapshotGraphs:
 
         def give_way() -> None:
             tokens()
-            if not graphs.is_any_wanted:  # else steps run without their graph, which costs them more
+            if not graphs.is_any_wanted:  # else steps run without their graph, which costs more
                 self._launches.get_behind()
 
         def between_layers() -> None:
@@ -148,7 +153,7 @@ class SnapshotGraphs:
                 self._launches.give_way()
 
         def rehearse(name: str) -> None:
-            # Each with memory of its own: torch refuses to fill that of a graph which is gone.
+            # Each with its own memory: torch refuses to reuse that of a dropped graph.
             graph = layers.rehearse(name, GraphCapture(), between_layers)
             if graph is not None:
                 between_layers()
@@ -156,7 +161,7 @@ class SnapshotGraphs:
 
         try:
             graphs.restore(self._rebuild, rehearse, give_way)
-        except Exception:  # the thread's top: the next model may do better
+        except Exception:  # the thread's top: go on with the next model
             log.exception("graphs_not_restored")
             graphs.stop()
 

@@ -1,7 +1,7 @@
-"""The step loop of a worker: orders in, turns and steps of busy models, facts out. Opens no socket.
+"""The step loop of a worker: orders in, turns and steps of models, facts out.
 
-One thread runs it and owns all engines. Others post what they have into its inbox: orders of the gateway and
-news of models that are opened and loaded. With nothing to do it sleeps there, at most until a turn may end.
+One thread runs it and owns all engines. Other threads post to its inbox: orders of the gateway, and news of
+models that are looked up and loaded.
 """
 
 from __future__ import annotations
@@ -68,22 +68,18 @@ log = logging.getLogger(__name__)
 
 
 class DeviceLost(Exception):
-    """Every model in this process is lost."""
+    """The device's context is broken: every model in this process is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNews:
-    """News of a hosted model."""
-
-    hosting: int  #: which stay of the model they are of: those of an earlier one are stale
+    hosting: int  #: the stay; news of an earlier one are stale
     model: ModelId
     news: HostingNews
 
 
 @dataclass(frozen=True, slots=True)
 class NewsOfAdapter:
-    """News of an adapter that was asked for."""
-
     adapter: AdapterId
     news: AdapterNews
 
@@ -93,7 +89,7 @@ Inbox = SimpleQueue[Message]
 
 
 class LoopState(Enum):
-    """What the loop does next."""
+    """The next action of the loop."""
 
     MESSAGE = auto()  #: a message has come: it is handled before anything else
     STEP = auto()  #: a model has its turn, weights and KV for a step
@@ -102,10 +98,10 @@ class LoopState(Enum):
 
 
 class WorkerLoop:
-    """Mutable; `run` is called by one thread, which owns all of it."""
+    """Mutable; `run` is called by one thread, which owns everything here."""
 
     def __init__(self, resources: HostingResources, inbox: Inbox, send: Callable[[Fact], None]) -> None:
-        """`send` may block: then no step is made."""
+        """`send` may block; no step runs meanwhile."""
         self._inbox, self._send = inbox, send
         self._models = HostedModels(
             resources,
@@ -117,14 +113,17 @@ class WorkerLoop:
         self._turns = self._models.turns
         self._adapters = self._models.adapters
         self._reports = Reports(
-            *(self._models.reclaimer, self._hosted, self._turns, self._adapters),
+            self._models.reclaimer,
+            self._hosted,
+            self._turns,
+            self._adapters,
             is_unstaged=lambda: resources.borrower.is_unstaged,
             torch_limit=resources.torch_limit,
             lacks_kept_graphs=resources.snapshots is not None and resources.snapshots.lacks_graphs,
         )
         self._maker = self._snapshot_maker(resources)
         self._runs = Runs(self._models, resources.first_tokens, self._load_in_turn, inbox.put, send)
-        #: Those that may step now, between the look for them and the step: what is dropped must not be here.
+        #: Models that may step, from the check to the step. Nothing else may hold a dropped engine.
         self._ready: dict[ModelId, ServedModel] = {}
 
     def run(self) -> None:
@@ -188,23 +187,21 @@ class WorkerLoop:
         return bool(self._ready)
 
     def _timeout_s(self) -> float | None:
-        """Return how long to sleep at most."""
         quiet_s = None if self._maker is None or self._runs else self._maker.timeout_s()
         waits_s = (self._turns.timeout_s(), quiet_s, garbage.QUIET_S if self._may_collect() else None)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _may_collect(self) -> bool:
-        """Return True if garbage should be looked for, as soon as nothing has come for a while."""
         return not self._runs and garbage.is_due()
 
     def _step(self) -> None:
-        """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
+        """Run one step of the next model. If that fails, the model is dropped and the others go on."""
         ready, self._ready = self._ready, {}
         model = self._steps.next(ready)
         began_s = time.perf_counter()
         try:
             outcome = self._steps.step(model, ready[model])
-        except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
+        except Exception as error:  # it concerns one model, or `_fail` raises
             broken, failure = blame(model, error)
         else:
             self._runs.tell_step(model, outcome, time.perf_counter() - began_s)
@@ -215,11 +212,11 @@ class WorkerLoop:
             else:
                 self._stepped(model, time.perf_counter() - began_s)
                 return
-        del ready  # the last of it besides the worker's own
-        self._fail(broken, failure)  # if it is another one, this one tries again
+        del ready  # the last reference besides the worker's own
+        self._fail(broken, failure)  # if another model is to blame, this one steps again
 
     def _stepped(self, model: ModelId, step_s: float) -> None:
-        """Go on after a step that was told, and whose books are finished."""
+        """Go on after a step whose tokens are sent and whose books are finished."""
         if self._maker is not None:
             self._maker.saw_request()
         self._steps.stepped(model, step_s)
@@ -262,18 +259,18 @@ class WorkerLoop:
             case SnapshotWritten():
                 self._snapshot_written(message)
             case Welcome() | Shutdown():
-                raise ServiceError(f"a worker at work is not told {type(message).__name__}")
+                raise ServiceError(f"unexpected message: {type(message).__name__}")
             case _:
                 assert_never(message)
 
     def _retire(self, model: ModelId) -> None:
-        """Retire a model; one that has just failed is gone already."""
+        """Retire a model, unless it just failed."""
         if model in self._hosted:
             self._forget_requests(model)
             self._try(model, lambda: self._models.retire(model))
 
     def _drop(self, model: ModelId) -> None:
-        """Have all of a model go, also of a retired one; one that is unknown has nothing."""
+        """Drop a hosted or retired model. Unknown models are ignored."""
         self._forget_requests(model)
         self._models.drop(model)
 
@@ -284,7 +281,7 @@ class WorkerLoop:
     def _start(self, order: StartRequest) -> None:
         hosted = self._hosted.get(order.model)
         if hosted is None:
-            reason = f"`{order.model}` is not on this worker; it was dropped or has failed"
+            reason = f"`{order.model}` is not on this worker: it was dropped, or it failed"
             self._send(RunFailed(order.run, ServiceError.label, reason))
             return
         if self._maker is not None:
@@ -333,31 +330,32 @@ class WorkerLoop:
                 assert_never(news)
 
     def _load_deferred(self) -> None:
-        """Load the models that found no place and may find one now."""
+        """Load models that found no room before and may find it now."""
         for hosted in self._hosted_of(self._models.reclaimer.policy.deferred()):
             self._load(hosted)
 
     def _load(self, hosted: HostedModel) -> None:
-        """Load what a model lacks, if it is known yet, and have the requests that waited for it begin."""
+        """Load what a model lacks, and begin its queued requests."""
         self._tell_loaded(self._start_load(hosted))
         self._runs.begin_waiting(hosted)
 
     def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Load what a model lacks, if it is known yet and does not come already; if nothing is, say so."""
+        """Load what a model lacks, unless it is being looked up or loaded. Returns the news if nothing is
+        missing.
+        """
         if hosted.is_loaded or hosted.is_loading:
             return None
         return self._attempt(hosted.model, lambda: self._models.load(hosted))
 
     def _load_in_turn(self, hosted: HostedModel) -> None:
-        """Load what a model lacks, unless it has to wait for its turn."""
         self._try(hosted.model, lambda: self._models.load_in_turn(hosted))
 
     def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
-        """Do something for a model, and tell if all of it is there then."""
+        """Do something for a model, and report it as loaded if that completes it."""
         self._tell_loaded(self._attempt(model, act))
 
     def _attempt(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> ModelLoaded | None:
-        """Do something for a model; whatever breaks is one model's alone, or `_fail` says otherwise."""
+        """Do something for a model. An error fails that model alone, or the one that gave way for it."""
         try:
             return act()
         except Exception as error:  # as above
@@ -365,7 +363,7 @@ class WorkerLoop:
         self._fail(broken, failure)
         if broken == model:
             return None
-        # It was to give way for this one, which has no place yet.
+        # Another model failed while giving way; this one has no place yet.
         return self._attempt(model, lambda: self._models.load(self._hosted[model]))
 
     def _tell_loaded(self, loaded: ModelLoaded | None) -> None:
@@ -381,10 +379,10 @@ class WorkerLoop:
     # Turns.
 
     def _take_turns(self) -> None:
-        """Have turns end and begin, as the policy decides now.
+        """End and begin turns as the policy decides.
 
-        Those that begin are loaded before the last steps of those that end are waited for: bytes cross
-        meanwhile, but for those that go where such a step still reads or writes.
+        Models whose turn begins load before the last steps of ending ones are waited for, so copies overlap
+        those steps, except where a step still uses the memory.
         """
         while changes := self._turns.decide():
             ends = {change.model: change.why for change in changes if isinstance(change, EndTurn)}
@@ -401,23 +399,23 @@ class WorkerLoop:
             self._adapters.look_again()
 
     def _prefetch(self) -> bool:
-        """Have models come nearer that wait for their turn; False: one broke, so look at all again."""
+        """Prefetch models that wait for their turn; False: a model failed, so check all again."""
         try:
             self._models.look_ahead()
-        except ModelBroke as error:  # it was to forget an adapter that gave way
+        except ModelBroke as error:  # while it gave up an adapter
             self._fail(*blame(error.model, error))
             return False
         return True
 
     def _hosted_of(self, models: Iterable[ModelId]) -> Iterator[HostedModel]:
-        """Yield those of the models that have not failed meanwhile."""
+        """Yield the models that are still hosted."""
         return (hosted for model in models if (hosted := self._hosted.get(model)) is not None)
 
     def _end_turn(self, hosted: HostedModel, why: TurnEnd) -> None:
         began_s = time.perf_counter()
         try:
             outcome = self._steps.flush(hosted)
-        except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
+        except Exception as error:  # it concerns one model, or `_fail` raises
             self._fail(*blame(hosted.model, error))
             return
         self._runs.tell_step(hosted.model, outcome, time.perf_counter() - began_s)
@@ -430,27 +428,26 @@ class WorkerLoop:
     # Adapters.
 
     def _serve_adapters(self) -> None:
-        """Have adapters come that requests wait for, and those requests start whose adapter is there."""
+        """Load adapters that requests wait for, and start requests whose adapter is there."""
         while self._adapters.is_due:
             try:
-                self._runs.start_adapted()  # first: an adapter that nobody uses would give way to the next
+                self._runs.start_adapted()  # first: an adapter without requests could be evicted for the next
                 for failed in self._adapters.advance():
                     self._fail_runs(failed)
                 self._runs.start_adapted()
-            except ModelBroke as error:  # one that was to give way, or to be told of an adapter
+            except ModelBroke as error:  # while it gave way, or added an adapter
                 self._fail(*blame(error.model, error))
                 self._adapters.look_again()
                 continue
             return
 
     def _give_up_adapter(self, short: ModelId) -> bool:
-        """Have the youngest adapter in use give way, with its requests, to a model that is stuck.
-
-        False: none is in use.
+        """Evict the youngest adapter in use, failing its requests, for a model that is stuck; False: none is
+        in use.
         """
         try:
             failed = self._adapters.give_up(short)
-        except ModelBroke as error:  # it was to forget the adapter; its own room may do
+        except ModelBroke as error:  # while it gave up the adapter; its own memory may suffice
             self._fail(*blame(error.model, error))
             return True
         if failed is not None:
@@ -460,9 +457,9 @@ class WorkerLoop:
     def _take_adapter_news(self, adapter: AdapterId, news: AdapterNews) -> None:
         try:
             told = self._adapters.take_news(adapter, news)
-        except ModelBroke as error:  # it was to be told where its adapter is, or to forget it
+        except ModelBroke as error:  # while it added or removed the adapter
             self._fail(*blame(error.model, error))
-            self._take_adapter_news(adapter, news)  # which others wait for, and were not told
+            self._take_adapter_news(adapter, news)  # other models still have to be told
             return
         match told:
             case AdapterLoaded() as loaded:
@@ -471,9 +468,9 @@ class WorkerLoop:
                 self._fail_runs(failed)
 
     def _fail_runs(self, failed: FailedRuns) -> None:
-        """End requests whose adapter cannot be had; others of their model are not affected."""
+        """Fail requests whose adapter is unavailable. Other requests of their model go on."""
         if failed.failure.is_fatal:
-            raise DeviceLost(f"the device is lost, under an adapter: {failed.failure.reason}")
+            raise DeviceLost(f"the device failed while loading an adapter: {failed.failure.reason}")
         for run in failed.runs:
             self._runs.fail(run, failed.failure.label, failed.failure.reason)
 
@@ -483,7 +480,9 @@ class WorkerLoop:
         if resources.snapshots is None:
             return None
         return SnapshotMaker(
-            *(resources.snapshots, resources.device, self._hosted),
+            resources.snapshots,
+            resources.device,
+            self._hosted,
             rates=self._models.reclaimer.reload_costs.measured_rates,
             threads=resources.loader.threads,
             post=self._inbox.put,
@@ -497,7 +496,7 @@ class WorkerLoop:
             self._maker.order(order)
 
     def _advance_snapshot(self) -> bool:
-        """Do a little for a snapshot that was ordered, if nobody has requests; False: there is none to do."""
+        """Do one piece of work for an ordered snapshot, if there are no requests; False: nothing to do."""
         if self._maker is None or self._runs:
             return False
         try:
@@ -518,14 +517,12 @@ class WorkerLoop:
     # Failures.
 
     def _fail(self, model: ModelId, failure: Failure) -> None:
-        """Have a model leave, and the others go on. Raises DeviceLost where they cannot."""
-        log.error(
-            "model_failed model=%s label=%s reason=%s%s",
-            *(model, failure.label, failure.reason, failure.trace and "\n" + failure.trace),
-        )
+        """Drop a model, and go on with the others. Raises DeviceLost if they are lost, too."""
+        trace = failure.trace and "\n" + failure.trace
+        log.error("model_failed model=%s label=%s reason=%s%s", model, failure.label, failure.reason, trace)
         if failure.is_fatal:
-            raise DeviceLost(f"the device is lost, under `{model}`: {failure.reason}")
+            raise DeviceLost(f"the device failed while running `{model}`: {failure.reason}")
         hosted = self._hosted.get(model)
         self._drop(model)
-        if hosted is not None:  # else it is retired, and nobody has to be told
+        if hosted is not None:  # else it is retired, and the gateway does not track it
             self._send(HostingFailed(model, hosted.order.hosting, failure.label, failure.reason))
