@@ -45,7 +45,6 @@ class AdapterInputs:
 
     @property
     def is_used(self) -> bool:
-        """True if a step with adapters was ever sent."""
         return bool(self._hosts)
 
     def forget(self) -> None:
@@ -73,7 +72,6 @@ class AdapterInputs:
         self._send(_Groups.of(numbers, own), _Groups.of(np.repeat(numbers, lengths), own), shape)
 
     def rows(self, shape: StepShape) -> AdapterRows:
-        """Return the adapters of all rows of the step that was sent last."""
         if not shape.has_prompts:
             return self.logit_rows(shape)
         parts = PackedAdapters.of(shape.num_rows, self._max_seqs)
@@ -81,7 +79,6 @@ class AdapterInputs:
         return AdapterRows(self._groups, self._packed[parts.order], shares, ADAPTER_PROMPT_TILE_ROWS)
 
     def logit_rows(self, shape: StepShape) -> AdapterRows:
-        """Return the adapters of the rows with logits."""
         parts, num_rows = PackedAdapters.of(shape.num_rows, self._max_seqs), shape.num_logits
         order = self._packed[parts.logit_order][:num_rows]
         shares = _by_projection(self._packed[parts.logit_shares])[:, : adapter_shares(num_rows)]
@@ -103,15 +100,12 @@ class AdapterInputs:
 
 
 def _hosts_for(packed: torch.Tensor) -> list[tuple[torch.Tensor, npt.NDArray[np.int64]]]:
-    """Return host memory for two steps, each with the array that writes it."""
     hosts = [torch.zeros_like(packed, device="cpu", pin_memory=packed.is_cuda) for _ in range(2)]
     return [(host, host.numpy()) for host in hosts]
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Rows with adapters, grouped by adapter."""
-
     adapters: Sequence[BoundAdapter]
     order: npt.NDArray[np.int64]  #: rows of the first adapter, then of the second, ...
     counts: npt.NDArray[np.int64]  #: rows per adapter
@@ -136,7 +130,6 @@ class _Groups:
         )
 
     def write(self, order: npt.NDArray[np.int64], shares: npt.NDArray[np.int64], tile_rows: int) -> None:
-        """Write the lists that kernels read."""
         order[: len(self.order)] = self.order
         addresses = np.array([one.address for one in self.adapters], np.int64)
         weights = np.array([(one.weights, one.row_weights) for one in self.adapters], np.int64)

@@ -72,7 +72,6 @@ class AdapterTable:
         )
 
     def unbind(self, adapter: AdapterId) -> None:
-        """Forget an adapter that no later plan has a row of."""
         del self._bound[adapter]
 
 
@@ -108,7 +107,6 @@ def _factors(layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> dict[int,
 def _target_factors(
     place: FactorPlaces, dtype: torch.dtype, begin: int, piece: torch.Tensor
 ) -> TargetFactors:
-    """Return the factors of a target, from its layer's piece of the bytes, which starts at `begin`."""
 
     def matrix(offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
         first = offset - begin

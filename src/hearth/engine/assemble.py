@@ -48,8 +48,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Facts of a model that its engine needs besides weights."""
-
     arch: Arch
     dtype: torch.dtype
     max_context: int
@@ -82,17 +80,14 @@ def workspace_bytes(spec: ModelSpec, device: torch.device) -> int:
 
 
 def tables_bytes(spec: ModelSpec) -> int:
-    """Bytes that an engine always has besides weights, workspace and KV."""
     return run_bytes(table_buffers(spec.arch.dimensions, spec.limits, spec.max_context))
 
 
 def block_bytes(spec: ModelSpec) -> int:
-    """Bytes of one block of KV, over all layers."""
     return _block(spec).num_bytes
 
 
 def prompt_kernel_of(spec: ModelSpec) -> PromptKernel:
-    """Return the kernel for attention over prompts on the current CUDA device."""
     arch = spec.arch
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
     return prompt_kernel(heads, spec.dtype, spec.limits.block_tokens)
@@ -164,7 +159,6 @@ def assemble_runner(
     size: StepSize,
     on_layer: Callable[[], None] | None = None,
 ) -> Runner:
-    """Return the runner of an engine, on the device of `memory`. `on_layer` is as in `Decoder`."""
     arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
     tables = EngineTables(arch, limits, spec.max_context, memory.sink, memory.tables)
     bind_workspace = partial(Workspace.bind, arch, dtype, size, counters=tables.counters)
@@ -193,11 +187,7 @@ def assemble_runner(
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Allocate uninitialised bytes.
-
-    Raises:
-        DeviceError: there is not enough memory.
-    """
+    """Allocate uninitialised bytes, or raise DeviceError."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the bare class on a CPU
@@ -241,7 +231,6 @@ def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> 
 
 
 def _num_blocks(spec: ModelSpec, limit_bytes: int) -> int:
-    """Return how many blocks fit the limit and can be used, the sink included."""
     size_bytes = block_bytes(spec)
     blocks_per_seq = spec.limits.num_blocks(spec.max_context)
     num_blocks = min(limit_bytes // size_bytes, 1 + spec.limits.max_seqs * blocks_per_seq)
@@ -254,7 +243,6 @@ def _num_blocks(spec: ModelSpec, limit_bytes: int) -> int:
 
 
 def _bind_kv(spec: ModelSpec, base: torch.Tensor) -> torch.Tensor:
-    """View `base` (uint8) as blocks; a remainder is not used."""
     block = _block(spec)
     num_bytes = len(base) // block.num_bytes * block.num_bytes
     return base[:num_bytes].view(spec.dtype).view(-1, *block.shape)
@@ -266,7 +254,6 @@ def _block(spec: ModelSpec) -> Buffer:
 
 
 def _spare_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Return the free memory of the device, less the share that is not Hearth's."""
     if device.type != "cuda":
         return int(machine_bytes() * _CPU_SHARE)
     free, total = torch.cuda.mem_get_info(device)

@@ -61,7 +61,6 @@ class StepOutputs:
         return Output(request_id, self.tokens[row], logprobs, reason, reading)
 
     def only(self, rows: Sequence[int]) -> StepOutputs:
-        """Return the tokens of these rows."""
         request_ids = [self.request_ids[row] for row in rows]
         return StepOutputs(
             request_ids,
@@ -74,8 +73,6 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of one call of `Engine.step` or `Engine.flush`."""
-
     outputs: StepOutputs  #: of the step that was committed
     admitted: Sequence[Admission]  #: that the launched step admits, for the first time or again
     preempted: Sequence[RequestId]  #: that made room for that step; admitted again later
@@ -106,8 +103,7 @@ class StepMarks(Protocol):
     is alive, and the device advances when it completes a step.
     """
 
-    def begun(self, request_ids: Sequence[RequestId]) -> None:
-        """A step with rows of these requests is about to be launched."""
+    def begun(self, request_ids: Sequence[RequestId]) -> None: ...
 
     def launched(self) -> None:
         """The step is queued (on a CPU: computed), or failed."""
@@ -117,8 +113,7 @@ class StepMarks(Protocol):
     def done(self) -> None:
         """The device has completed the oldest step of this engine, and all launched before it."""
 
-    def closed(self) -> None:
-        """No step of this engine is under way."""
+    def closed(self) -> None: ...
 
 
 class NoMarks:
@@ -181,7 +176,6 @@ class Engine:
 
     @property
     def is_computing(self) -> bool:
-        """True if a step is in flight."""
         return self._flight is not None
 
     @property
@@ -209,7 +203,6 @@ class Engine:
         self.runner.add_adapter(adapter, layout, layers)
 
     def move_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
-        """Use an adapter at another place from the next step on. Requests may have it."""
         self.runner.remove_adapter(adapter)
         self.runner.add_adapter(adapter, layout, layers)
 
@@ -240,7 +233,6 @@ class Engine:
         return self.batcher.cancel(request_id)
 
     def add_blocks(self, extent: range) -> None:
-        """Add blocks of KV that have memory from now on. Their content does not matter."""
         num_blocks = len(self.runner.layers.kv)
         assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
         assert self.runner.layers.inputs.sink not in extent, f"the sink among blocks: {extent=}"
@@ -296,11 +288,10 @@ class Engine:
         return outcome
 
     def settle(self) -> None:
-        """Finish the books of KV, which a step leaves to the caller if `tells_first`."""
+        """Finish the books of KV: the caller's duty after each step if `tells_first`."""
         self.batcher.settle()
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
-        """Wait for `previous` and commit it; return the outcome, with what `launched` admits."""
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
@@ -324,8 +315,7 @@ class Engine:
     def _measure(self) -> None:
         """Record the time of the last committed step, and release it.
 
-        Done after its tokens are sent: both need the driver, which a thread that instantiates a graph may
-        hold for two steps.
+        Done after its tokens are sent: both need the driver, which another thread may hold for two steps.
         """
         taken_in, self._unmeasured = self._unmeasured, None
         if taken_in is not None and taken_in.timer is not None:
@@ -357,7 +347,6 @@ class Engine:
         return _LaunchedStep(plan, pending, timer)
 
     def _outputs(self, plan: StepPlan, committed: CommittedStep, result: StepResult) -> StepOutputs:
-        """Return the outputs of a step, and forget the requests that ended."""
         for failure in committed.failures:
             self._forget(failure.request_id)
         readings = self.reading.take(plan, result.reads) if result.reads else {}

@@ -1,7 +1,6 @@
 """Buffers of an engine that keep their content between steps, as views of memory that the caller owns.
 
-Captured steps refer to them, so their addresses never change. Other models may use the memory while this
-model is away, so they are filled whenever it comes back.
+Captured steps refer to them, so their addresses never change.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ class EngineTables:
         self.cos_sin = None if arch.rope is None else tables["rotary.cos_sin"]
 
     def fill(self) -> None:
-        """Write what the first step expects: zeros, block tables of the sink, cosines and sines.
-
-        Queued on the current stream, as steps are.
-        """
+        """Queue what the first step expects: zeros, block tables of the sink, cosines and sines."""
         self._memory.zero_()
         self.inputs["block_table"].fill_(self._sink)
         if self._rope is not None and self.cos_sin is not None:

@@ -51,7 +51,6 @@ class GraphCapture:
         return graph
 
     def forget(self) -> None:
-        """Use new memory for later graphs: all earlier ones are dropped."""
         # The old pool may outlive its graphs, and torch refuses to fill it again.
         self._pool = torch.cuda.graph_pool_handle()
 

@@ -67,7 +67,6 @@ class GraphTrial:
         self._tokens_before = self._sampler.tokens.clone()
 
     def step_done(self) -> None:
-        """Save what the step computed."""
         self._expected = self._computed()
 
     def replay(self) -> None:
@@ -106,7 +105,6 @@ class GraphTrial:
         return f"{num_wrong} numbers differ from those of the same step without graphs"
 
     def _computed(self) -> tuple[torch.Tensor, ...]:
-        """Return copies of the compared rows."""
         chosen = self._sampler.chosen[: len(self._logits)]
         return self._logits[self._rows], chosen[self._rows], self._kv[self._at]
 

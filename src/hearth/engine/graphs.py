@@ -23,15 +23,13 @@ log = logging.getLogger(__name__)
 
 
 class StepGraph(Protocol):
-    def replay(self) -> None:
-        """Queue the graph on the current stream, on the inputs in place."""
+    def replay(self) -> None: ...
 
 
 class CapturedGraph(StepGraph, Protocol):
     """A graph captured in this process by torch."""
 
-    def instantiate(self) -> None:
-        """Make the graph executable, as the first replay would do."""
+    def instantiate(self) -> None: ...
 
     def raw_cuda_graph(self) -> int:
         """Return the driver's handle of the graph, valid as long as this object."""
@@ -43,8 +41,7 @@ class GraphSource(Protocol):
     num_failed: int  #: that could not be restored
     num_interpreted: int  #: restored node by node, in Python
 
-    def find(self, key: str) -> StepGraph | None:
-        """Return a restored graph, if it is there."""
+    def find(self, key: str) -> StepGraph | None: ...
 
     def is_coming(self, key: str) -> bool:
         """True if a graph will be restored. Turns false in the end, restored or not."""
@@ -52,8 +49,7 @@ class GraphSource(Protocol):
     def want(self, key: str) -> None:
         """Restore this graph before all that no step has needed."""
 
-    def want_adapters(self) -> None:
-        """Also restore the graphs of steps with adapters, after the others."""
+    def want_adapters(self) -> None: ...
 
     def begin_trial(self) -> None:
         """Leave a mark on disk: if this process dies now, the next start blames the graphs."""
@@ -61,8 +57,7 @@ class GraphSource(Protocol):
     def end_trial(self) -> None:
         """Remove the mark, if there is one."""
 
-    def stop(self) -> None:
-        """Restore no more graphs."""
+    def stop(self) -> None: ...
 
     def let_go(self, others: list[object]) -> None:
         """Release all restored graphs, and empty `others`, on a thread that may wait for the driver."""
@@ -72,8 +67,6 @@ class GraphSource(Protocol):
 
 
 class Capturer(Protocol):
-    """Captures graphs of work (`engine/graph_capture.py`)."""
-
     def capture(self, work: Work) -> CapturedGraph: ...
 
     def forget(self) -> None: ...
@@ -102,7 +95,6 @@ class StepGraphs:
 
     @property
     def captured(self) -> Mapping[GraphKey, CapturedGraph]:
-        """Graphs captured here: a snapshot can be made of them."""
         return self._captured
 
     @property
@@ -112,25 +104,20 @@ class StepGraphs:
 
     @property
     def num_unrestored(self) -> int:
-        """Graphs of the snapshot that could not be restored, and are captured instead."""
         return 0 if self._source is None else self._source.num_failed
 
     @property
     def num_interpreted(self) -> int:
-        """Graphs restored node by node in Python, as native code was missing."""
         return 0 if self._source is None else self._source.num_interpreted
 
     def restore_from(self, source: GraphSource) -> None:
-        """Use the graphs of a snapshot where none is captured."""
         self._source = source
 
     def want_adapters(self) -> None:
-        """Prepare for steps with adapters. May be called repeatedly."""
         if self._source is not None:
             self._source.want_adapters()
 
     def needs_capture(self, key: GraphKey) -> bool:
-        """True if there is no graph, and none is coming from a snapshot."""
         return key not in self and not self._is_restored(key)
 
     def run(self, key: GraphKey, work: Work) -> None:
@@ -205,13 +192,11 @@ class StepGraphs:
         self.drop_restored()
 
     def forget(self) -> None:
-        """Drop every graph: the memory that they refer to has moved."""
         self._captured.clear()
         self._capturer.forget()
         self.drop_restored()
 
     def drop_restored(self) -> None:
-        """Drop the graphs of the snapshot. They are captured when next needed."""
         self.stop_restoring()
         self._clear_trial()
         source, self._source = self._source, None
@@ -220,7 +205,6 @@ class StepGraphs:
             source.let_go(others)  # with the stand-ins
 
     def stop_restoring(self) -> None:
-        """Restore no more graphs. Restored ones stay."""
         if self._source is not None:
             self._source.stop()
 

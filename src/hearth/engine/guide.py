@@ -33,10 +33,8 @@ class Guides:
         self._building = threading.Lock()
 
     def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide:
-        """Return a guide at the start of an output. With `ignore_eos` the output ends only where it must.
-
-        Raises:
-            BadGuide: the model has no tokenizer, or the schema or grammar is wrong.
+        """Return a guide at the start of an output, or raise BadGuide. `ignore_eos`: it ends only where it
+        must.
         """
         from llguidance import LLMatcher
 
@@ -108,11 +106,7 @@ class GrammarGuide:
         return None
 
     def take_all(self, tokens: Sequence[int]) -> None:
-        """Follow an output that began elsewhere.
-
-        Raises:
-            BadGuide: the guide does not allow it.
-        """
+        """Follow an output that began elsewhere. Raises BadGuide if the guide does not allow it."""
         num_taken = self._matcher.try_consume_tokens(list(tokens))
         self._num_taken += num_taken
         self._mask = self._next_mask()

@@ -90,7 +90,6 @@ class InputBuffers:
     def _fill(
         self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape, writes: torch.Tensor | None
     ) -> SampleRows:
-        """Send rows, and `writes` to the block table in the form of `read_step`."""
         parts, num_decode = PackedInputs.of(shape.num_rows, self._max_seqs), len(decode)
         self._hosts.reverse()
         host, packed = self._hosts[0]
@@ -170,7 +169,6 @@ class InputBuffers:
         return self._packed[parts.sample_slots if shape.has_prompts else parts.slots][: shape.num_logits]
 
     def gather_tokens(self, shape: StepShape) -> None:
-        """Gather on the device the last samples of decode rows and the sent tokens of prompts."""
         parts = PackedInputs.of(shape.num_rows, self._max_seqs)
         gather_tokens(
             self._packed[parts.tokens],
@@ -234,7 +232,6 @@ class InputBuffers:
         return host
 
     def _next_writes(self, num_entries: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        """Return two rows of host memory for this step's kernels, and the array that writes them."""
         self._writes.reverse()
         if len(self._writes[0][1]) < 2 * num_entries:  # the step before the last is done
             self._writes[0] = self._writes_host(2 * num_entries)
@@ -255,7 +252,6 @@ def _words_of(prompts: Sequence[Row]) -> npt.NDArray[np.int32]:
 
 
 def _spans(begin: int, rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:
-    """Return where prompts lie among the rows of a step, if the first is at `begin`."""
     spans = []
     for row in rows:
         spans.append(PrefillSpan(begin, row.num_tokens, row.start))

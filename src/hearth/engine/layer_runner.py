@@ -57,7 +57,6 @@ class LayerRunner:
             self.gate = None
 
     def rebind(self, weights: Weights, workspace: torch.Tensor | None = None) -> None:
-        """Use weights, and a workspace, that have moved. All graphs are dropped."""
         self.decoder.rebind(weights, None if workspace is None else self._bind_workspace(workspace))
         if self.graphs is not None:
             self.graphs.forget()

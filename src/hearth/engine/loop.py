@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine failed or was closed before this request ended. No more tokens follow."""
-
     request_id: RequestId
     cause: BaseException
 
@@ -168,7 +166,6 @@ class StepLoop:
             outbox.put(Failed(request_id, cause))
 
     def _refuse_commands(self, cause: BaseException) -> None:
-        """Answer further requests of a failed engine with `Failed`, until it is closed."""
         while not isinstance(command := self._inbox.get(), _Stop):
             if isinstance(command, _Add):
                 _refuse(command.requests, command.outbox, cause)

@@ -15,8 +15,6 @@ from hearth.engine.sampler import Samples
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens that a step sampled: one entry per sampling row of the plan, in order."""
-
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None  #: as many as each row requested; None: none did
     broken_rows: list[int]  #: row indices of the plan, non-sampling rows included: see `commit`
@@ -24,8 +22,6 @@ class StepResult:
 
 
 class PendingStep:
-    """A step that the device may still be computing."""
-
     def __init__(
         self, samples: Samples, num_samples: int, host: torch.Tensor, reads: StepReads | None = None
     ) -> None:
@@ -49,12 +45,10 @@ class PendingStep:
 
     @property
     def is_computed(self) -> bool:
-        """True if the step was computed while it was launched, as on a CPU."""
         return self.end is None
 
     @property
     def is_done(self) -> bool:
-        """True if `wait` would not block."""
         return self.end is None or bool(self.end.query())  # type: ignore[no-untyped-call] # untyped
 
     def wait(self) -> StepResult:

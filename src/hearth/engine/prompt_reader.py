@@ -26,8 +26,6 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowRead:
-    """The reading of one row of a prompt."""
-
     reading: RowReading  #: what was requested
     pooled: Floats | None  #: the hidden state of its last token, or the sum of all
     logprobs: Floats  #: [targets], as is the next
@@ -37,7 +35,6 @@ class RowRead:
 
     @property
     def is_finite(self) -> bool:
-        """False if hidden states held NaN or infinity."""
         is_pooled_finite = self.pooled is None or bool(np.isfinite(self.pooled).all())
         return is_pooled_finite and bool(np.isfinite(self.logprobs).all())
 
@@ -109,7 +106,6 @@ class PromptReader:
         num_top: int,
         sizes: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logprobs and ranks of `targets` at rows `at`, and ids and logprobs of the top tokens."""
         num_most, vocab_size = self._decoder.logits.shape
         logprobs = hidden.new_empty(len(at), dtype=torch.float32)
         ranks = hidden.new_empty(len(at), dtype=torch.int32)
@@ -143,7 +139,6 @@ class PromptReader:
 
 
 def _pieces(num_rows: int, num_most: int, vocab_size: int) -> Iterator[slice]:
-    """Yield slices of rows whose logits and temporaries fit."""
     for piece in sampled_pieces(num_rows, vocab_size):
         for begin in range(piece.start, min(piece.stop, num_rows), num_most):
             yield slice(begin, min(begin + num_most, piece.stop, num_rows))
@@ -163,7 +158,6 @@ class ReadingPieces:
         return len(self._pieces)
 
     def expect(self, request_id: RequestId, first_step: int) -> None:
-        """Collect readings of a request, from steps starting with `first_step`."""
         self._pieces[request_id], self._first_steps[request_id] = [], first_step
 
     def forget(self, request_id: RequestId) -> None:

@@ -88,7 +88,6 @@ class Runner:
         return pending
 
     def _begin_trial(self, shape: StepShape, plan: StepPlan) -> GraphTrial | None:
-        """Begin a trial if a restored graph of this step was never tried."""
         layers = self.layers
         # A step with readings has another tail.
         if layers.graphs is None or layers.gate is not None or plan.has_readings:
@@ -121,7 +120,6 @@ class Runner:
         self.layers.run_eagerly(shape, plan)
 
     def _read(self, shape: StepShape, plan: StepPlan) -> StepReads:
-        """Queue the readings of a step, and its tail."""
         layers = self.layers
         step = layers.inputs.view(plan, shape)
         hidden = layers.decoder.finish(step, layers.gate)
@@ -132,7 +130,6 @@ class Runner:
         return reads
 
     def synchronize(self) -> None:
-        """Wait for all launched steps."""
         if self.layers.kv.is_cuda:
             torch.cuda.current_stream(self.layers.kv.device).synchronize()
 
@@ -157,7 +154,6 @@ class Runner:
         self.layers.rebind(weights, workspace)
 
     def drop_restored(self) -> None:
-        """Drop graphs that a snapshot restored: they are captured when next needed."""
         self.settle()
         if self.layers.graphs is not None:
             self.layers.graphs.drop_restored()
@@ -177,7 +173,6 @@ class Runner:
 
     @torch.inference_mode()
     def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
-        """Let steps use an adapter (`AdapterTable.bind`)."""
         self._end = None
         self.adapters.bind(adapter, layout, layers)
         self.layers.inputs.adapters.forget()
@@ -185,7 +180,6 @@ class Runner:
             self.layers.graphs.want_adapters()
 
     def remove_adapter(self, adapter: AdapterId) -> None:
-        """Forget an adapter that no later plan has a row of."""
         self.adapters.unbind(adapter)
         self.layers.inputs.adapters.forget()
 

@@ -37,8 +37,6 @@ _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Rows of logits to sample from."""
-
     slots: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]  #: of the last token of each sequence; the next is sampled
     masks: Mapping[int, bytes]  #: by row: allowed tokens, as in `plan.Guide`
@@ -103,8 +101,6 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The sampling rules of the request in a slot, on the host."""
-
     parts: int  #: the sum of those that it needs
     banned: tuple[int, ...]  #: stop ids, forbidden at positions before `banned_before`
     banned_before: int
@@ -129,7 +125,6 @@ class Sampler:
     """Samples the tokens of one engine. Mutable; one thread calls it, in step order."""
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], vocab_size: int, uploads: Uploads) -> None:
-        """Take `buffers` as `sampler_buffers` has them, all zero."""
         self._vocab_size = vocab_size
         self._uploads = uploads
         #: The last token of each slot, at a fixed address. The last row is a dummy for padding.
@@ -215,7 +210,6 @@ class Sampler:
         return _with_logprobs(samples, tokens, sampled, work.num_logprobs)
 
     def draw(self, logits: torch.Tensor, rows: SampleRows) -> None:
-        """Draw tokens for the rows of random requests, after `take_best`."""
         draw_tokens(
             logits,
             rows.device_slots,
@@ -227,7 +221,6 @@ class Sampler:
         )
 
     def _sort_out(self, rows: SampleRows, parts: _RowParts) -> _Work:
-        """Send to the device, in one copy, which rows need which part."""
         penalised, biased = parts.rows(_Part.PENALTIES), parts.rows(_Part.BIAS)
         num_logprobs: tuple[int | None, ...] = (None,) * len(rows)
         if parts.needed & _Part.LOGPROBS:
@@ -246,7 +239,6 @@ class Sampler:
         )
 
     def _banned(self, rows: SampleRows, early: npt.NDArray[np.int64]) -> list[int]:
-        """Return flat indices of logits of stop tokens that would come too early."""
         banned = []
         for row in early.tolist():
             rule = self._rules_by_slot[int(rows.slots[row])]

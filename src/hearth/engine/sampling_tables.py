@@ -24,11 +24,9 @@ from hearth.policy.batch.plan import Admission
 class Table(Protocol):
     num_rows: int
 
-    def admit(self, admissions: Sequence[Admission], rows: Sequence[int]) -> None:
-        """Fill a row for each request, whatever it held before."""
+    def admit(self, admissions: Sequence[Admission], rows: Sequence[int]) -> None: ...
 
-    def copy(self, other: Self) -> None:
-        """Copy the content of a table that has no more rows than this one."""
+    def copy(self, other: Self) -> None: ...
 
 
 T = TypeVar("T", bound=Table)
@@ -52,12 +50,10 @@ class OptionalTable(Generic[T]):
 
     @property
     def table(self) -> T:
-        """The table, which a live request needs."""
         assert self._table is not None, "no request that needs the table was admitted"
         return self._table
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Give requests their rows, in a larger table if this one is full."""
         if not admissions:
             return
         rows = [self._rows.take(admission.request_id, admission.slot) for admission in admissions]
@@ -72,7 +68,6 @@ class OptionalTable(Generic[T]):
         self._rows.free(request_id)
 
     def place(self, memory: torch.Tensor | None) -> None:
-        """Move the table to `memory`, with its content; None: torch allocates it."""
         if memory is not None:
             num_rows = len(memory) // self._row_bytes
         else:
@@ -104,7 +99,6 @@ class TableRows:
         self._free_rows: list[int] = []  #: a heap; with the taken rows, all rows up to some number
 
     def take(self, request_id: RequestId, slot: int) -> int:
-        """Return a row for a request that got a slot, also after preemption."""
         self.free(request_id)
         if (before := self._request_by_slot.get(slot)) is not None:
             self.free(before)
@@ -114,7 +108,6 @@ class TableRows:
         return row
 
     def free(self, request_id: RequestId) -> None:
-        """Free the row of a request, if it has one."""
         slot = self._slot_by_request.pop(request_id, None)
         if slot is not None:
             del self._request_by_slot[slot]
@@ -138,7 +131,6 @@ class Penalties:
     def __init__(
         self, num_rows: int, vocab_size: int, uploads: Uploads, memory: torch.Tensor | None = None
     ) -> None:
-        """`memory` (uint8) has room for the table; None: torch allocates it."""
         self.num_rows = num_rows
         self._vocab_size = vocab_size
         self._uploads = uploads
@@ -156,7 +148,6 @@ class Penalties:
         self._weights[: other.num_rows].copy_(other._weights)
 
     def admit(self, admissions: Sequence[Admission], rows: Sequence[int]) -> None:
-        """Count the tokens of the admissions afresh, a row for each."""
         prompts, outputs, weights = [], [], []
         for admission, row in zip(admissions, rows, strict=True):
             start, sampling = row * self._vocab_size, admission.sampling
@@ -174,7 +165,6 @@ class Penalties:
             self._apply(logits, rows[piece], table_rows[piece])
 
     def _apply(self, logits: torch.Tensor, rows: torch.Tensor, table_rows: torch.Tensor) -> None:
-        """Penalise as many rows as temporaries fit for."""
         repetition, presence, frequency = self._weights[table_rows].unsqueeze(-1).unbind(1)
         num_sampled = self._num_sampled[table_rows]
         is_sampled = num_sampled > 0
@@ -211,7 +201,6 @@ class LogitBias:
         self._bias[: other.num_rows].copy_(other._bias)
 
     def admit(self, admissions: Sequence[Admission], rows: Sequence[int]) -> None:
-        """Write the rows of these requests afresh."""
         vocab_size = self._bias.shape[1]
         free, masked, entries = [], [], []
         values: list[float] = []

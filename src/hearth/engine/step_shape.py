@@ -30,7 +30,6 @@ class GraphKey:
 
     @property
     def name(self) -> str:
-        """The graph's name in a snapshot."""
         return f"{self.part.value}{'-adapters' if self.has_adapters else ''}-{self.size}"
 
 
@@ -72,7 +71,6 @@ class PaddedSizes:
         return PaddedSizes(decode_sizes(limits), mixed_sizes(limits), sample_sizes(limits))
 
     def all_names(self, *, has_adapters: bool = False) -> set[str]:
-        """Return the snapshot names of all graphs of `all_shapes`."""
         return {key.name for shape in self.all_shapes(has_adapters=has_adapters) for key in shape.keys}
 
     def all_shapes(self, *, has_adapters: bool = False) -> list[StepShape]:

@@ -20,7 +20,6 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start; the step is launched next, on the current stream."""
         self._began_s = self._ended_s = time.perf_counter()
         self._began: torch.cuda.Event | None = None
         self._ended: torch.cuda.Event | None = None
@@ -29,7 +28,6 @@ class StepTimer:
             self._began.record()
 
     def stop(self, end: torch.cuda.Event | None) -> None:
-        """Stop, once the step is launched; `end` is the event behind it on a CUDA device."""
         self._ended_s, self._ended = time.perf_counter(), end
 
     def seconds(self) -> float:

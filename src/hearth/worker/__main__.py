@@ -103,7 +103,6 @@ def _say_farewell(fd: int, error: BaseException, reason: str) -> None:
 
 
 def _start(setup: WorkerSetup) -> WorkerLoop:
-    """Return the loop of a worker that has all resources and was welcomed by the gateway."""
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
@@ -210,7 +209,6 @@ def _snapshot_graphs(
     launches: StepLaunches,
     cache: KernelCache | None,
 ) -> SnapshotGraphs | None:
-    """Return the keeper of graphs, where another process could use them."""
     if setup.snapshots_path is None or not runtime.has_fixed_addresses:
         return None
     try:

@@ -28,7 +28,6 @@ class FirstTokens:
         self._are_all_served.clear()
 
     def served(self, run: int) -> None:
-        """Note that a request has its first token, or has ended without."""
         if run in self._runs:
             self._runs.discard(run)
             if not self._runs:
@@ -74,7 +73,6 @@ class StepLaunches:
             self._begun_s = time.monotonic()
 
     def ended(self) -> None:
-        """Note that the step is queued, or failed."""
         with self._changed:
             self._begun_s, self._ended_s = None, time.monotonic()
             self._num_ended += 1

@@ -34,8 +34,6 @@ _FATAL_CODES = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason why a model cannot be hosted any more."""
-
     label: str
     reason: str
     is_fatal: bool = False  #: the device's context is broken: every model in this process is lost

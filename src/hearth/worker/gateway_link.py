@@ -21,8 +21,6 @@ GREETING_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Facts that a worker reports about itself."""
-
     worker: WorkerId
     pid: int
     kind: Literal["cpu", "cuda"]
@@ -40,7 +38,6 @@ class GatewayLink:
         self._incoming = connection.makefile("rb", buffering=1 << 16)
 
     def may_wait(self) -> None:
-        """Remove the timeout of both directions."""
         self._connection.settimeout(None)
 
     def send(self, fact: Fact) -> None:
@@ -62,7 +59,6 @@ class GatewayLink:
 
 
 def connect(host: str, port: int) -> GatewayLink:
-    """Return a link to the gateway at this address, to be greeted next."""
     try:
         connection = socket.create_connection((host, port), timeout=GREETING_S)
     except OSError as error:
@@ -74,8 +70,7 @@ def connect(host: str, port: int) -> GatewayLink:
 def greet(link: GatewayLink, introduction: Introduction, secret: bytes) -> None:
     """Prove to the gateway that this worker knows the secret, and verify that the gateway does.
 
-    Raises:
-        ServiceError: versions or secrets differ, or the gateway refuses the worker.
+    Raises ServiceError if versions or secrets differ, or the gateway refuses the worker.
     """
     nonce = wire.new_nonce()
     try:

@@ -190,7 +190,6 @@ class HostedModel:
             load.expect(request)
 
     def cancel(self, run: int) -> None:
-        """End one of the model's requests, wherever it is."""
         self.pending.discard(run)
         if (load := self.load_under_way) is not None:
             load.forget(run)
@@ -471,7 +470,6 @@ def _identity(order: HostModel) -> tuple[object, ...]:
 
 
 def _sum_rungs(records: Sequence[LoadRecord]) -> tuple[RungBytes, ...]:
-    """Return what each rung has delivered in these loads together."""
     uses = [(rung, use) for record in records for rung, use in record.rungs.items()]
     return tuple(
         RungBytes(

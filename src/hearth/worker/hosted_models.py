@@ -105,7 +105,6 @@ class HostedModels:
                 hosted.displaced()
 
     def load_in_turn(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Load a model, unless it has to wait for its turn."""
         return self.load(hosted) if hosted.has_turn else None
 
     def load(self, hosted: HostedModel) -> ModelLoaded | None:
@@ -126,7 +125,6 @@ class HostedModels:
         return None
 
     def _engines(self) -> dict[ModelId, Engine]:
-        """Return all engines, those of retired models included."""
         all_models = {**self._retired, **self.hosted}
         return {model: one.served.engine for model, one in all_models.items() if one.served is not None}
 

@@ -35,11 +35,7 @@ class HostingSpec:
 def hosting_spec(
     order: HostModel, manifest: Manifest, tokenizer_json: Path | None, device: torch.device
 ) -> HostingSpec:
-    """Return how a model is hosted by an order, with the tokenizer for guided decoding.
-
-    Raises:
-        ModelError: the order exceeds what the model supports.
-    """
+    """Return how a model is hosted by an order. Raises ModelError if the order exceeds what it supports."""
     dtype = computed_dtype(manifest.dtype, device.type)
     layout = served_layout(manifest, dtype)
     spec = ModelSpec(

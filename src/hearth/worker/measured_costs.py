@@ -85,7 +85,6 @@ def measured_costs(
 
 
 def _steps(served: StepSamples, padded: StepSamples) -> list[MeasuredStep]:
-    """Return step times: of requests, and of padding for kinds without any."""
     known = {(step.num_tokens, step.num_rows) for step in served.typical()}
     steps = [
         *served.typical(),

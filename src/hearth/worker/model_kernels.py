@@ -58,7 +58,6 @@ class ModelKernels:
         self._warmup.compile(self._needs(manifest, limits))
 
     def prepare(self, order: PrepareModel) -> None:
-        """Compile and rehearse on a thread, for a model without requests."""
         self._thread.submit(self._prepare, order)
 
     def _prepare(self, order: PrepareModel) -> None:

@@ -29,11 +29,9 @@ class WorkerMarks:
         self._shown: int | None = None  #: number of the step in the beacon; None: it shows none
 
     def of(self, model: ModelId) -> ModelMarks:
-        """Return the marks of one model's engine."""
         return ModelMarks(model, self)
 
     def begun(self, marks: ModelMarks, request_ids: Sequence[RequestId]) -> int:
-        """Note a step that is launched now; return its number."""
         number = self._num_begun
         self._num_begun += 1
         self._under_way[number] = _BegunStep(marks, request_ids)

@@ -140,10 +140,8 @@ class Reclaimer:
     # Weights.
 
     def place(self, model: ModelId, spec: HostingSpec) -> Space:
-        """Return a place for all weights of a model, whose memory is promised.
-
-        Raises:
-            DeviceError: the promise cannot be kept.
+        """Return a place for all weights of a model. Raises DeviceError if the promised memory cannot be
+        freed.
         """
         missing_bytes = self._run(self.policy.make_room(model, lambda: self._missing_bytes(model, spec)))
         if missing_bytes:
@@ -182,7 +180,6 @@ class Reclaimer:
         return self.pool.place_front(model, spec.shape, num_bytes) if num_bytes else None
 
     def retire(self, hosted: HostedModel) -> None:
-        """Take back all memory of an idle model but its weights."""
         if (served := hosted.served) is not None:
             served.engine.batcher.remove_all_blocks()
             served.pooled_tables.clear()
@@ -191,7 +188,6 @@ class Reclaimer:
         self.policy.room_may_have_come()
 
     def drop(self, model: ModelId) -> None:
-        """Take back all memory of a model that no step uses."""
         self.pool.drop(model)
         self.policy.forget(model)
         self.policy.room_may_have_come()
@@ -376,7 +372,6 @@ class Reclaimer:
         )
 
     def kv_shortage(self, model: ModelId, served: ServedModel) -> DeviceError:
-        """Return the error of a model that can never get its KV."""
         use, spec, usage = served.engine.batcher.kv_use(), served.spec, self.pool.usage()
         return DeviceError(
             f"`{model}` has {use.num_blocks} blocks of KV of {spec.shape.block_bytes} bytes, wants "

@@ -74,7 +74,6 @@ class Runs:
     # The way to the engine.
 
     def start(self, order: StartRequest, hosted: HostedModel) -> None:
-        """Take in a request of a hosted model."""
         now_s = time.perf_counter()
         self._runs[order.run] = _Run(order.model, now_s)
         self._first_tokens.awaited(order.run)
@@ -95,7 +94,6 @@ class Runs:
         self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)
 
     def begin_waiting(self, hosted: HostedModel) -> None:
-        """Begin queued requests, if the engine is there."""
         if hosted.takes_requests:
             for order in hosted.pending.take_queued():
                 self._begin(order, hosted)
@@ -228,7 +226,6 @@ class Runs:
             self.cancel(run)
 
     def fail(self, run: int, label: str, reason: str) -> None:
-        """End a request with a reason."""
         self.cancel(run)
         self._send(RunFailed(run, label, reason))
 

@@ -54,8 +54,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A device that is up, and its memory."""
-
     device: torch.device
     name: str  #: for people
     device_bytes: int  #: of the whole device
@@ -87,9 +85,7 @@ class HostingResources:
 def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
     """Bring up the device, except for the pool's memory, and note how long each part took.
 
-    Raises:
-        ConfigError: the device can never be used as configured.
-        DeviceError: the device cannot be used now.
+    Raises ConfigError if the device can never be used as configured, DeviceError if it cannot be used now.
     """
     if setup.num_threads is not None:
         torch.set_num_threads(setup.num_threads)
@@ -177,7 +173,6 @@ def _take_library_memory(device: torch.device) -> Mapping[str, int]:
 
 
 def _check_free(budget_bytes: int, device: torch.device) -> None:
-    """Refuse a budget that is not free now. Its holder may end."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if budget_bytes > free_bytes:
         raise DeviceError(
@@ -205,8 +200,6 @@ def processor_name(information: str, machine: str) -> str:
 
 
 class StartTimes:
-    """Times of the consecutive parts of a start. Mutable."""
-
     def __init__(self) -> None:
         self._began_s = self._noted_s = time.perf_counter()
         self.seconds: dict[str, float] = {}  #: by part, in order
@@ -216,7 +209,6 @@ class StartTimes:
         return self._noted_s - self._began_s
 
     def note(self, part: str) -> None:
-        """Note the end of a part, which began at the end of the previous one."""
         now_s = time.perf_counter()
         self.seconds[part], self._noted_s = now_s - self._noted_s, now_s
 
@@ -240,7 +232,6 @@ class TorchLimit:
         set_limit(guess_bytes)
 
     def follow(self, profiles: Mapping[ModelId, MemoryProfile | None]) -> None:
-        """Set the limit for the models whose engines exist, by their profiles."""
         measured = [profile.torch_bytes for profile in profiles.values() if profile is not None]
         is_measured = bool(measured) and len(measured) == len(profiles)
         num_bytes = sum(measured) + SPARE_BYTES if is_measured else self._guess_bytes

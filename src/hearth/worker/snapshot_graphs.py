@@ -51,12 +51,7 @@ class SnapshotGraphs:
         kernel_cache: Path | None,
         launches: StepLaunches | None = None,
     ) -> None:
-        """`kernel_cache`: directory of native code; None: it is not kept. `launches`: graphs give way to
-        these.
-
-        Raises:
-            DeviceError: the driver cannot describe graphs.
-        """
+        """`kernel_cache`: directory of native code; None: not kept. Raises DeviceError if unsupported."""
         self._first_tokens, self._launches = first_tokens, launches or StepLaunches()
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
@@ -117,7 +112,6 @@ class SnapshotGraphs:
         )
 
     def start(self, graphs: RestoredGraphs, layers: LayerRunner) -> None:
-        """Restore graphs on the thread."""
         self._thread.submit(self._restore, graphs, layers)
 
     def _destroy(self, graphs: list[object]) -> None:

@@ -46,16 +46,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWritten:
-    """A snapshot was written, or failed."""
-
     made: SnapshotMade
     memory: MemoryProfile | None  #: None: not measured, so no snapshot was made
 
 
 @dataclass(slots=True)
 class _Making:
-    """A snapshot under way. Mutable; written by the maker."""
-
     order: MakeSnapshot
     shapes: list[StepShape] = field(default_factory=list)  #: of steps still to run
     num_steps: int = 0
@@ -71,25 +67,28 @@ class SnapshotMaker:
 
     def __init__(
         self,
-        snapshots: ModelSnapshots,
+        snapshots: ModelSnapshots | None,
         device: torch.device,
         hosted: Mapping[ModelId, HostedModel],
         rates: Callable[[], dict[Rung, float]],
         threads: StandingThreads,
         post: Callable[[SnapshotWritten], None],
     ) -> None:
-        """`rates` returns the measured bytes per second of each rung."""
+        """`snapshots` None: orders are refused. `rates` returns measured bytes per second."""
         self._snapshots, self._device, self._hosted, self._rates = snapshots, device, hosted, rates
         self._threads, self._post = threads, post
         self._makings: dict[ModelId, _Making] = {}  #: in the order of their arrival
         self._busy_s = time.perf_counter()  #: when a request was last seen
 
-    def order(self, order: MakeSnapshot) -> None:
-        """Take an order, unless its stay has ended."""
+    def order(self, order: MakeSnapshot) -> SnapshotMade | None:
+        """Take an order, unless its stay has ended; return the answer if it is refused."""
+        if self._snapshots is None:
+            return SnapshotMade(order.model, order.hosting, failure="its worker keeps none, its log says why")
         hosted, known = self._hosted.get(order.model), self._makings.get(order.model)
         is_current = hosted is not None and hosted.order.hosting == order.hosting
         if is_current and (known is None or known.order.hosting != order.hosting):
             self._makings[order.model] = _Making(order)
+        return None
 
     def saw_request(self) -> None:
         self._busy_s = time.perf_counter()
@@ -101,8 +100,7 @@ class SnapshotMaker:
     def advance(self) -> list[Fact] | None:
         """Do one piece of work for the first snapshot that can advance; None: there is none now.
 
-        Raises:
-            ModelBroke: a step of the model failed.
+        Raises ModelBroke if a step of the model failed.
         """
         if (making := self._next()) is None or self.timeout_s() != 0.0:
             return None
@@ -125,7 +123,6 @@ class SnapshotMaker:
         return None
 
     def written(self, news: SnapshotWritten) -> None:
-        """Note that a file was written, or not."""
         model, hosting = news.made.model, news.made.hosting
         if (making := self._makings.get(model)) is not None and making.order.hosting == hosting:
             del self._makings[model]
@@ -179,19 +176,21 @@ class SnapshotMaker:
     def _write(self, hosted: HostedModel, served: ServedModel, making: _Making) -> None:
         """Collect what the step thread must provide, and write on another thread."""
         look, loaded, order, began_s = hosted.look, hosted.first_load, making.order, making.began_s
+        snapshots, post = self._snapshots, self._post
+        assert snapshots is not None, "an order was taken without snapshots"
         assert look is not None, f"no snapshot of `{hosted.model}` was looked for"
         assert loaded is not None, f"`{hosted.model}` was never loaded"
         assert began_s is not None, f"no step of `{hosted.model}` was run"
         if look.fingerprint is None:
             raise SnapshotError(look.reason or "its dependencies are unknown")
         cost = measured_costs(
-            served, order.model, loaded, self._rates(), making.samples, self._snapshots.device_name
+            served, order.model, loaded, self._rates(), making.samples, snapshots.device_name
         )
         sections = {cost_profile.SECTION: msgspec.json.encode(cost)}
-        parts = self._snapshots.parts_of(served.engine)
+        parts = snapshots.parts_of(served.engine)
         torch_bytes, library_bytes = self._torch_bytes(), making.free_bytes - self._beside_torch_bytes()
         pool = served.engine.runner.layers.kv.untyped_storage() if self._device.type == "cpu" else None
-        snapshots, post, fingerprint = self._snapshots, self._post, look.fingerprint
+        fingerprint = look.fingerprint
 
         def write() -> None:
             made, memory = SnapshotMade(order.model, order.hosting), None

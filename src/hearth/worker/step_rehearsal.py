@@ -75,7 +75,6 @@ def first_step_keys(runner: Runner) -> list[GraphKey]:
 
 
 def other_keys(runner: Runner) -> list[GraphKey]:
-    """Return all other parts of steps without adapters, smallest first."""
     first = set(first_step_keys(runner))
     keys = {key for shape in runner.layers.sizes.all_shapes() for key in shape.keys} - first
     return sorted(keys, key=lambda key: (key.size, key.name))
@@ -102,7 +101,6 @@ def aliased_memory(pages: Pages, device: torch.device) -> Iterator[DryMemory]:
 
 
 def _plan() -> StepPlan:
-    """Return a step of one short prompt."""
     request, tokens = RequestId("rehearsal"), (0,)
     admission = Admission(request, 0, tokens, len(tokens), 0, SamplingParams(temperature=0.0))
     row = Row(request, 0, 0, len(tokens), tokens, samples=True)

@@ -69,7 +69,6 @@ def main() -> NoReturn:
 
 
 def _is_abandoned(gateway: socket.socket) -> bool:
-    """True if the gateway has closed the socket."""
     try:
         return not gateway.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:  # no request yet
@@ -133,7 +132,6 @@ def _opened(descriptor: str) -> str:
 def _forked(
     descriptors: Sequence[int], gateway: socket.socket, become_worker: Callable[[], NoReturn]
 ) -> TemplateAnswer:
-    """Fork a worker that becomes a child of the gateway, and return the answer."""
     if len(descriptors) <= TEMPLATE_BEACON:  # the kernel drops those that cannot be opened
         return TemplateAnswer(0, f"it can open only {len(descriptors)} of a worker's descriptors")
     if (why := obstacle()) is not None:

@@ -72,7 +72,6 @@ class Turns:
         self._settled_s = -math.inf
 
     def hosted(self, hosted: HostedModel) -> None:
-        """Add a model; it waits for its turn until a request comes."""
         if self._policy is not None:
             order = hosted.order
             promise = Promise(order.own_bytes, order.workspace_bytes, order.standing_bytes)
@@ -104,7 +103,6 @@ class Turns:
             self._note_wait(order.model)
 
     def sent(self, model: ModelId, request_ids: Collection[RequestId]) -> None:
-        """Tell that a token was sent to each of these requests."""
         if self._policy is not None and self._policy.sent(model, request_ids, time.monotonic()):
             self.look_again()
 
@@ -172,7 +170,6 @@ class Turns:
         return max(0.0, self.next_due_in_s(model) or 0.0)
 
     def next_in_line(self) -> list[ModelId]:
-        """Return the models that wait for their turn, the next one first."""
         return [] if self._policy is None else self._policy.next_in_line(time.monotonic())
 
     def early(self, line: Sequence[ModelId]) -> ModelId | None:
@@ -186,7 +183,6 @@ class Turns:
         return 0 if self._policy is None else self._policy.front_bytes(missing_bytes, free_bytes)
 
     def _note_wait(self, model: ModelId) -> None:
-        """Note since when a model waits for its turn, or that it no longer does."""
         if self._policy is None or self._policy.is_in_turn(model):
             return
         if self._policy.wants_turn(model):
@@ -209,7 +205,6 @@ class Turns:
 
 
 def _log_change(change: TurnChange, seconds: float) -> None:
-    """Log a turn that began after waiting `seconds`, or ended after lasting so long."""
     match change:
         case BeginTurn(model):
             level = logging.INFO if seconds >= TOLD_WAIT_S else logging.DEBUG

@@ -35,7 +35,6 @@ from hearth.core.messages import (
     RunFailed,
     Shutdown,
     SnapshotLooked,
-    SnapshotMade,
     StartRequest,
     Welcome,
 )
@@ -89,8 +88,6 @@ Inbox = SimpleQueue[Message]
 
 
 class LoopState(Enum):
-    """The next action of the loop."""
-
     MESSAGE = auto()  #: a message has come: it is handled before anything else
     STEP = auto()  #: a model has its turn, weights and KV for a step
     RECHECK = auto()  #: a model failed, or a snapshot advanced: messages first, then look at all models again
@@ -112,16 +109,15 @@ class WorkerLoop:
         self._hosted = self._models.hosted
         self._turns = self._models.turns
         self._adapters = self._models.adapters
-        self._reports = Reports(
-            self._models.reclaimer,
+        self._reports = Reports(self._models, resources)
+        self._maker = SnapshotMaker(
+            resources.snapshots,
+            resources.device,
             self._hosted,
-            self._turns,
-            self._adapters,
-            is_unstaged=lambda: resources.borrower.is_unstaged,
-            torch_limit=resources.torch_limit,
-            lacks_kept_graphs=resources.snapshots is not None and resources.snapshots.lacks_graphs,
+            rates=self._models.reclaimer.reload_costs.measured_rates,
+            threads=resources.loader.threads,
+            post=inbox.put,
         )
-        self._maker = self._snapshot_maker(resources)
         self._runs = Runs(self._models, resources.first_tokens, self._load_in_turn, inbox.put, send)
         #: Models that may step, from the check to the step. Nothing else may hold a dropped engine.
         self._ready: dict[ModelId, ServedModel] = {}
@@ -187,7 +183,7 @@ class WorkerLoop:
         return bool(self._ready)
 
     def _timeout_s(self) -> float | None:
-        quiet_s = None if self._maker is None or self._runs else self._maker.timeout_s()
+        quiet_s = None if self._runs else self._maker.timeout_s()
         waits_s = (self._turns.timeout_s(), quiet_s, garbage.QUIET_S if self._may_collect() else None)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
@@ -216,9 +212,7 @@ class WorkerLoop:
         self._fail(broken, failure)  # if another model is to blame, this one steps again
 
     def _stepped(self, model: ModelId, step_s: float) -> None:
-        """Go on after a step whose tokens are sent and whose books are finished."""
-        if self._maker is not None:
-            self._maker.saw_request()
+        self._maker.saw_request()
         self._steps.stepped(model, step_s)
         self._tell_residency(is_due=False)
         self._load_deferred()
@@ -243,7 +237,8 @@ class WorkerLoop:
             case ForgetAdapter(adapter):
                 self._adapters.forget(adapter)
             case MakeSnapshot():
-                self._make_snapshot(message)
+                if (refused := self._maker.order(message)) is not None:
+                    self._send(refused)
             case StartRequest():
                 self._start(message)
             case CancelRequest(run):
@@ -257,20 +252,20 @@ class WorkerLoop:
             case NewsOfAdapter(adapter, news):
                 self._take_adapter_news(adapter, news)
             case SnapshotWritten():
-                self._snapshot_written(message)
+                self._maker.written(message)
+                self._models.limit_torch()
+                self._send(message.made)
             case Welcome() | Shutdown():
                 raise ServiceError(f"unexpected message: {type(message).__name__}")
             case _:
                 assert_never(message)
 
     def _retire(self, model: ModelId) -> None:
-        """Retire a model, unless it just failed."""
         if model in self._hosted:
             self._forget_requests(model)
             self._try(model, lambda: self._models.retire(model))
 
     def _drop(self, model: ModelId) -> None:
-        """Drop a hosted or retired model. Unknown models are ignored."""
         self._forget_requests(model)
         self._models.drop(model)
 
@@ -284,8 +279,7 @@ class WorkerLoop:
             reason = f"`{order.model}` is not on this worker: it was dropped, or it failed"
             self._send(RunFailed(order.run, ServiceError.label, reason))
             return
-        if self._maker is not None:
-            self._maker.saw_request()
+        self._maker.saw_request()
         self._runs.start(order, hosted)
 
     # News of models, and their loads.
@@ -330,12 +324,10 @@ class WorkerLoop:
                 assert_never(news)
 
     def _load_deferred(self) -> None:
-        """Load models that found no room before and may find it now."""
         for hosted in self._hosted_of(self._models.reclaimer.policy.deferred()):
             self._load(hosted)
 
     def _load(self, hosted: HostedModel) -> None:
-        """Load what a model lacks, and begin its queued requests."""
         self._tell_loaded(self._start_load(hosted))
         self._runs.begin_waiting(hosted)
 
@@ -408,7 +400,6 @@ class WorkerLoop:
         return True
 
     def _hosted_of(self, models: Iterable[ModelId]) -> Iterator[HostedModel]:
-        """Yield the models that are still hosted."""
         return (hosted for model in models if (hosted := self._hosted.get(model)) is not None)
 
     def _end_turn(self, hosted: HostedModel, why: TurnEnd) -> None:
@@ -476,28 +467,9 @@ class WorkerLoop:
 
     # Snapshots.
 
-    def _snapshot_maker(self, resources: HostingResources) -> SnapshotMaker | None:
-        if resources.snapshots is None:
-            return None
-        return SnapshotMaker(
-            resources.snapshots,
-            resources.device,
-            self._hosted,
-            rates=self._models.reclaimer.reload_costs.measured_rates,
-            threads=resources.loader.threads,
-            post=self._inbox.put,
-        )
-
-    def _make_snapshot(self, order: MakeSnapshot) -> None:
-        if self._maker is None:
-            failure = "its worker keeps none, its log says why"
-            self._send(SnapshotMade(order.model, order.hosting, failure=failure))
-        else:
-            self._maker.order(order)
-
     def _advance_snapshot(self) -> bool:
         """Do one piece of work for an ordered snapshot, if there are no requests; False: nothing to do."""
-        if self._maker is None or self._runs:
+        if self._runs:
             return False
         try:
             facts = self._maker.advance()
@@ -507,12 +479,6 @@ class WorkerLoop:
         for fact in facts or ():
             self._send(fact)
         return facts is not None
-
-    def _snapshot_written(self, news: SnapshotWritten) -> None:
-        if self._maker is not None:
-            self._maker.written(news)
-            self._models.limit_torch()
-        self._send(news.made)
 
     # Failures.
 
