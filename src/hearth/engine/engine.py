@@ -138,8 +138,7 @@ class NoMarks:
 class Engine:
     """One model's batcher and runner, stepped together. Mutable; one thread calls it.
 
-    Knows the requests that it computes, from `add` to the step that ends them; telling that end is the
-    caller's.
+    Knows the requests that it computes, up to the step that ends each; the caller owns and tells that end.
     """
 
     def __init__(
@@ -239,11 +238,9 @@ class Engine:
         self.batcher.add_blocks(extent)
 
     def clear(self, extent: range, *, may_move: bool, may_preempt: bool, keeps_floor: bool = True) -> bool:
-        """Stop using blocks in all steps launched from now on; False: that is impossible, and nothing
-        changed.
+        """Stop using blocks in later steps; False: that is impossible, and nothing changed.
 
-        Steps in flight may still touch the blocks, and so may copies queued behind them on the current
-        stream.
+        Steps in flight may still touch them, and so may copies queued behind those on the current stream.
         """
         self.runner.settle()
         moves = self.batcher.clear(

@@ -33,9 +33,7 @@ class Guides:
         self._building = threading.Lock()
 
     def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide:
-        """Return a guide at the start of an output, or raise BadGuide. `ignore_eos`: it ends only where it
-        must.
-        """
+        """Return a guide at the start of an output. Raises BadGuide if it cannot be compiled."""
         from llguidance import LLMatcher
 
         tokenizer = self._built_tokenizer()

@@ -43,9 +43,8 @@ class InputBuffers:
     ) -> None:
         """Take `buffers` as `input_buffers` has them, filled as by `EngineTables`.
 
-        `last_tokens`, int64 [slots + 1], holds each slot's last sample and a dummy. `sink` is a block that
-        always exists and is never read. `tile_tokens_of(num_rows)` returns the tokens per prompt tile of such
-        a step.
+        `last_tokens`, int64 [slots + 1], holds each slot's last sample and a dummy. `sink` is a block that is
+        never read. `tile_tokens_of(num_rows)` returns the tokens per prompt tile.
         """
         self._uploads = uploads
         self._packed = buffers["packed"]

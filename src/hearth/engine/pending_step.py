@@ -25,8 +25,7 @@ class PendingStep:
     def __init__(
         self, samples: Samples, num_samples: int, host: torch.Tensor, reads: StepReads | None = None
     ) -> None:
-        """Queue the copies to the host; `host` receives what was chosen and is not written by others until
-        `wait`.
+        """Queue the copies to the host. `host` must not be written until `wait`.
 
         The first `num_samples` rows have sampled; others were only computed.
         """

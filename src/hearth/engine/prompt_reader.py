@@ -71,10 +71,10 @@ class PromptReader:
         self._decoder, self._uploads = decoder, uploads
 
     def read(self, plan: StepPlan, hidden: torch.Tensor, sizes: Sequence[int]) -> StepReads:
-        """Read what the rows of a plan request from `hidden`, as `Decoder.finish` returns it.
+        """Read what the rows of a plan request from `hidden`, as `Decoder.finish` returns it. Stays on the
+        device.
 
-        `sizes`: row counts that the head may run with; empty: any. Overwrites the decoder's logits. The
-        result is on the device.
+        `sizes`: row counts that the head may run with; empty: any. Overwrites the decoder's logits.
         """
         readings: list[tuple[int, RowReading]] = []
         pooled: list[torch.Tensor] = []

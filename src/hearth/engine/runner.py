@@ -42,10 +42,9 @@ class Runner:
         self._hosts = [host_like(sampler.chosen) for _ in range(2)]
 
     def is_warm(self, plan: StepPlan) -> bool:
-        """True if the time of this step is typical: no wait for weights, no capture and no trial.
+        """True if the time of this step is typical: no wait for weights, no capture, no trial.
 
-        Nor readings beside decode rows. Steps of prompts alone count with their readings, as there may be
-        no other steps to measure.
+        Readings beside decode rows are not typical either; prompts alone may always have them.
         """
         layers = self.layers
         if layers.gate is not None or self._trial is not None or (plan.has_readings and plan.num_decode_rows):

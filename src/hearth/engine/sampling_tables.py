@@ -88,8 +88,7 @@ class TableRows:
     """Rows of a table by request. Mutable; written by the table alone.
 
     A request has a row from its admission until it ends, or until its slot goes to another request with a
-    row. So there are never more rows taken than such requests, or than slots. The lowest free row is taken
-    first.
+    row.
     """
 
     def __init__(self) -> None:

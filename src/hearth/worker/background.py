@@ -36,8 +36,7 @@ class FirstTokens:
     def give_way(self, most_s: float) -> Callable[[], None]:
         """Return a function that waits until every request has a first token.
 
-        All its calls together wait at most `most_s` from now on: background work must go on under constant
-        load.
+        All its calls together wait at most `most_s` from now on, so that background work advances under load.
         """
         until_s = time.monotonic() + most_s
         return lambda: self._wait(until_s - time.monotonic())

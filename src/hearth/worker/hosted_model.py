@@ -1,11 +1,8 @@
 """One model on a worker, from the order to host it until its last byte is given back. Steps no engine.
 
 It goes through the states of `hosting_state.py`. Where models take turns, a model is loaded whole in its turn
-only, and other models may take its memory outside of its turn, even while it has requests. Before its turn
-some bytes may be prefetched; its state stays the same.
-
-A model may come, go and come again: each stay has a number, its `hosting`, and news of an earlier stay are
-stale.
+only, and other models may take its memory outside of its turn. Each stay on the worker has a number, its
+`hosting`: news of an earlier stay are stale.
 """
 
 from __future__ import annotations
@@ -73,8 +70,7 @@ class _LoadTimes:
 class HostedModel:
     """The states of one model. Mutable; the step thread alone calls it. `post` is called by other threads.
 
-    Knows a request only as pending in `pending` or computed by its engine; `Runs` moves it on and owns its
-    end.
+    Knows its requests as pending ones and by its engine; `Runs` moves each request on and owns its end.
     """
 
     def __init__(
@@ -168,9 +164,7 @@ class HostedModel:
 
     @property
     def effective_hold(self) -> Hold:
-        """How the model is held now. Pending requests count as requests, and prefetches do not count as a
-        load.
-        """
+        """How the model is held now. Pending requests count as requests, prefetches not as a load."""
         has_requests = self.has_work or bool(self.pending)
         is_loading, has_turn = self.load_under_way is not None, self.has_turn
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)

@@ -226,9 +226,7 @@ class HostedModels:
             self.reclaimer.policy.room_may_have_come()
 
     def turn_over(self, hosted: HostedModel) -> None:
-        """Let other models take the memory of a model whose turn is over, even while its last step is in
-        flight.
-        """
+        """Let others take the memory of a model whose turn is over, even while its last step is in flight."""
         self.reclaimer.policy.stop_deferring(hosted.model)
         self.reclaimer.policy.room_may_have_come()
 

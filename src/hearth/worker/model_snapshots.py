@@ -114,9 +114,7 @@ class ModelSnapshots:
         return self._directory.save(fingerprint, sections)
 
     def _graphs(self) -> str:
-        """Return whether steps are captured, and graphs kept. A worker that can keep graphs needs another
-        snapshot.
-        """
+        """Return whether steps are captured, and whether their graphs are kept."""
         if self._config.graphs == "off":
             return "off"
         return "unkept" if self.parts_of is no_parts else "on"

@@ -101,8 +101,7 @@ class Reclaimer:
         due_in_s: Callable[[ModelId], float],
         engines: Callable[[], Mapping[ModelId, Engine]] = dict,
     ) -> None:
-        """`hosted`: the hosted models, owned by the caller. `due_in_s`: seconds until a paused model's next
-        token.
+        """`hosted` is owned by the caller. `due_in_s`: seconds until a paused model's next token is due.
 
         `engines` returns all engines, those of retired models included.
         """
@@ -140,9 +139,7 @@ class Reclaimer:
     # Weights.
 
     def place(self, model: ModelId, spec: HostingSpec) -> Space:
-        """Return a place for all weights of a model. Raises DeviceError if the promised memory cannot be
-        freed.
-        """
+        """Return a place for all weights of a model. Raises DeviceError if its promise cannot be kept."""
         missing_bytes = self._run(self.policy.make_room(model, lambda: self._missing_bytes(model, spec)))
         if missing_bytes:
             raise DeviceError(self._shortage(model, spec, missing_bytes))
@@ -166,8 +163,7 @@ class Reclaimer:
     def place_front(
         self, model: ModelId, spec: HostingSpec, front_bytes: Callable[[int, int], int]
     ) -> Space | None:
-        """Return a place for the first missing weights of a model that waits for its turn; None: there is no
-        room.
+        """Return a place for the first missing weights of a model before its turn; None: there is no room.
 
         Only cheaper weights are evicted. `front_bytes(missing, free)` says how many bytes to place.
         """

@@ -1,8 +1,7 @@
-"""The requests of a worker, from the order that starts each to its one end. Steps no engine and loads no
-model.
+"""The requests of a worker, from the order that starts each to its one end. Steps and loads nothing.
 
-A request waits for its model's engine, for its grammar and for its adapter (`PendingRequests`); then the
-engine has it.
+A request waits for its model's engine, its grammar and its adapter (`PendingRequests`) before the engine has
+it.
 """
 
 from __future__ import annotations
@@ -114,11 +113,7 @@ class Runs:
             self._compilers.submit(lambda: post(CheckedRequest(hosting, order, _checked(intake, order))))
 
     def set_unchecked_aside(self, hosted: HostedModel) -> None:
-        """Do not count requests towards a turn while their grammar is compiled: other models would wait for
-        that.
-
-        A load under way goes on.
-        """
+        """Count no request towards a turn while its grammar is compiled: other models would wait for that."""
         if hosted.is_loaded:
             for run in hosted.pending.unchecked:
                 self._turns.ended(hosted.model, run)

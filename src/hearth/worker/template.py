@@ -1,15 +1,12 @@
 """The process that workers are forked from: `python -m hearth.worker.template`.
 
-It has imported torch and everything else that a worker needs, which takes seconds, so a forked worker is up
-in a moment. It must have nothing that does not survive a fork: no second thread and no open device, which it
-checks before each fork. It logs nothing and starts no thread pools; random numbers are seeded again in the
-worker.
+It has imported everything that a worker needs, which takes seconds, so a forked worker is up in a moment. It
+must have nothing that does not survive a fork: it checks for a second thread and an open device before each.
 
-Its standard input is a socket; it ends when that closes. There it reports that it is ready, and answers each
-request for a worker with a `TemplateAnswer`. A request carries the descriptors of a worker: standard input,
-output, error, and its beacon. The worker is forked by an intermediate process that ends at once, so that the
-kernel makes it a child of the gateway, as if spawned by it. A template that was started before its service is
-told where to log.
+Its standard input is a socket; it ends when that closes. It answers each request for a worker with a
+`TemplateAnswer`. A request carries the worker's descriptors: standard input, output, error, and its beacon.
+The worker is forked by an intermediate process that ends at once, so that the kernel makes it a child of the
+gateway.
 """
 
 from __future__ import annotations

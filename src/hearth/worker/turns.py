@@ -164,9 +164,7 @@ class Turns:
         return due_s - time.monotonic()
 
     def due_in_s(self, model: ModelId) -> float:
-        """Return the seconds until a waiting model must have its turn; 0: it is late, or pinned without
-        requests.
-        """
+        """Return the seconds until a waiting model must have its turn; 0: it is late, or only pinned."""
         return max(0.0, self.next_due_in_s(model) or 0.0)
 
     def next_in_line(self) -> list[ModelId]:

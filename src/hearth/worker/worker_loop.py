@@ -332,9 +332,7 @@ class WorkerLoop:
         self._runs.begin_waiting(hosted)
 
     def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Load what a model lacks, unless it is being looked up or loaded. Returns the news if nothing is
-        missing.
-        """
+        """Load what a model lacks, unless that is under way. Returns the news if nothing is missing."""
         if hosted.is_loaded or hosted.is_loading:
             return None
         return self._attempt(hosted.model, lambda: self._models.load(hosted))
@@ -433,9 +431,7 @@ class WorkerLoop:
             return
 
     def _give_up_adapter(self, short: ModelId) -> bool:
-        """Evict the youngest adapter in use, failing its requests, for a model that is stuck; False: none is
-        in use.
-        """
+        """Fail the requests of the youngest adapter in use, for a stuck model; False: none is in use."""
         try:
             failed = self._adapters.give_up(short)
         except ModelBroke as error:  # while it gave up the adapter; its own memory may suffice
