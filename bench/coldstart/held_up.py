@@ -251,7 +251,7 @@ def burst(scale: Scale, part: str, *, is_tiny: bool) -> None:
                 )
                 if part == "stood_in":
                     size = next(size for size in hosted.runner.layers.sizes.decode if size >= scale.burst)
-                    hosted.runner.layers.stand_in(StepShape.decode(size), GraphCapture)
+                    hosted.runner.layers.capture_substitutes(StepShape.decode(size), GraphCapture)
             hosted.ask(scale.burst, scale.prompt, scale.burst_tokens, seed=number)
             ends_s = list[float]()
             while hosted.engine.has_work:

@@ -77,7 +77,7 @@ def device_ms(engine: Engine, given: tuple[StepPlan, StepPlan], *, is_parked: bo
     with torch.inference_mode():
         if is_parked:
             shape = replace(shape, has_adapters=True)
-            runner.layers.inputs.adapters.park(shape)
+            runner.layers.inputs.adapters.fill_padding(shape)
         runner.layers.run(shape, plan)
         torch.cuda.synchronize()
         rounds = PROMPT_ROUNDS if plan.prompts else ROUNDS

@@ -279,7 +279,7 @@ def test_first_steps_that_another_thread_has_captured_answer_as_eager_ones() -> 
     def capture() -> None:
         torch.cuda.set_device(runner.layers.kv.device)
         for shape in shapes:
-            runner.layers.stand_in(shape, GraphCapture)
+            runner.layers.capture_substitutes(shape, GraphCapture)
         rehearse_trial(runner.layers, runner.sampler, GraphCapture())
 
     with ThreadPoolExecutor(1) as thread:

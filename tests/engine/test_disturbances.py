@@ -95,7 +95,7 @@ class Disturbed:
         self.chance, self.name, self.counts = random.Random(seed), name, Counter[str]()
         config = replace(ROOMY, max_batch_tokens=self.chance.choice([5, 16, 64]), max_seqs=6)
         self.engine = elastic_engine(name, config, FLOOR_BLOCKS)
-        self.engine.tells_first = self.chance.random() < 0.7
+        self.engine.settles_later = self.chance.random() < 0.7
         self.absent, self.present = list(EXTENTS[:4]), list[range]()
         self.adapter = random_adapter(name, "all")
         add(self.engine, self.adapter)

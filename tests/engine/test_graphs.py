@@ -471,19 +471,19 @@ def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.Monk
     assert rig.source.is_marked
 
 
-def test_a_graph_that_stands_in_serves_untried_and_goes_with_those_of_the_snapshot() -> None:
+def test_a_substitute_serves_untried_and_goes_with_those_of_the_snapshot() -> None:
     runner, captures = engine_for("llama-gqa").runner, Captures()
     runner.layers.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
     own = Captures()
     runner.layers.graphs = StepGraphs(own)
     runner.layers.decoder._on_layer = lambda: pytest.fail("no layer of a step has passed")
-    runner.layers.stand_in(StepShape.decode(1), lambda: captures)
+    runner.layers.capture_substitutes(StepShape.decode(1), lambda: captures)
     assert not captures.made, "a step captures its own where there is no snapshot"
 
     source = Source(coming={"decode-1"}, restored={"mixed-16": Graph()})
     runner.layers.graphs.restore_from(source)
     for shape in (StepShape.decode(1), StepShape(True, 16, 8), StepShape.decode(1)):
-        runner.layers.stand_in(shape, lambda: captures)
+        runner.layers.capture_substitutes(shape, lambda: captures)
     assert not own.made, "torch fills no memory again whose graphs are gone"
     assert [graph.is_ready for graph in captures.made] == [True, True], "once each, of what the snapshot has"
     assert not runner.layers.graphs.captured, "no snapshot is made of them"
@@ -495,7 +495,7 @@ def test_a_graph_that_stands_in_serves_untried_and_goes_with_those_of_the_snapsh
     assert source.let_go_of == captures.made, "not by whoever drops them, which takes the driver long"
 
 
-def test_a_graph_that_stands_in_is_captured_between_launches_and_made_ready_behind_one() -> None:
+def test_a_substitute_is_captured_between_launches_and_made_ready_behind_one() -> None:
     runner, captures, calls = engine_for("llama-gqa").runner, Captures(), list[str]()
     runner.layers.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
     runner.layers.graphs = StepGraphs(captures)
@@ -511,8 +511,9 @@ def test_a_graph_that_stands_in_is_captured_between_launches_and_made_ready_behi
 
         def forget(self) -> None: ...
 
-    runner.layers.stand_in(
-        *(StepShape.decode(1), Noted),
+    runner.layers.capture_substitutes(
+        StepShape.decode(1),
+        Noted,
         give_way=lambda: calls.append("layer"),
         get_behind=lambda: calls.append("behind"),
     )
@@ -556,7 +557,7 @@ def test_a_runner_that_is_closed_waits_for_its_own_steps_and_not_for_others(
         runner._end = end
 
 
-def test_a_graph_that_stands_in_is_not_kept_if_all_are_dropped_while_it_is_captured() -> None:
+def test_a_substitute_is_not_kept_if_all_are_dropped_while_it_is_captured() -> None:
     """Else a step would run it later, on memory that is not the model's any more."""
     graphs = StepGraphs(Captures())
 
@@ -566,15 +567,15 @@ def test_a_graph_that_stands_in_is_not_kept_if_all_are_dropped_while_it_is_captu
             return super().capture(work)
 
     graphs.restore_from(Source(coming={DECODE.name}))
-    graphs.stand_in(DECODE, lambda: None, Interrupted())
+    graphs.capture_substitute(DECODE, lambda: None, Interrupted())
     assert DECODE not in graphs
 
 
-def test_a_graph_that_stands_in_since_a_trial_began_is_not_replaced_by_the_one_on_trial() -> None:
+def test_a_substitute_since_a_trial_began_is_not_replaced_by_the_one_on_trial() -> None:
     graphs, captures, restored = StepGraphs(Captures()), Captures(), Graph()
     graphs.restore_from(Source({DECODE.name: restored}))
     graphs.begin_trial([DECODE])
-    graphs.stand_in(DECODE, lambda: None, captures)
+    graphs.capture_substitute(DECODE, lambda: None, captures)
     graphs.end_trial(None)
     graphs.run(DECODE, lambda: None)
     assert captures.made[0].num_replays == 1

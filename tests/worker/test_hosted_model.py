@@ -674,7 +674,7 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     load._post = posted.append
     sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
 
-    def stand_in(shape: StepShape, new_capturer: object, *paces: object) -> None:
+    def capture_substitutes(shape: StepShape, new_capturer: object, *paces: object) -> None:
         launches = load._resources.marks.launches
         assert (new_capturer, *paces) == (GraphCapture, launches.give_way, launches.get_behind)
         captured.append(shape)
@@ -685,7 +685,7 @@ def test_no_first_step_is_captured_that_would_come_too_late(
         if ends == "broken":
             raise ValueError("nothing is mapped there")
 
-    load._capture_first(SimpleNamespace(sizes=sizes, stand_in=stand_in))  # type: ignore[arg-type] # likewise
+    load._capture_first(SimpleNamespace(sizes=sizes, capture_substitutes=capture_substitutes))  # type: ignore[arg-type] # likewise
     first = [StepShape(True, 16, 1), StepShape(True, 16, 8)] if is_beside else [StepShape.decode(1)]
     # Beside others no step follows the bytes.
     goes_on = ends is None or (ends == "followed" and is_beside)

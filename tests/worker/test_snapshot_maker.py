@@ -101,7 +101,8 @@ def worker(
     with (
         tiers_at(place) as tiers,
         working_in_process(
-            *(tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms)),
+            tiers,
+            lambda terms: ArenaPool(device, BUDGET_BYTES, terms),
             snapshots=snapshots,
         ) as gateway,
     ):

@@ -89,7 +89,8 @@ def host(gateway: LoopGateway, setting: Setting, *names: str) -> None:
         promise = setting.promise(name)
         floor_bytes = setting.floor_bytes(name)
         gateway.host(
-            *(name, setting.where(name)),
+            name,
+            setting.where(name),
             kv_floor_bytes=floor_bytes,
             max_kv_bytes=12 * floor_bytes,
             max_context=CONTEXT,
@@ -216,7 +217,8 @@ def test_a_grammar_goes_on_after_each_pause(kind: str, tmp_path: Path) -> None:
     with taking_turns(kind, tmp_path / "store", [name], 4 * setting.promise_bytes(name)) as gateway:
         budget_bytes = gateway.pool.budget_bytes if gateway.pool is not None else 0
         gateway.host(
-            *("spoken", tmp_path / "spoken"),
+            "spoken",
+            tmp_path / "spoken",
             kv_floor_bytes=setting.floor_bytes(name),
             max_kv_bytes=setting.floor_bytes(name),
             eos_ids=(backend.token_to_id("</s>"),),

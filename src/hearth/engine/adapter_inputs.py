@@ -51,7 +51,7 @@ class AdapterInputs:
         """Send the next step in any case: an adapter has moved, or the lists are gone."""
         self._sent = None
 
-    def park(self, shape: StepShape) -> None:
+    def fill_padding(self, shape: StepShape) -> None:
         """Send a step in which no row has an adapter: earlier ones may be gone."""
         none = _Groups.of(np.empty(0, np.int64), ())
         self._send(none, none if shape.has_prompts else None, shape if shape.has_prompts else None)

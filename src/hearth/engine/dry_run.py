@@ -55,7 +55,7 @@ def dry_run(needs: KernelNeeds) -> None:
     for shape in layers.sizes.all_shapes():
         runner.run_padding(shape)
         # Draws, and before them the best tokens again, as after rules that change logits.
-        logits, rows = layers.decoder.wide_logits[: shape.num_logits], layers.inputs.park(shape)
+        logits, rows = layers.decoder.wide_logits[: shape.num_logits], layers.inputs.fill_padding(shape)
         runner.sampler.take_best(logits, rows.device_slots)
         runner.sampler.draw(logits, rows)
     # Adapters add the same kernels in all sizes, but others with prompts than without.

@@ -160,7 +160,7 @@ class Engine:
         self._unmeasured: _LaunchedStep | None = None  #: committed, but its time is not recorded yet
         self.allowance = allowance
         #: If set, the caller sends tokens first and then calls `settle`.
-        self.tells_first = False
+        self.settles_later = False
         self.samples = StepSamples()  #: of measured steps
         self._marks: StepMarks = NoMarks() if marks is None else marks
         self.tables = runner.sampler.tables
@@ -285,7 +285,7 @@ class Engine:
         return outcome
 
     def settle(self) -> None:
-        """Finish the books of KV: the caller's duty after each step if `tells_first`."""
+        """Finish the books of KV: the caller's duty after each step if `settles_later`."""
         self.batcher.settle()
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
@@ -299,7 +299,7 @@ class Engine:
                 self._marks.done()
             committed = self.batcher.take_tokens(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
-        if not self.tells_first:
+        if not self.settles_later:
             self.batcher.settle()
         return StepOutcome(
             outputs,

@@ -83,7 +83,7 @@ class StepGraphs:
         self._capturer = capturer
         self._captured: dict[GraphKey, CapturedGraph] = {}
         self._source: GraphSource | None = None
-        #: Restored graphs that passed their trial, and stand-ins.
+        #: Restored graphs that passed their trial, and substitutes.
         self._tried: dict[GraphKey, StepGraph] = {}
         self._on_trial: dict[GraphKey, StepGraph] = {}
 
@@ -99,7 +99,7 @@ class StepGraphs:
 
     @property
     def num_restored(self) -> int:
-        """Graphs of the snapshot in use, stand-ins included."""
+        """Graphs of the snapshot in use, substitutes included."""
         return len(self._tried)
 
     @property
@@ -143,7 +143,7 @@ class StepGraphs:
             # A step may have captured one meanwhile, and be running it.
             self._captured.setdefault(key, graph)
 
-    def stand_in(
+    def capture_substitute(
         self, key: GraphKey, work: Work, capturer: Capturer, get_behind: Callable[[], None] = lambda: None
     ) -> None:
         """Capture a graph that is used instead of a restored one, which would need a trial. Runs nothing.
@@ -180,9 +180,7 @@ class StepGraphs:
         keys = ",".join(key.name for key in self._on_trial)
         if reason is None:
             for key, graph in self._on_trial.items():
-                self._tried.setdefault(
-                    key, graph
-                )  # another may stand in since the trial began, and be running
+                self._tried.setdefault(key, graph)  # a substitute may be running since then
             log.debug("graphs_accepted graphs=%s", keys)
             self._clear_trial()
             return
@@ -202,7 +200,7 @@ class StepGraphs:
         source, self._source = self._source, None
         others, self._tried = list[object](self._tried.values()), {}
         if source is not None:
-            source.let_go(others)  # with the stand-ins
+            source.let_go(others)  # with the substitutes
 
     def stop_restoring(self) -> None:
         if self._source is not None:

@@ -82,7 +82,7 @@ class InputBuffers:
             writes = self._table_writes([admission.slot for admission in plan.admissions], plan.table_writes)
         return self._fill(plan.decode, plan.prompts, shape, writes)
 
-    def park(self, shape: StepShape) -> SampleRows:
+    def fill_padding(self, shape: StepShape) -> SampleRows:
         """Send a step that is all padding: it writes KV to the sink alone, and no row samples."""
         return self._fill(DecodeRows(), (), shape, None)
 

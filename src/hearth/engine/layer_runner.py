@@ -119,7 +119,7 @@ class LayerRunner:
             self.graphs.capture_ahead(key, work)
 
     @torch.inference_mode()
-    def stand_in(
+    def capture_substitutes(
         self,
         shape: StepShape,
         new_capturer: Callable[[], Capturer],
@@ -137,7 +137,7 @@ class LayerRunner:
         decoder = self.decoder.first_layers(len(self.decoder.layers), on_layer=give_way)
         for key in shape.keys:
             work = partial(self._queue, key.part, shape, None, decoder, self.kv, None)
-            self.graphs.stand_in(key, work, new_capturer(), get_behind)
+            self.graphs.capture_substitute(key, work, new_capturer(), get_behind)
 
     @torch.inference_mode()
     def rehearse(

@@ -110,7 +110,7 @@ class StepLoop:
         self._run(engine)
 
     def _run(self, engine: Engine) -> None:
-        engine.tells_first = True
+        engine.settles_later = True
         try:
             while self._take_commands(engine):
                 outcome = engine.step()

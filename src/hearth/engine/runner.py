@@ -220,9 +220,9 @@ class Runner:
         self._end = None
         self.settle()
         self.layers.drop_open_gate()
-        self.layers.inputs.park(shape)
+        self.layers.inputs.fill_padding(shape)
         if shape.has_adapters:
-            self.layers.inputs.adapters.park(shape)
+            self.layers.inputs.adapters.fill_padding(shape)
         self.layers.run(shape, None)
 
     @torch.inference_mode()

@@ -337,7 +337,7 @@ class HostedModel:
         """Note that the engine is there. Returns the news if all bytes are as well."""
         match self.state:
             case Assembling(spec, load):
-                news.engine.tells_first = True  # its books follow in `HostedModels.settle`
+                news.engine.settles_later = True  # `ModelSteps.settle` finishes its books
                 self.state = Loading(ServedModel(spec, news.engine), load)
                 self.look, self.first_load = news.look, None
                 self.memory = None if news.look is None else news.look.memory

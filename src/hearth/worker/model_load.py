@@ -250,7 +250,7 @@ class ModelLoad:
         try:
             self._map_ahead.wait()  # for kernels check that there is memory
             while (shape := self._next_shape(runner, captured)) is not None:
-                runner.stand_in(shape, GraphCapture, launches.give_way, launches.get_behind)
+                runner.capture_substitutes(shape, GraphCapture, launches.give_way, launches.get_behind)
                 captured.add(shape)
         except Exception:  # whatever it is: the steps run without
             if not self._is_cancelled:  # else the memory is gone

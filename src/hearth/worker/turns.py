@@ -67,7 +67,7 @@ class Turns:
 
     # What happens.
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Decide again soon: something has happened."""
         self._settled_s = -math.inf
 
@@ -104,24 +104,24 @@ class Turns:
 
     def sent(self, model: ModelId, request_ids: Collection[RequestId]) -> None:
         if self._policy is not None and self._policy.sent(model, request_ids, time.monotonic()):
-            self.look_again()
+            self.recheck()
 
     def ended(self, model: ModelId, run: int) -> None:
         if self._policy is not None:
             self._policy.ended(model, RequestId(str(run)))
             self._note_wait(model)
-            self.look_again()
+            self.recheck()
 
     def loaded(self, model: ModelId) -> None:
         if self._policy is not None:
             self._policy.loaded(model, time.monotonic())
-            self.look_again()
+            self.recheck()
 
     def forget(self, model: ModelId) -> None:
         if self._policy is not None:
             self._policy.forget(model)
             self._since_s.pop(model, None)
-            self.look_again()
+            self.recheck()
 
     # Whose turn it is.
 

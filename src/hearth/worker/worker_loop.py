@@ -163,7 +163,7 @@ class WorkerLoop:
         if isinstance(message, Shutdown):
             return False
         self._steps.recheck()
-        self._turns.look_again()
+        self._turns.recheck()
         self._handle(message)
         del message  # it may hold the engine of a model that is dropped below
         self._load_deferred()
