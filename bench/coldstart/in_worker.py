@@ -114,7 +114,7 @@ PARTS: dict[str, tuple[type, str, Callable[..., object]]] = {
 }
 TELL = "tell"  #: and the model whose tokens are told
 _TRACED = (
-    (WorkerLoop, "_tell_residency", "tell_residency"),
+    (WorkerLoop, "_send_residency", "tell_residency"),
     *((HostedModels, name, name) for name in ("drop", "found", "engine_ready", "weights_loaded", "load")),
     *((ModelSteps, "settle", "settle step"), (HostedModels, "_announced", "announce load")),
     *((MappedPool, "load_ended", "load_ended"), (Load, "_give_back", "give back chunks")),
@@ -359,7 +359,7 @@ def trace_worker(ring: Ring) -> None:
 
 def _trace_by_kind(ring: Ring) -> None:
     """Have messages noted by what they are, and tokens by whose they are."""
-    handle, tell_step = WorkerLoop._handle, Runs.tell_step
+    handle, tell_step = WorkerLoop._handle, Runs.send_step
 
     def handle_noted(loop: WorkerLoop, message: Message) -> None:
         kind = message.news if isinstance(message, ModelNews) else message
@@ -371,7 +371,7 @@ def _trace_by_kind(ring: Ring) -> None:
             tell_step(runs, model, outcome, step_s)
 
     WorkerLoop._handle = handle_noted  # type: ignore[method-assign]
-    Runs.tell_step = tell_noted  # type: ignore[method-assign]
+    Runs.send_step = tell_noted  # type: ignore[method-assign]
 
 
 def measure(rig: Rig, without: Sequence[str]) -> None:

@@ -83,8 +83,8 @@ PARTS: Mapping[str, tuple[type, str]] = {
     "ready": (ModelSteps, "ready"),
     "before_step": (Reclaimer, "before_step"),
     "after_step": (Reclaimer, "after_step"),
-    "tell_step": (Runs, "tell_step"),
-    "tell_residency": (WorkerLoop, "_tell_residency"),
+    "tell_step": (Runs, "send_step"),
+    "tell_residency": (WorkerLoop, "_send_residency"),
     "orders": (WorkerLoop, "_handle"),
 }
 

@@ -32,20 +32,20 @@ class Reports:
         #: By fallback: the models that ever took it. Models that are gone stay in: these are counters.
         self._fallback_models: dict[str, set[ModelId]] = {name: set() for name in _MODEL_FALLBACKS}
         self.num_uncaptured_starts = 0  #: model starts without captured first steps
-        self._told: dict[ModelId, int] = {}
-        self._told_s = 0.0
+        self._sent: dict[ModelId, int] = {}
+        self._sent_s = 0.0
 
     def residency(self, *, is_due: bool) -> DeviceResidency | None:
         """Return which weights are on the device; None: unchanged, or reported a moment ago."""
         now_s = time.monotonic()
-        if not is_due and now_s < self._told_s + INTERVAL_S:
+        if not is_due and now_s < self._sent_s + INTERVAL_S:
             return None
-        self._told_s = now_s
+        self._sent_s = now_s
         all_bytes = {one.model: self._there(one) for one in self._models.reclaimer.pool.usage().holdings}
         there = {model: num_bytes for model, num_bytes in all_bytes.items() if num_bytes}
-        if there == self._told:
+        if there == self._sent:
             return None
-        self._told = there
+        self._sent = there
         return DeviceResidency(there)
 
     def _there(self, holding: Holding) -> int:

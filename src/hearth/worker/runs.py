@@ -61,7 +61,7 @@ class Runs:
         self._load, self._post, self._send = load, post, send
         self._runs: dict[int, _Run] = {}
         self._first_tokens = first_tokens
-        self._untold_s: dict[ModelId, float] = {}  #: of steps since the last fact of one
+        self._unsent_s: dict[ModelId, float] = {}  #: of steps since the last fact of one
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Runs:
         """Count a request that has not begun towards a turn of its model."""
         self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)
 
-    def begin_waiting(self, hosted: HostedModel) -> None:
+    def begin_queued(self, hosted: HostedModel) -> None:
         if hosted.takes_requests:
             for order in hosted.pending.take_queued():
                 self._begin(order, hosted)
@@ -162,7 +162,7 @@ class Runs:
 
     # Tokens, and the end.
 
-    def tell_step(self, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
+    def send_step(self, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
         """Send the outcome of a step to the gateway, and end the requests that it finished or failed."""
         outputs = outcome.outputs
         if (done := self._step_done(model, outcome, step_s)) is not None:
@@ -191,9 +191,9 @@ class Runs:
             Admitted(run := int(one.request_id), one.num_cached_tokens, began_s - self._runs[run].since_s)
             for one in outcome.admitted
         ]
-        busy_s = self._untold_s.pop(model, 0.0) + step_s
+        busy_s = self._unsent_s.pop(model, 0.0) + step_s
         if not (outputs or admitted or preempted):
-            self._untold_s[model] = busy_s
+            self._unsent_s[model] = busy_s
             return None
         return StepDone(
             model=model,

@@ -149,7 +149,7 @@ class WorkerLoop:
             return LoopState.STEP
         if self._end_deadlock() or self._advance_snapshot():
             return LoopState.RECHECK
-        self._tell_residency(is_due=True)
+        self._send_residency(is_due=True)
         return LoopState.IDLE
 
     def _take_message(self) -> bool:
@@ -200,7 +200,7 @@ class WorkerLoop:
         except Exception as error:  # it concerns one model, or `_fail` raises
             broken, failure = blame(model, error)
         else:
-            self._runs.tell_step(model, outcome, time.perf_counter() - began_s)
+            self._runs.send_step(model, outcome, time.perf_counter() - began_s)
             try:
                 self._steps.settle(model, ready[model], outcome)
             except Exception as error:  # as above
@@ -214,7 +214,7 @@ class WorkerLoop:
     def _stepped(self, model: ModelId, step_s: float) -> None:
         self._maker.saw_request()
         self._steps.stepped(model, step_s)
-        self._tell_residency(is_due=False)
+        self._send_residency(is_due=False)
         self._load_deferred()
         if self._steps.is_stuck:
             self._give_up_adapter(model)
@@ -304,12 +304,12 @@ class WorkerLoop:
                     outcome, reason, lacks = news.look.outcome, news.look.reason, news.look.lacks_adapters
                     self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason, lacks))
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
-                self._runs.begin_waiting(hosted)
+                self._runs.begin_queued(hosted)
             case HostClimbed():
                 hosted.climbed(news)
             case FrontLoaded():
                 self._try(model, lambda: self._models.front_loaded(hosted, news))
-                self._runs.begin_waiting(hosted)
+                self._runs.begin_queued(hosted)
             case Progressed(num_bytes, num_layers):
                 self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
             case AlmostLoaded():
@@ -328,8 +328,8 @@ class WorkerLoop:
             self._load(hosted)
 
     def _load(self, hosted: HostedModel) -> None:
-        self._tell_loaded(self._start_load(hosted))
-        self._runs.begin_waiting(hosted)
+        self._send_loaded(self._start_load(hosted))
+        self._runs.begin_queued(hosted)
 
     def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
         """Load what a model lacks, unless that is under way. Returns the news if nothing is missing."""
@@ -342,7 +342,7 @@ class WorkerLoop:
 
     def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
         """Do something for a model, and report it as loaded if that completes it."""
-        self._tell_loaded(self._attempt(model, act))
+        self._send_loaded(self._attempt(model, act))
 
     def _attempt(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> ModelLoaded | None:
         """Do something for a model. An error fails that model alone, or the one that gave way for it."""
@@ -356,13 +356,13 @@ class WorkerLoop:
         # Another model failed while giving way; this one has no place yet.
         return self._attempt(model, lambda: self._models.load(self._hosted[model]))
 
-    def _tell_loaded(self, loaded: ModelLoaded | None) -> None:
+    def _send_loaded(self, loaded: ModelLoaded | None) -> None:
         if loaded is not None:
             self._send(loaded)
-            self._tell_residency(is_due=True)
+            self._send_residency(is_due=True)
             self._runs.set_unchecked_aside(self._hosted[loaded.model])
 
-    def _tell_residency(self, *, is_due: bool) -> None:
+    def _send_residency(self, *, is_due: bool) -> None:
         if (fact := self._reports.residency(is_due=is_due)) is not None:
             self._send(fact)
 
@@ -383,9 +383,9 @@ class WorkerLoop:
             for hosted in self._hosted_of(ends):
                 self._end_turn(hosted, ends[hosted.model])
             for hosted in self._hosted_of(begins):
-                self._tell_turn(hosted, None)
-                self._tell_loaded(loaded[hosted.model])
-                self._runs.begin_waiting(hosted)
+                self._send_turn(hosted, None)
+                self._send_loaded(loaded[hosted.model])
+                self._runs.begin_queued(hosted)
             self._adapters.look_again()
 
     def _prefetch(self) -> bool:
@@ -407,10 +407,10 @@ class WorkerLoop:
         except Exception as error:  # it concerns one model, or `_fail` raises
             self._fail(*blame(hosted.model, error))
             return
-        self._runs.tell_step(hosted.model, outcome, time.perf_counter() - began_s)
-        self._tell_turn(hosted, why)
+        self._runs.send_step(hosted.model, outcome, time.perf_counter() - began_s)
+        self._send_turn(hosted, why)
 
-    def _tell_turn(self, hosted: HostedModel, ended: TurnEnd | None) -> None:
+    def _send_turn(self, hosted: HostedModel, ended: TurnEnd | None) -> None:
         num_requests = len(self._runs.of(hosted.model))
         self._send(ModelTurn(hosted.model, hosted.order.hosting, ended, num_requests))
 
