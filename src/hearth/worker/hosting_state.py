@@ -28,7 +28,7 @@ from hearth.worker.model_load import ModelLoad
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model with its engine. Mutable; written by the step thread."""
+    """A model with its engine, which has its requests. Mutable; written by the step thread."""
 
     spec: HostingSpec
     engine: Engine
