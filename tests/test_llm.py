@@ -108,7 +108,7 @@ def greedy(max_tokens: int | None = 8, **others: object) -> SamplingParams:
 def wait_until_idle(llm: LLM) -> None:
     """A cancellation takes effect at the next step."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while llm.engine.has_work or not llm.engine.is_settled:
+    while llm.engine.has_work or not llm.engine.batcher.is_settled:
         assert time.monotonic() < deadline_s, "the engine still has work"
         time.sleep(0.001)
 
@@ -314,7 +314,7 @@ def test_each_prompt_gets_as_many_logprobs_as_it_asked_for(llm: LLM) -> None:
 def test_a_prompt_that_breaks_raises_its_own_error_and_the_model_answers_on(directory: Path) -> None:
     with LLM(directory, device="cpu", engine=CONFIG) as llm:
         (expected,) = llm.generate("warm", greedy(3))
-        weights = llm.engine.runner.decoder.weights
+        weights = llm.engine.runner.layers.decoder.weights
         assert weights.embed is not None
         weights.embed[NAN_ID] = float("nan")
 
@@ -329,7 +329,7 @@ def test_a_prompt_that_breaks_raises_its_own_error_and_the_model_answers_on(dire
 def test_what_breaks_behind_a_stop_string_harms_nobody(directory: Path) -> None:
     """The engine goes on until it hears that the answer has ended."""
     with LLM(directory, device="cpu", engine=CONFIG) as llm:
-        weights = llm.engine.runner.decoder.weights
+        weights = llm.engine.runner.layers.decoder.weights
         assert weights.embed is not None
         weights.embed[NAN_ID] = float("nan")
         stopped = greedy(9, logit_bias={NAN_ID: 100.0}, stop=[text_of([NAN_ID])])

@@ -82,7 +82,7 @@ def let_through(gated: GatedTiers, num_chunks: int) -> None:
 
 def has_run(llm: LLM, layer: int) -> bool:
     """It has written keys of its own: at first they are all zero."""
-    return bool(llm.engine.runner.kv[:, layer].any())
+    return bool(llm.engine.runner.layers.kv[:, layer].any())
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -121,7 +121,7 @@ class FakeCaptures:
     begun: list[FakeCaptures]
 
     def __init__(self, runner: Any, goes_on: Callable[[], bool]) -> None:
-        runner.graphs = None  # CUDA graphs cannot be had here
+        runner.layers.graphs = None  # CUDA graphs cannot be had here
         self.goes_on, self.is_stopped = goes_on, False
         self.begun.append(self)
 
@@ -137,7 +137,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[FakeCaptures]:
 
     def captured(*arguments: Any, **options: Any) -> Any:
         engine = assemble(*arguments, **options)
-        engine.runner.graphs = object()  # type: ignore[assignment]
+        engine.runner.layers.graphs = object()  # type: ignore[assignment]
         return engine
 
     monkeypatch.setattr(offline, "assemble", captured)
@@ -163,7 +163,7 @@ class TestBehindTheLoad:
     ) -> None:
         first_layer = manifest.chunks_of(manifest.layers[0]).stop
         with open_llm(model, gated.tiers) as llm:
-            llm.engine.runner.kv.zero_()
+            llm.engine.runner.layers.kv.zero_()
             tokens = pool.submit(answer, llm)
             let_through(gated, first_layer)
             until(lambda: has_run(llm, 0))
@@ -206,7 +206,7 @@ class TestFailing:
         flip(broken / WEIGHTS, manifest.chunk_range(last).begin)
         with gated_tiers(tmp_path / "root") as gated:
             llm = open_llm(broken, gated.tiers)
-            llm.engine.runner.kv.zero_()
+            llm.engine.runner.layers.kv.zero_()
             tokens = pool.submit(answer, llm)
             let_through(gated, last)
             until(lambda: has_run(llm, 1))

@@ -51,12 +51,11 @@ from hearth.store.format.manifest import CHUNK_BYTES, Chunk, Manifest, digest_of
 from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.__main__ import SWITCH_S
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_snapshots import ModelSnapshots, SnapshotLook, no_parts
-from hearth.worker.runtime import Runtime, start
+from hearth.worker.runtime import Runtime, StartTimes, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.start_times import StartTimes
 
 MODEL = ModelId("model")
 PROMPT_TOKENS = 32  #: of the requests that decode
@@ -202,7 +201,7 @@ class Rig:
     def add_first_kv(self) -> float:
         """Give the engine the KV of a first request, as a worker does before its step; return the seconds."""
         request_id = self._add(FIRST_TOKENS, 1, Random(0))
-        growth = self.engine.elastic.growth(self.engine.kv_use())
+        growth = self.engine.elastic.growth(self.engine.batcher.kv.use())
         seconds = self.add_kv(growth.now_blocks, growth.ahead_blocks)
         self.engine.cancel(request_id)
         return seconds
@@ -285,7 +284,7 @@ def capture_seconds(rig: Rig) -> CaptureSeconds:
     """Capture all graphs, twice; the second ones stay."""
     first_s = _capture_s(rig)
     replay_s = _replay_s(rig)
-    if (graphs := rig.engine.runner.graphs) is not None:
+    if (graphs := rig.engine.runner.layers.graphs) is not None:
         graphs.forget()
     again_s = _capture_s(rig)
     return CaptureSeconds(max(0.0, first_s - replay_s), max(0.0, again_s - replay_s), replay_s)
@@ -302,7 +301,7 @@ def _capture_s(rig: Rig) -> float:
 def _replay_s(rig: Rig) -> float:
     """Run graphs of all sizes once more, as capturing them does, and return the seconds."""
     runner, began_s = rig.engine.runner, time.perf_counter()
-    for shape in runner.sizes.all_shapes():
+    for shape in runner.layers.sizes.all_shapes():
         runner.synchronize()
         runner.run_padding(shape)
     runner.synchronize()
@@ -311,7 +310,7 @@ def _replay_s(rig: Rig) -> float:
 
 def _instantiate_s(rig: Rig) -> float:
     """Make all captured graphs executable once more, which nobody uses; return the seconds."""
-    if (graphs := rig.engine.runner.graphs) is None:
+    if (graphs := rig.engine.runner.layers.graphs) is None:
         return 0.0
     driver, captured = CudaGraphs(CudaDriver(rig.runtime.device.index or 0)), graphs.captured.values()
     handles, began_s = [graph.raw_cuda_graph() for graph in captured], time.perf_counter()
@@ -329,10 +328,10 @@ def restore(rig: Rig) -> Restored:
         look = rig.look()
         if look.outcome is not SnapshotOutcome.USED:
             raise RuntimeError(f"the snapshot is not used ({look.outcome}): {look.reason}")
-        if rig.engine.runner.graphs is not None:
+        if rig.engine.runner.layers.graphs is not None:
             log.wait()
     kv_s, all_kv_s = rig.add_first_kv(), rig.add_all_kv()
-    decoded, graphs = rig.decode(), rig.engine.runner.graphs
+    decoded, graphs = rig.decode(), rig.engine.runner.layers.graphs
     if not all(one.is_whole for one in log.found):
         raise RuntimeError(f"not all graphs were restored: {log.found}")
     first_restore_s, restore_s = [one.seconds for one in log.found] or (0.0, 0.0)

@@ -46,9 +46,10 @@ from hearth.engine.assemble import Memory, ModelSpec, assemble, block_bytes, own
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.graph_trial import GraphTrial
+from hearth.engine.graph_trial import GraphTrial, rehearse_trial
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.pending_step import PendingStep
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import StepShape
@@ -67,10 +68,9 @@ from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import CudaGraphs
 from hearth.worker.__main__ import SWITCH_S
-from hearth.worker.first_tokens import FirstTokens
-from hearth.worker.runtime import start
+from hearth.worker.background import FirstTokens
+from hearth.worker.runtime import StartTimes, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.start_times import StartTimes
 
 RUNNING, OTHER = "7B", "4B"
 LONG = 2.0  #: times the median
@@ -174,7 +174,7 @@ class Rig:
             *((GraphTrial, "begin", "trial begin"), (GraphTrial, "step_done", "trial step_done")),
             *((GraphTrial, "replay", "trial replay"), (GraphTrial, "end", "trial end")),
             *((GraphTrial, "__init__", "trial pinned number"), (TrialMark, "set", "trial mark")),
-            *((Runner, "rehearse", "rehearse"), (NativeRebuild, "timed", "native graph")),
+            *((LayerRunner, "rehearse", "rehearse"), (NativeRebuild, "timed", "native graph")),
             *((KernelHandles, "learn", "learn"), (KernelHandles, "resolve", "resolve")),
             *((RestoredGraphs, "_functions", "functions"), (GraphCapture, "capture", "capture")),
         ):
@@ -183,11 +183,11 @@ class Rig:
     def sections(self, name: str) -> dict[str, memoryview]:
         """Capture all graphs of a model, and return them as a mapped file would have them."""
         runner, found = self.hosted[name].runner, dict[str, memoryview]()
-        if self.graphs is None or runner.graphs is None:
+        if self.graphs is None or runner.layers.graphs is None:
             return found
         began_s = time.perf_counter()
         runner.capture_all()
-        for key, packed in self.graphs.pack(runner.graphs).items():
+        for key, packed in self.graphs.pack(runner.layers.graphs).items():
             room = np.empty(len(packed) + ALIGNMENT, np.uint8)
             begin = -room.ctypes.data % ALIGNMENT
             room[begin : begin + len(packed)] = np.frombuffer(packed, np.uint8)
@@ -236,11 +236,11 @@ def burst(scale: Scale, part: str, *, is_tiny: bool) -> None:
     hosted, sections = rig.hosted[RUNNING], rig.sections(RUNNING)
     if part != "cold" and not is_tiny:
         began_s = time.perf_counter()
-        hosted.runner.rehearse_trial(GraphCapture())
+        rehearse_trial(hosted.runner.layers, hosted.runner.sampler, GraphCapture())
         tell(f"trial rehearsed in {time.perf_counter() - began_s:.3f} s")
     with tempfile.TemporaryDirectory() as place:
         for number in range(3):
-            graphs = hosted.runner.graphs
+            graphs = hosted.runner.layers.graphs
             if rig.graphs is not None and graphs is not None:
                 graphs.forget()
                 rig.first_tokens.awaited(number)
@@ -250,8 +250,8 @@ def burst(scale: Scale, part: str, *, is_tiny: bool) -> None:
                     sections, TrialMark(Path(place) / "graphs.snapshot"), lambda reason: tell(reason)
                 )
                 if part == "stood_in":
-                    size = next(size for size in hosted.runner.sizes.decode if size >= scale.burst)
-                    hosted.runner.stand_in(StepShape.decode(size), GraphCapture)
+                    size = next(size for size in hosted.runner.layers.sizes.decode if size >= scale.burst)
+                    hosted.runner.layers.capture_substitutes(StepShape.decode(size), GraphCapture)
             hosted.ask(scale.burst, scale.prompt, scale.burst_tokens, seed=number)
             ends_s = list[float]()
             while hosted.engine.has_work:
@@ -278,7 +278,7 @@ class Beside:
         """`handles` know all kernels of the graphs in `sections`."""
         self._rig, self._driver, self._handles, self._sections = rig, driver, handles, sections
         self._ring, self._other = rig.ring, rig.hosted[OTHER]
-        self._captured = self._other.runner.graphs
+        self._captured = self._other.runner.layers.graphs
         native = NativeRebuild.load(driver, None)
         if native is None:
             raise RuntimeError("there is no C compiler (cc)")
@@ -294,7 +294,7 @@ class Beside:
     @staticmethod
     def of(rig: Rig) -> Beside:
         """Capture all graphs of the 4B, so that all of its kernels are known."""
-        driver, graphs = CudaGraphs(CudaDriver(0)), rig.hosted[OTHER].runner.graphs
+        driver, graphs = CudaGraphs(CudaDriver(0)), rig.hosted[OTHER].runner.layers.graphs
         handles, sections = KernelHandles(driver, loaded_functions), rig.sections(OTHER)
         assert graphs is not None, "graphs are off"
         for graph in graphs.captured.values():
@@ -302,9 +302,9 @@ class Beside:
         return Beside(rig, driver, handles, sections)
 
     def rehearsals(self) -> None:
-        sizes = self._other.runner.sizes
+        sizes = self._other.runner.layers.sizes
         for name in (f"decode-{sizes.decode[0]}", f"tail-{sizes.samples[0]}", f"mixed-{sizes.mixed[0]}"):
-            graph = self._other.runner.rehearse(name, GraphCapture())
+            graph = self._other.runner.layers.rehearse(name, GraphCapture())
             if graph is not None:
                 self._handles.learn(graph.raw_cuda_graph())
 
@@ -351,10 +351,10 @@ class Beside:
     def capture_first(self) -> None:
         """Capture all graphs of a first step and of the one behind it, as could be done during a load."""
         runner = self._other.runner
-        runner.graphs = StepGraphs(GraphCapture())
-        for shape in (StepShape(True, runner.sizes.mixed[0], 1), StepShape.decode(1)):
+        runner.layers.graphs = StepGraphs(GraphCapture())
+        for shape in (StepShape(True, runner.layers.sizes.mixed[0], 1), StepShape.decode(1)):
             with self._ring.span("capture ahead"):
-                runner.capture_ahead(shape)
+                runner.layers.capture_ahead(shape)
 
     def first_step(self) -> None:
         """Launch a first step, which is taken in behind the next one of the other model (`finish`)."""
@@ -368,17 +368,17 @@ class Beside:
                 self._other.drain()
 
     def eager_first_step(self) -> None:
-        self._other.runner.graphs = None
+        self._other.runner.layers.graphs = None
         self.first_step()
 
     def captured_first_step(self) -> None:
-        self._other.runner.graphs = self._captured
+        self._other.runner.layers.graphs = self._captured
         self.first_step()
 
     def whole(self) -> None:
         """Restore as a worker does: behind a first step that runs without graphs."""
         graphs = StepGraphs(GraphCapture())
-        self._other.runner.graphs = graphs
+        self._other.runner.layers.graphs = graphs
         assert self._rig.graphs is not None
         parts = self._rig.graphs.parts_of(self._other.engine)
         assert parts is not None

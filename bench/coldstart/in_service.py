@@ -54,7 +54,7 @@ _LOAD_NEWS = ("ModelFound", "EngineReady", "Progressed", "AlmostLoaded", "Weight
 _KINDS = {
     OTHER_TOKEN: (f"{TELL} {OTHER}",),
     "a drop": ("handle DropModel",),
-    "a load": ("stand_in", *(f"handle {news}" for news in _LOAD_NEWS)),
+    "a load": ("capture_substitutes", *(f"handle {news}" for news in _LOAD_NEWS)),
     "rehearsals": ("rehearse",),
     "graphs": ("native graph", "destroy graphs"),
 }

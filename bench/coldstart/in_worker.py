@@ -75,6 +75,7 @@ from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graph_trial import GraphTrial
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.pending_step import PendingStep
 from hearth.engine.runner import Runner
 from hearth.kernels.compilations import COMPILATIONS
@@ -91,7 +92,7 @@ from hearth.store.transfer.loader import Load, Loader
 from hearth.system.garbage import collect_when_idle
 from hearth.worker import __main__ as worker_main
 from hearth.worker import snapshot_maker
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens, StepLaunches
 from hearth.worker.gateway_link import GatewayLink
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.model_load import ModelLoad
@@ -99,11 +100,9 @@ from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.report import Reports
 from hearth.worker.runs import Runs
-from hearth.worker.runtime import HostingResources, start
+from hearth.worker.runtime import HostingResources, StartTimes, TorchLimit, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.start_times import StartTimes
-from hearth.worker.step_launches import StepLaunches
-from hearth.worker.torch_limit import TorchLimit
+from hearth.worker.steps import ModelSteps
 from hearth.worker.worker_loop import Inbox, Message, ModelNews, WorkerLoop
 
 SEVEN, FOUR = ModelId(RUNNING), ModelId(OTHER)
@@ -115,18 +114,19 @@ PARTS: dict[str, tuple[type, str, Callable[..., object]]] = {
 }
 TELL = "tell"  #: and the model whose tokens are told
 _TRACED = (
-    (WorkerLoop, "_tell_residency", "tell_residency"),
+    (WorkerLoop, "_send_residency", "tell_residency"),
     *((HostedModels, name, name) for name in ("drop", "found", "engine_ready", "weights_loaded", "load")),
-    *((HostedModels, "settle", "settle step"), (HostedModels, "_announced", "announce load")),
+    *((ModelSteps, "settle", "settle step"), (HostedModels, "_announced", "announce load")),
     *((MappedPool, "load_ended", "load_ended"), (Load, "_give_back", "give back chunks")),
     *((ModelLoad, "_capture_first", "capture first steps"), (RestoredGraphs, "_functions", "functions")),
     *((Reclaimer, name, name) for name in ("place", "before_step", "after_step")),
-    *((Runner, name, name) for name in ("launch", "close", "settle", "rehearse", "stand_in", "fill_tables")),
+    *((Runner, name, name) for name in ("launch", "close", "settle", "fill_tables")),
+    *((LayerRunner, name, name) for name in ("rehearse", "capture_substitutes")),
     *((GraphTrial, name, f"trial {name}") for name in ("begin", "replay", "end")),
     *((PendingStep, "wait", "wait"), (Engine, "step", "step"), (TorchLimit, "follow", "torch limit")),
-    *((GraphCapture, "capture", "capture"), (StepGraphs, "stand_in", "stand in: one part")),
+    *((GraphCapture, "capture", "capture"), (StepGraphs, "capture_substitute", "substitute: one part")),
     *((KernelHandles, "learn", "learn"), (NativeRebuild, "timed", "native graph")),
-    *((StepLaunches, "get_behind", "get behind"), (PageTable, "make_real", "map pages")),
+    *((StepLaunches, "get_behind", "get behind"), (PageTable, "map", "map pages")),
     *((SnapshotGraphs, "_empty", "destroy graphs"), (GatewayLink, "send", "send"), (Reports, "pong", "pong")),
 )
 
@@ -359,7 +359,7 @@ def trace_worker(ring: Ring) -> None:
 
 def _trace_by_kind(ring: Ring) -> None:
     """Have messages noted by what they are, and tokens by whose they are."""
-    handle, tell_step = WorkerLoop._handle, Runs.tell_step
+    handle, tell_step = WorkerLoop._handle, Runs.send_step
 
     def handle_noted(loop: WorkerLoop, message: Message) -> None:
         kind = message.news if isinstance(message, ModelNews) else message
@@ -371,7 +371,7 @@ def _trace_by_kind(ring: Ring) -> None:
             tell_step(runs, model, outcome, step_s)
 
     WorkerLoop._handle = handle_noted  # type: ignore[method-assign]
-    Runs.tell_step = tell_noted  # type: ignore[method-assign]
+    Runs.send_step = tell_noted  # type: ignore[method-assign]
 
 
 def measure(rig: Rig, without: Sequence[str]) -> None:

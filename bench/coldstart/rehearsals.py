@@ -58,9 +58,8 @@ from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import GRAPH_NODE_TYPE_KERNEL, CudaGraphs
 from hearth.system.die_with_parent import die_with_parent
 from hearth.worker.__main__ import SWITCH_S
-from hearth.worker.heaps import grow_by_pieces
-from hearth.worker.runtime import start
-from hearth.worker.start_times import StartTimes
+from hearth.worker.process import grow_by_pieces
+from hearth.worker.runtime import StartTimes, start
 from hearth.worker.step_rehearsal import aliased_memory
 
 NUM_BYTES = 12 << 30  #: of host memory
@@ -110,11 +109,11 @@ class Rehearser:
     def rehearse_all(self, runner: Runner) -> dict[str, object]:
         """Rehearse every graph, the smallest first, and say what each took and brought."""
         rows, kernels, modules = list[str](), set[str](), set[int]()
-        names = sorted(runner.sizes.all_names(), key=num_rows_of)
+        names = sorted(runner.layers.sizes.all_names(), key=num_rows_of)
         began_s, before, seconds = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD), 0.0
         for name in names:
             at_s, at_cpu_s = time.perf_counter(), time.thread_time()
-            graph = runner.rehearse(name, GraphCapture())
+            graph = runner.layers.rehearse(name, GraphCapture())
             assert graph is not None
             took_s, cpu_s = time.perf_counter() - at_s, time.thread_time() - at_cpu_s
             functions = self._library_functions(graph.raw_cuda_graph())
@@ -146,8 +145,8 @@ class Rehearser:
     def run_products(self, num_threads: int) -> dict[str, object]:
         """Run the products of all sizes, as layers and the head have them."""
         with self.runner() as runner:
-            sizes = sorted({num_rows_of(name) for name in runner.sizes.all_names()})
-            num_logits = max(runner.sizes.samples)
+            sizes = sorted({num_rows_of(name) for name in runner.layers.sizes.all_names()})
+            num_logits = max(runner.layers.sizes.samples)
         arch, dtype = self.shape.arch, DTYPES[self.shape.dtype]
         hidden, inner, heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
         qkv = heads + 2 * arch.num_kv_heads * arch.head_dim

@@ -61,7 +61,7 @@ def packed_graphs(rig: Rig, driver: CudaGraphs) -> list[PackedGraph]:
     """Pack all captured graphs, each where a mapped file would have it."""
     handles, graphs, parts = (
         KernelHandles(driver, loaded_functions),
-        rig.engine.runner.graphs,
+        rig.engine.runner.layers.graphs,
         rig.parts_of(rig.engine),
     )
     assert graphs is not None
@@ -153,7 +153,7 @@ def measure(name: str, place: Path) -> dict[str, object]:
         restored_s = {way: restore_s(graphs, rebuild) for way, rebuild in ways.items()}
         threads_s = {str(count): restore_s(graphs, native, count) for count in NUM_THREADS}
         parts = part_seconds(graphs, native)
-    rig.engine.runner.graphs = None  # whose steps run kernel by kernel from here on
+    rig.engine.runner.layers.graphs = None  # whose steps run kernel by kernel from here on
     with step("beside"), ThreadPoolExecutor(2, initializer=lambda: torch.cuda.set_device(0)) as threads:
         beside = {"nothing": steps_beside(rig, None)}
         for way, rebuild in ways.items():

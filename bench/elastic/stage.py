@@ -189,7 +189,7 @@ class Stage:
 
     def fill_with_weights(self, num_models: int = 4) -> None:
         """Let other models come and go: their weights take all memory that nobody computes with."""
-        lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
+        lent_bytes = self.engine.batcher.kv.use().num_blocks * self.body.block_bytes
         num_bytes = self.pool.usage().free_bytes + lent_bytes - self.body.margin_bytes
         num_pages = num_bytes // self.body.page_bytes
         for number in range(num_models):
@@ -205,7 +205,7 @@ class Stage:
     def limit_kv(self, num_blocks: int) -> None:
         """Take all memory for good but what so many blocks need."""
         self.set_up(Arm.ELASTIC)
-        lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
+        lent_bytes = self.engine.batcher.kv.use().num_blocks * self.body.block_bytes
         spare_bytes = self.pool.usage().free_bytes + lent_bytes - num_blocks * self.body.block_bytes
         num_bytes = (spare_bytes - self.body.margin_bytes) // self.body.page_bytes * self.body.page_bytes
         assert num_bytes > 0, f"{num_blocks=} are all there are: {self.pool.usage()}"

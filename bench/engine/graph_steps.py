@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bench.engine.step_watch import num_padded_tokens
 from bench.llama7b import new_engine
 from hearth.core.config import EngineConfig
 from hearth.core.sizes import graph_bytes
@@ -79,18 +80,18 @@ CASES = [
 
 def measure(engine: Engine, case: Case) -> dict[str, object]:
     runner, (first, plan) = engine.runner, case.plans()
-    graphs, runner.graphs = runner.graphs, None
+    graphs, runner.layers.graphs = runner.layers.graphs, None
     assert graphs is not None
     runner.launch(first).wait()
     eager_ms = _host_ms(runner, plan)
     eager_device_ms = _device_ms(lambda: _run(runner, plan), 3)
-    runner.graphs, free_bytes, began_s = graphs, torch.cuda.mem_get_info()[0], time.perf_counter()
+    runner.layers.graphs, free_bytes, began_s = graphs, torch.cuda.mem_get_info()[0], time.perf_counter()
     runner.launch(plan)
     first_ms = (time.perf_counter() - began_s) * 1e3
     torch.cuda.synchronize()
     return {
         "step": case.name,
-        "padded_tokens": runner.num_padded_tokens(plan),
+        "padded_tokens": num_padded_tokens(runner, plan),
         "launch_ms": _host_ms(runner, plan),
         "eager_launch_ms": eager_ms,
         "first_launch_and_capture_ms": first_ms,
@@ -115,7 +116,7 @@ def _host_ms(runner: Runner, plan: StepPlan) -> float:
 
 @torch.inference_mode()
 def _run(runner: Runner, plan: StepPlan) -> None:
-    runner._run(runner.sizes.shape_of(plan), plan)
+    runner.layers.run(runner.layers.sizes.shape_of(plan), plan)
 
 
 def _device_ms(queue: Callable[[], None], rounds: int) -> float:
@@ -143,21 +144,21 @@ def _step_ms(runner: Runner, plan: StepPlan) -> float:
 def sweep(engine: Engine) -> dict[str, object]:
     """Time prompts of lengths around sizes, captured and not padded: which of them cost the same anyway."""
     runner = engine.runner
-    sizes = runner.sizes
+    sizes = runner.layers.sizes
     lengths = (65, 96, 128, 192, 256, 257, 320, 384, 513, 576, 640, 704, 768, 1025, 1088, 1152, 1280)
     found = {}
     for length in (*lengths, 2049, 2112, 2176, 2304, 4033, 4096):
-        runner.sizes = PaddedSizes(decode=(1,), mixed=(length,), samples=(1,))
+        runner.layers.sizes = PaddedSizes(decode=(1,), mixed=(length,), samples=(1,))
         first, plan = Case("", 0, 0, (length,)).plans()
         runner.launch(first).wait()
         found[str(length)] = round(_device_ms(lambda plan=plan: _run(runner, plan), 4), 2)
-    runner.sizes = sizes
+    runner.layers.sizes = sizes
     return {"step": "prompt, not padded: device ms by tokens", **found}
 
 
 def capture_all(engine: Engine) -> dict[str, object]:
     """Capture what is missing of every size; how long it takes, and what graphs take in all."""
-    graphs = engine.runner.graphs
+    graphs = engine.runner.layers.graphs
     assert graphs is not None
     graphs.forget()
     torch.cuda.synchronize()
@@ -166,7 +167,7 @@ def capture_all(engine: Engine) -> dict[str, object]:
     engine.runner.capture_all()
     torch.cuda.synchronize()
     used_bytes = free_bytes - torch.cuda.mem_get_info()[0]
-    arch, device = engine.runner.decoder.arch, engine.runner.kv.device
+    arch, device = engine.runner.layers.decoder.arch, engine.runner.layers.kv.device
     return {
         "step": "all sizes",
         "graphs": len(graphs),
@@ -178,7 +179,7 @@ def capture_all(engine: Engine) -> dict[str, object]:
 
 def main() -> None:
     engine = new_engine(CONFIG, seed=1)
-    engine.runner.kv.zero_()
+    engine.runner.layers.kv.zero_()
     parts: list[Callable[[], dict[str, object]]] = [
         *(lambda case=case: measure(engine, case) for case in CASES),
         lambda: sweep(engine),

@@ -93,7 +93,7 @@ def opened(shape: Shape, device: torch.device, num_rows: int) -> Engine:
     config = EngineConfig(max_seqs=max(num_rows, 16), max_batch_tokens=8192, kv_bytes=gigabytes << 30)
     engine = new_engine(shape, config, device, seed=1, max_context=1024)
     if device.type != "cuda":
-        engine.runner.graphs = NoGraphs()  # type: ignore[assignment] # stands in for graphs of a device
+        engine.runner.layers.graphs = NoGraphs()  # type: ignore[assignment] # stands in for graphs of a device
     return engine
 
 

@@ -65,10 +65,10 @@ def step_parts(engine: Engine) -> list[tuple[object, str]]:
         (runner, "launch"),
         (runner, "settle"),
         (runner._uploads, "next_step"),
-        (runner._inputs, "fill"),
+        (runner.layers.inputs, "fill"),
         (runner, "_run"),
-        (runner._sampler, "admit"),
-        (runner._sampler, "sample"),
+        (runner.sampler, "admit"),
+        (runner.sampler, "sample"),
         (engine, "_outputs"),
     ]
 

@@ -132,7 +132,7 @@ def opened(max_seqs: int, num_blocks: int) -> Iterator[Engine]:
     kv_bytes = num_blocks * BLOCK_BYTES
     config = EngineConfig(max_seqs=max_seqs, max_batch_tokens=8192, kv_bytes=kv_bytes, max_step=math.inf)
     engine = new_engine(SHAPE, config, torch.device("cpu"), seed=1, max_context=MAX_CONTEXT)
-    engine.runner.graphs = NoGraphs()  # type: ignore[assignment] # stands in for graphs of a device
+    engine.runner.layers.graphs = NoGraphs()  # type: ignore[assignment] # stands in for graphs of a device
     with patch.object(inputs, "read_step", _read_nothing), postponed():
         try:
             PromptTraffic(engine).use_all_blocks()

@@ -17,8 +17,8 @@ from bench.random_engine import new_engine, new_tokenizer
 from bench.report import step
 from bench.shape import Shape
 from hearth import LLM, SamplingParams
-from hearth.engine.capture_ahead import capture_sizes
 from hearth.engine.engine import Engine
+from hearth.engine.graph_capture import capture_sizes
 
 
 class Prompts:
@@ -117,7 +117,7 @@ def opened(shape: Shape, scale: Scale, device: torch.device) -> Iterator[Rig]:
     began_s = time.perf_counter()
     with step(f"opening {shape.name}"):
         engine = new_engine(shape, scale.engine, device, seed=1)
-        capture_sizes(engine.runner)  # as `LLM` does while weights come, which are here in a moment
+        capture_sizes(engine.runner.layers)  # as `LLM` does while weights come, which are here in a moment
         watch = StepWatch(engine)
         llm = LLM.over(engine, new_tokenizer(shape.arch.vocab_size))
     clock = ClockWatch(device)

@@ -27,6 +27,7 @@ import torch
 from bench.engine.bounds import BYTES_PER_S, FLOPS_PER_S
 from bench.engine.graph_steps import CONFIG, Case
 from bench.engine.scale import GPU
+from bench.engine.step_watch import num_padded_tokens
 from bench.random_engine import new_engine
 from bench.shape import Shape
 from hearth.engine.engine import Engine
@@ -221,7 +222,7 @@ def measure(engine: Engine, shape: Shape, case: Case, num_steps: int) -> None:
     _run(runner, plan, _NUM_TIMED, launch_us)
     step_ms = 1e3 * (time.perf_counter() - began_s) / _NUM_TIMED
     spans = traced(lambda: _run(runner, plan, num_steps))
-    num_rows = plan.num_tokens + runner.num_padded_tokens(plan)
+    num_rows = plan.num_tokens + num_padded_tokens(runner, plan)
     times = f"{step_ms:.3f} ms a step, launch {median(launch_us):.0f} us"
     title = f"{shape.name}, {case.name} ({num_rows} rows): {times}"
     report(title, spans, num_steps, amounts(shape, case, num_rows))
@@ -266,7 +267,7 @@ def main() -> None:
         shape = GPU.shapes[name]
         config = replace(CONFIG, kv_bytes=_kv_bytes(shape, cases or CASES))
         engine = new_engine(shape, config, torch.device("cuda"), seed=1)
-        engine.runner.kv.normal_()
+        engine.runner.layers.kv.normal_()
         for case in cases or CASES:
             measure(engine, shape, case, given.steps)
         del engine

@@ -110,10 +110,9 @@ def kernels_compiled_while_serving() -> int | None:
     return None if COMPILATIONS is None else COMPILATIONS.num_while_serving
 
 
-def num_padded_tokens(runner: Runner, plan: StepPlan) -> int | None:
-    """Return by how many tokens the runner pads a step; None if it does not tell."""
-    padded = getattr(runner, "num_padded_tokens", None)
-    return None if padded is None else int(padded(plan))
+def num_padded_tokens(runner: Runner, plan: StepPlan) -> int:
+    """Return by how many tokens the runner pads a step."""
+    return runner.layers.sizes.shape_of(plan).num_rows - plan.num_tokens
 
 
 def _described(steps: Sequence[WatchedStep], runner: Runner) -> Mapping[str, object]:
@@ -121,7 +120,7 @@ def _described(steps: Sequence[WatchedStep], runner: Runner) -> Mapping[str, obj
         return {"steps": 0}
     plans = [step.plan for step in steps]
     num_tokens, num_rows = sum(plan.num_tokens for plan in plans), [_num_rows(plan) for plan in plans]
-    padded = [num for plan in plans if (num := num_padded_tokens(runner, plan)) is not None]
+    padded = [num_padded_tokens(runner, plan) for plan in plans]
     has_prompts = [plan.num_decode_rows < rows for plan, rows in zip(plans, num_rows, strict=True)]
     late = [step.is_late for step in steps if step.is_late is not None]
     return {

@@ -96,7 +96,7 @@ class AdapterSet:
     @staticmethod
     def add_to(engine: Engine, name: str, count: int) -> AdapterSet:
         """Add so many adapters of a set (`layouts_of`)."""
-        layouts = layouts_of(engine.runner.decoder.arch.dimensions, name)
+        layouts = layouts_of(engine.runner.layers.decoder.arch.dimensions, name)
         ids, num_bytes = [], []
         for number in range(count):
             layout = layouts[number % len(layouts)]

@@ -35,7 +35,7 @@ def new_engine(num_layers: int, quant: str = "none") -> Engine:
     limits = own_limits(CONFIG, arch, dtype, CUDA)
     spec = ModelSpec(arch, dtype, arch.max_positions, limits, eos_ids=frozenset())
     engine = assemble(spec, random_weights(shape, CUDA, seed=1), CONFIG, CUDA)
-    engine.runner.kv.zero_()
+    engine.runner.layers.kv.zero_()
     return engine
 
 
@@ -73,18 +73,18 @@ def device_ms(engine: Engine, given: tuple[StepPlan, StepPlan], *, is_parked: bo
     runner, (first, plan) = engine.runner, given
     runner.launch(first).wait()
     runner.launch(plan).wait()
-    shape = runner.sizes.shape_of(plan)
+    shape = runner.layers.sizes.shape_of(plan)
     with torch.inference_mode():
         if is_parked:
             shape = replace(shape, has_adapters=True)
-            runner.park_adapters(shape)
-        runner._run(shape, plan)
+            runner.layers.inputs.adapters.fill_padding(shape)
+        runner.layers.run(shape, plan)
         torch.cuda.synchronize()
         rounds = PROMPT_ROUNDS if plan.prompts else ROUNDS
         events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
         for event in events:
             event.record()
-            runner._run(shape, plan)
+            runner.layers.run(shape, plan)
         torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in pairwise(events))
 

@@ -26,7 +26,7 @@ from hearth.core.config import EngineConfig
 from hearth.core.sizes import padded_size
 from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.engine import Engine
-from hearth.engine.step_samples import TimedStep
+from hearth.engine.step_times import TimedStep
 from hearth.snapshot.cost_profile import MeasuredStep
 
 #: Steps after a change of rows that are not counted: one is under way, one may capture a graph.
@@ -83,7 +83,7 @@ class EngineRig:
 
     def __init__(self, engine: Engine, scale: Scale, vocab_size: int, max_live_tokens: int) -> None:
         self.engine = engine
-        self._clock_s = time.perf_counter if engine.runner.kv.is_cuda else time.thread_time
+        self._clock_s = time.perf_counter if engine.runner.layers.kv.is_cuda else time.thread_time
         self._scale, self._vocab_size, self._max_live_tokens = scale, vocab_size, max_live_tokens
         self._draw = Random(0)
         self._numbers = itertools.count()
@@ -109,13 +109,13 @@ class EngineRig:
         Small ones tell it, for the host is busy longer than the device with those.
         """
         runner = self.engine.runner
-        if runner.graphs is None:
+        if runner.layers.graphs is None:
             return GraphTimes(0.0, 0.0)
-        padded = sorted({padded_size(runner.sizes.mixed, size) for size in sizes})[:NUM_SIZES]
+        padded = sorted({padded_size(runner.layers.sizes.mixed, size) for size in sizes})[:NUM_SIZES]
         first = [self._prompts_s(1, size) - self._prompts_s(1, size) for size in padded]
-        runner.graphs, graphs = None, runner.graphs
+        runner.layers.graphs, graphs = None, runner.layers.graphs
         eager = [self._prompts_s(1, size) for size in [*padded, *padded]]
-        runner.graphs = graphs
+        runner.layers.graphs = graphs
         return GraphTimes(max(0.0, median(first[1:])), median(eager[len(padded) :]))
 
     def _prompts_s(self, num_prompts: int, num_tokens: int) -> float:

@@ -55,6 +55,7 @@ from hearth.store.transfer.loader import Loader
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runs import Runs
+from hearth.worker.steps import ModelSteps
 from hearth.worker.turns import Turns
 from hearth.worker.worker_loop import WorkerLoop
 
@@ -79,11 +80,11 @@ PARTS: Mapping[str, tuple[type, str]] = {
     "decide": (Turns, "decide"),
     "load": (HostedModels, "load"),
     "look_ahead": (HostedModels, "look_ahead"),
-    "ready": (HostedModels, "ready"),
+    "ready": (ModelSteps, "ready"),
     "before_step": (Reclaimer, "before_step"),
     "after_step": (Reclaimer, "after_step"),
-    "tell_step": (Runs, "tell_step"),
-    "tell_residency": (WorkerLoop, "_tell_residency"),
+    "tell_step": (Runs, "send_step"),
+    "tell_residency": (WorkerLoop, "_send_residency"),
     "orders": (WorkerLoop, "_handle"),
 }
 
@@ -178,7 +179,7 @@ class MadeUpDevice:
     free_s: float = 0.0
 
     def launch(self, runner: Runner, plan: StepPlan) -> MadeUpStep:
-        shape = self.shapes[len(runner.decoder.layers)]
+        shape = self.shapes[len(runner.layers.decoder.layers)]
         step_s = shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
         self.free_s = max(self.free_s, self.clock.monotonic()) + step_s
         return MadeUpStep(plan, self.free_s, self.clock)

@@ -20,9 +20,9 @@ import torch
 from hearth.core.config import EngineConfig, StoreConfig
 from hearth.core.errors import DeviceError, ModelError, StoreError
 from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
-from hearth.engine.capture_ahead import CaptureAhead
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
+from hearth.engine.graph_capture import CaptureAhead
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
@@ -103,7 +103,7 @@ def add_adapters(engine: Engine, adapters: Iterable[AdapterBytes]) -> None:
     Raises:
         DeviceError: there is no memory left for one.
     """
-    device = engine.runner.kv.device
+    device = engine.runner.layers.kv.device
     for one in {one.adapter: one for one in adapters}.values():
         content = allocate(len(one.content), device, "an adapter", "name fewer of them, or lower `kv_bytes`")
         content.copy_(torch.frombuffer(bytearray(one.content), dtype=torch.uint8))
@@ -182,13 +182,13 @@ class _ConvertedModel:
         # Only now: whatever else goes to the device would have to queue behind the weights.
         load = self._start(stored_part(base, manifest))
         if self._dtype == manifest.dtype:
-            engine.runner.follow(LoadGate(load, manifest))
+            engine.runner.layers.follow(LoadGate(load, manifest))
         else:
             load.wait()
             widen(base, manifest, layout)
         kernels.wait()
-        if engine.runner.graphs is not None and self._config.graphs == "lazy":
-            self._captures = CaptureAhead(engine.runner, lambda: not self._has_ended.is_set())
+        if engine.runner.layers.graphs is not None and self._config.graphs == "lazy":
+            self._captures = CaptureAhead(engine.runner.layers, lambda: not self._has_ended.is_set())
         return engine
 
     def _start(self, base: torch.Tensor) -> Load:

@@ -55,7 +55,7 @@ def dimensions_of(name: str) -> Dimensions:
 
 def memory_of(engine: Engine) -> dict[int, int]:
     """Bytes of each piece of its device's memory that any tensor of an engine lies in, by its address."""
-    device = engine.runner.kv.device
+    device = engine.runner.layers.kv.device
     found: dict[int, int] = {}
     seen, todo = {id(engine)}, [engine]
     while todo:
@@ -72,7 +72,7 @@ def memory_of(engine: Engine) -> dict[int, int]:
 
 def memory_beside_weights_and_kv(engine: Engine) -> int:
     memory = memory_of(engine)
-    for tensor in (engine.runner.kv, engine.runner.decoder.weights.layers[0].qkv.weight):
+    for tensor in (engine.runner.layers.kv, engine.runner.layers.decoder.weights.layers[0].qkv.weight):
         del memory[tensor.untyped_storage().data_ptr()]
     return sum(memory.values())
 
@@ -154,13 +154,13 @@ def test_tables_that_only_some_requests_need_are_there_while_one_needs_them(
 
 def needed_tables_bytes(engine: Engine) -> int:
     """Tables that requests of an engine need, whether they are there or not."""
-    return sum(engine.needed_tables().values())
+    return sum(engine.tables.needed_bytes().values())
 
 
 def held_tables_bytes(engine: Engine) -> int:
     """Tables that the sampler of an engine has now; a step in flight has tensors besides."""
-    sampler = engine.runner._sampler
-    tables = [vars(one.table) for one in (sampler._penalties, sampler._bias) if one.is_there]
+    sampler = engine.runner.sampler
+    tables = [vars(one.table) for one in (sampler.tables.penalties, sampler.tables.bias) if one.is_there]
     tensors = [value for table in tables for value in table.values() if isinstance(value, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -223,17 +223,17 @@ def test_tables_in_given_memory_give_the_same_tokens_also_when_they_are_moved_ou
         engine.add(engine.request(RequestId(str(number)), prompt, params))
     memory = {
         table: torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
-        for table, num_bytes in engine.needed_tables().items()
+        for table, num_bytes in engine.tables.needed_bytes().items()
     }
     for table, piece in memory.items():
-        engine.place_table(table, piece)
-        assert engine.has_table(table)
+        engine.runner.place_table(table, piece)
+        assert engine.tables.has(table)
 
     tokens: list[list[int]] = [[] for _ in prompts]
     for step in count():
         if step == num_steps:
             for table, piece in memory.items():
-                engine.place_table(table, None)
+                engine.runner.place_table(table, None)
                 piece.fill_(0xFF)
         for one in engine.step().outputs:
             tokens[int(one.request_id)].append(one.token)
@@ -241,7 +241,7 @@ def test_tables_in_given_memory_give_the_same_tokens_also_when_they_are_moved_ou
             break
 
     assert tokens == [answer.tokens for answer in expected]
-    assert not any(engine.has_table(table) for table in memory)
+    assert not any(engine.tables.has(table) for table in memory)
 
 
 def test_tables_lie_in_the_memory_that_was_given() -> None:
@@ -250,7 +250,7 @@ def test_tables_lie_in_the_memory_that_was_given() -> None:
     before_bytes = memory_beside_weights_and_kv(engine)
     memory = torch.empty(PENALTIES_BYTES + BIAS_BYTES, dtype=torch.uint8)
     for table, begin in zip(SamplingTable, (0, PENALTIES_BYTES), strict=True):
-        engine.place_table(table, memory[begin : begin + engine.needed_tables()[table]])
+        engine.runner.place_table(table, memory[begin : begin + engine.tables.needed_bytes()[table]])
 
     assert memory_beside_weights_and_kv(engine) == before_bytes + len(memory)
     assert held_tables_bytes(engine) == len(memory)
@@ -265,8 +265,8 @@ def block_bytes() -> int:
 def test_a_block_of_kv_is_as_large_as_is_told(name: str) -> None:
     engine, dimensions = engine_for(name, CONFIG), dimensions_of(name)
     block = block_buffer(dimensions, dimensions.layers, "float32", LIMITS.block_tokens)
-    assert engine.runner.kv.shape[1:] == block.shape
-    assert engine.runner.kv[0].nbytes == block.num_bytes
+    assert engine.runner.layers.kv.shape[1:] == block.shape
+    assert engine.runner.layers.kv[0].nbytes == block.num_bytes
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)

@@ -118,7 +118,7 @@ def _engine(
 
 def kv_bytes(engine: Engine, num_blocks: int) -> int:
     """Enough for so many blocks, the sink not counted."""
-    return (num_blocks + 1) * engine.runner.kv[0].nbytes
+    return (num_blocks + 1) * engine.runner.layers.kv[0].nbytes
 
 
 _numbers = count()

@@ -139,7 +139,7 @@ def test_a_parked_step_names_no_adapter_of_the_steps_before(before: Step, step: 
     if shape.has_adapters:
         inputs.fill(plan(before), shape, table)
     parked = replace(SIZES.shape_of(plan(step)), has_adapters=True)
-    inputs.park(parked)
+    inputs.fill_padding(parked)
 
     assert told(inputs.rows(parked), parked.num_rows, table) == [None] * parked.num_rows
     assert told(inputs.logit_rows(parked), parked.num_logits, table) == [None] * parked.num_logits
@@ -171,11 +171,22 @@ def test_a_table_says_where_every_factor_lies() -> None:
     (factors,) = table[IDS[1]].factors.values()
     (only,) = factors.slices
     assert fields[0, 1].tolist() == [
-        *(factors.a.data_ptr(), only.b.data_ptr(), 0, 0),
-        *(2, 0, 0),
-        *(0, 0, 0),
-        *(8, 0, 0),
-        *(2, 0, 0),
+        factors.a.data_ptr(),
+        only.b.data_ptr(),
+        0,
+        0,
+        2,
+        0,
+        0,
+        0,
+        0,
+        0,
+        8,
+        0,
+        0,
+        2,
+        0,
+        0,
     ]
     assert not fields[0, [0, 2, 3]].any()
 

@@ -45,7 +45,7 @@ def turns_of(name: str) -> Turns:
 
 
 def add(engine: Engine, *adapters: RandomAdapter | None, dtype: torch.dtype = torch.float32) -> None:
-    device = engine.runner.kv.device
+    device = engine.runner.layers.kv.device
     for one in adapters:
         if one is not None:
             engine.add_adapter(one.adapter, one.layout(dtype), one.pieces(device, dtype))
@@ -156,8 +156,8 @@ def test_all_that_steps_with_adapters_share_lies_in_the_memory_of_their_model() 
     runner = dry_runner(KernelNeeds.of(arch, "bfloat16", "none", limits, 132, 90), DryMemory(take, take))
     sizes = PaddedSizes.of(limits)
     for shape in sizes.all_shapes(has_adapters=True):
-        step = runner._inputs.view(None, shape)
-        found = [runner.decoder._scratch(projection) for projection in Projection]
+        step = runner.layers.inputs.view(None, shape)
+        found = [runner.layers.decoder._scratch(projection) for projection in Projection]
         for rows in (step.adapters, step.logit_adapters):
             assert rows is not None
             found += [rows.order, rows.shares]

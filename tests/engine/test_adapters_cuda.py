@@ -55,7 +55,7 @@ def test_mixed_batches_of_adapters_and_the_bare_model_give_the_best_tokens(name:
 def outputs_of(config: EngineConfig, name: str, dtype: str, quant: str) -> list[Output]:
     """All that comes of random traffic while adapters come and go, each the next time at another place."""
     engine = engine_over(build(name).directory, config, "cuda", dtype=dtype, quant=quant)
-    engine.runner.kv.view(torch.uint8).fill_(0xFF)
+    engine.runner.layers.kv.view(torch.uint8).fill_(0xFF)
     chance, outputs = random.Random(3), list[Output]()
     asked = prompts(name, [1, 2, 5, 17, 30, 64, 90, 7, 7, 40])
     adapters = [random_adapter(name, kind, seed) for kind in KINDS for seed in range(2)]
@@ -137,7 +137,7 @@ def test_a_step_without_adapters_replays_the_graphs_of_the_bare_model() -> None:
     engine = engine_for("llama-gqa", BUSY, "cuda")
     asked = prompts("llama-gqa", [5, 9])
     before = run(engine, [request(engine, one, None) for one in asked])
-    graphs = engine.runner.graphs
+    graphs = engine.runner.layers.graphs
     assert graphs is not None
     num_bare = len(graphs)
     adapter = random_adapter("llama-gqa", "all")

@@ -30,15 +30,15 @@ def test_too_little_kv_memory_is_refused_with_the_numbers(kv_bytes: int, num_blo
 def test_kv_has_as_many_blocks_as_fit(kv_bytes: int, num_blocks: int) -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, kv_bytes=kv_bytes))
 
-    assert engine.runner.kv.shape == (num_blocks, 3, 2, 4, 2, 16)
-    assert engine.runner.kv.nbytes <= kv_bytes
+    assert engine.runner.layers.kv.shape == (num_blocks, 3, 2, 4, 2, 16)
+    assert engine.runner.layers.kv.nbytes <= kv_bytes
     assert engine.batcher.blocks.num_blocks == num_blocks - 1
 
 
 def test_kv_is_no_larger_than_sequences_can_fill() -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, max_seqs=3, kv_bytes=1 << 40))
 
-    assert len(engine.runner.kv) == 1 + 3 * CONTEXT_BLOCKS
+    assert len(engine.runner.layers.kv) == 1 + 3 * CONTEXT_BLOCKS
 
 
 def test_limits_that_nobody_set_are_those_of_the_device_and_the_others_stay() -> None:
@@ -50,7 +50,7 @@ def test_limits_that_nobody_set_are_those_of_the_device_and_the_others_stay() ->
 def test_without_a_size_kv_comes_from_the_memory_of_the_machine() -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, max_seqs=2, kv_bytes=None))
 
-    assert len(engine.runner.kv) == 1 + 2 * CONTEXT_BLOCKS
+    assert len(engine.runner.layers.kv) == 1 + 2 * CONTEXT_BLOCKS
 
 
 def test_the_smallest_kv_serves_what_fits_one_block() -> None:
@@ -72,15 +72,15 @@ def test_the_smallest_step_serves_any_prompt() -> None:
 
 
 def test_the_cpu_runs_without_graphs() -> None:
-    assert engine_for("llama-gqa", replace(ROOMY, graphs="start")).runner.graphs is None
+    assert engine_for("llama-gqa", replace(ROOMY, graphs="start")).runner.layers.graphs is None
 
 
 def test_two_engines_share_no_memory() -> None:
     first, second = engine_for("llama-gqa"), engine_for("llama-gqa")
-    first.runner.kv.fill_(1.0)
-    second.runner.kv.fill_(2.0)
+    first.runner.layers.kv.fill_(1.0)
+    second.runner.layers.kv.fill_(2.0)
     first.add(first.request(RequestId("only"), [5, 6], greedy(3)))
 
-    assert bool((first.runner.kv == 1.0).all())
+    assert bool((first.runner.layers.kv == 1.0).all())
     assert (first.has_work, second.has_work) == (True, False)
-    assert not torch.equal(first.runner.kv, second.runner.kv)
+    assert not torch.equal(first.runner.layers.kv, second.runner.layers.kv)

@@ -20,6 +20,7 @@ from hearth.core.errors import LogitsNotFinite
 from hearth.core.types import Pooling, RequestId, SamplingParams
 from hearth.engine.engine import Output
 from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graph_trial import rehearse_trial
 from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.engine.upload import Uploads
 from hearth.kernels.compilations import COMPILATIONS
@@ -157,7 +158,7 @@ def outputs_of(
 ) -> list[Output]:
     """All that comes of random traffic, of which every second round begins with prompts of the first."""
     engine = engine_over(build(name).directory, config, "cuda", dtype=dtype, quant=quant)
-    engine.runner.kv.view(torch.uint8).fill_(fill)
+    engine.runner.layers.kv.view(torch.uint8).fill_(fill)
     chance, outputs, asked = (
         random.Random(3),
         list[Output](),
@@ -178,8 +179,8 @@ def outputs_of(
                 engine.add(engine.request(RequestId(str(number)), prompt, params))
         if engine.has_work:
             outputs.extend(engine.step().outputs)
-    if engine.runner.graphs is not None:
-        assert len(engine.runner.graphs) > 5
+    if engine.runner.layers.graphs is not None:
+        assert len(engine.runner.layers.graphs) > 5
     return outputs
 
 
@@ -225,9 +226,9 @@ def test_no_graph_of_weights_that_have_moved_is_replayed() -> None:
     asked = prompts("llama-gqa", [5, 9])
     engine, elsewhere = (engine_for("llama-gqa", ROOMY, "cuda") for _ in range(2))
     before = [answer.tokens for answer in ask(engine, asked, greedy())]
-    left = engine.runner.decoder.weights.layers[0].qkv.weight.untyped_storage()
+    left = engine.runner.layers.decoder.weights.layers[0].qkv.weight.untyped_storage()
 
-    engine.runner.rebind(elsewhere.runner.decoder.weights)
+    engine.runner.rebind(elsewhere.runner.layers.decoder.weights)
     left.fill_(0xFF)
 
     assert [answer.tokens for answer in ask(engine, asked, greedy())] == before
@@ -248,9 +249,9 @@ def test_a_step_is_captured_behind_its_first_run_and_not_before_all_weights_are_
         def head(self) -> None: ...
 
     engine, gate = engine_for("llama-gqa", ROOMY, "cuda"), Gate()
-    graphs = engine.runner.graphs
+    graphs = engine.runner.layers.graphs
     assert graphs is not None
-    engine.runner.follow(gate)
+    engine.runner.layers.follow(gate)
     asked = prompts("llama-gqa", [5, 9])
 
     answers = ask(engine, asked, greedy())
@@ -269,29 +270,29 @@ def test_first_steps_that_another_thread_has_captured_answer_as_eager_ones() -> 
     asked = prompts("llama-gqa", [5, 17])
     expected = [one.tokens for one in ask(engine_for("llama-gqa", ROOMY, "cuda"), asked, greedy())]
     engine = engine_for("llama-gqa", replace(ROOMY, graphs="lazy"), "cuda")
-    runner, graphs = engine.runner, engine.runner.graphs
+    runner, graphs = engine.runner, engine.runner.layers.graphs
     assert graphs is not None
-    shapes = runner.sizes.first_shapes(len(asked), sum(map(len, asked)), len(asked))
+    shapes = runner.layers.sizes.first_shapes(len(asked), sum(map(len, asked)), len(asked))
     graphs.restore_from(Source(coming={key.name for shape in shapes for key in shape.keys}))
-    kv = runner.kv.clone()
+    kv = runner.layers.kv.clone()
 
     def capture() -> None:
-        torch.cuda.set_device(runner.kv.device)
+        torch.cuda.set_device(runner.layers.kv.device)
         for shape in shapes:
-            runner.stand_in(shape, GraphCapture)
-        runner.rehearse_trial(GraphCapture())
+            runner.layers.capture_substitutes(shape, GraphCapture)
+        rehearse_trial(runner.layers, runner.sampler, GraphCapture())
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(capture).result()
     runner.synchronize()
-    assert torch.equal(runner.kv.view(torch.uint8), kv.view(torch.uint8))
+    assert torch.equal(runner.layers.kv.view(torch.uint8), kv.view(torch.uint8))
     assert len(shapes) == 2
     assert all(key in graphs for shape in shapes for key in shape.keys)
 
     assert [one.tokens for one in ask(engine, asked, greedy())] == expected
     engine.flush()
     engine.batcher.kv.remove_all()  # with the cached prefixes, so that steps are of the same sizes again
-    engine.batcher.kv.add(range(SINK_BLOCK + 1, len(runner.kv)))
+    engine.batcher.kv.add(range(SINK_BLOCK + 1, len(runner.layers.kv)))
     runner.drop_restored()  # and with them those that stood in: others are captured, in memory of their own
     assert [one.tokens for one in ask(engine, asked, greedy())] == expected
     assert graphs.captured
@@ -311,7 +312,10 @@ def test_a_prompt_beside_many_decode_rows_and_beyond_the_smallest_sizes_is_captu
 def test_an_engine_that_is_let_go_leaves_no_memory_behind() -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, graphs="start"), "cuda")
     ask(engine, prompts("llama-gqa", [5, 9]), greedy())
-    parts = [weakref.ref(part) for part in (engine, engine.runner, engine.runner.kv, engine.runner.graphs)]
+    parts = [
+        weakref.ref(part)
+        for part in (engine, engine.runner, engine.runner.layers.kv, engine.runner.layers.graphs)
+    ]
     gc.collect()
     gc.disable()
     try:
@@ -363,7 +367,7 @@ def test_a_request_that_breaks_fails_and_its_neighbours_are_untouched(
     answers = []
     for is_broken in (False, True):
         engine = engine_for("llama-gqa", config, "cuda", dtype=dtype)
-        embed = engine.runner.decoder.weights.embed
+        embed = engine.runner.layers.decoder.weights.embed
         assert embed is not None
         if is_broken:
             embed[nan_token] = torch.nan

@@ -95,7 +95,7 @@ class Disturbed:
         self.chance, self.name, self.counts = random.Random(seed), name, Counter[str]()
         config = replace(ROOMY, max_batch_tokens=self.chance.choice([5, 16, 64]), max_seqs=6)
         self.engine = elastic_engine(name, config, FLOOR_BLOCKS)
-        self.engine.tells_first = self.chance.random() < 0.7
+        self.engine.settles_later = self.chance.random() < 0.7
         self.absent, self.present = list(EXTENTS[:4]), list[range]()
         self.adapter = random_adapter(name, "all")
         add(self.engine, self.adapter)
@@ -119,7 +119,7 @@ class Disturbed:
         assert not self.asked, f"never ended: {self.asked.keys()}"
         usage = self.engine.usage
         assert (usage.num_running, usage.num_waiting, usage.kv_used_blocks) == (0, 0, 0)
-        assert not self.engine.needed_tables()
+        assert not self.engine.tables.needed_bytes()
         assert len(self.engine.reading) == 0
 
     def happens(self, probability: float) -> bool:
@@ -177,11 +177,11 @@ class Disturbed:
                 self.ask(request_id)
         if self.happens(0.2):
             engine.settle()
-            engine.runner.kv[list(engine.batcher.blocks._free)] = math.nan
+            engine.runner.layers.kv[list(engine.batcher.blocks._free)] = math.nan
         if self.happens(0.1):
-            for table, num_bytes in engine.needed_tables().items():
-                if not engine.has_table(table):
-                    engine.place_table(table, torch.full((num_bytes,), 0xFF, dtype=torch.uint8))
+            for table, num_bytes in engine.tables.needed_bytes().items():
+                if not engine.tables.has(table):
+                    engine.runner.place_table(table, torch.full((num_bytes,), 0xFF, dtype=torch.uint8))
         if self.happens(0.1):
             engine.move_adapter(self.adapter.adapter, self.adapter.layout(), self.adapter.pieces())
 

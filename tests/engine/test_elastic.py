@@ -58,7 +58,7 @@ def take(engine: Engine, extent: range, *, may_preempt: bool = False, may_move: 
     """As a pool does: what was taken away holds anything from then on."""
     if not engine.clear(extent, may_move=may_move, may_preempt=may_preempt):
         return False
-    engine.runner.kv[extent.start : extent.stop].view(torch.uint8).fill_(0xFF)
+    engine.runner.layers.kv[extent.start : extent.stop].view(torch.uint8).fill_(0xFF)
     return True
 
 
@@ -85,7 +85,7 @@ def disturbed(name: str, asked: list[list[int]], seed: int, device: str = "cpu")
     start(engine, asked)
     outputs: list[Output] = []
     while engine.has_work:
-        use = engine.kv_use()
+        use = engine.batcher.kv.use()
         lacking = use.num_wanted - use.num_free
         while lacking > 0 or (chance.random() < 0.3 and absent):
             extent = absent.pop(chance.randrange(len(absent)))
@@ -100,7 +100,7 @@ def disturbed(name: str, asked: list[list[int]], seed: int, device: str = "cpu")
                 num_taken += 1
         engine.batcher.check()
     never = sorted(set(range(NUM_BLOCKS)) - {SINK}.union(*EXTENTS))
-    untouched = engine.runner.kv[torch.tensor(never, device=device)].isnan().all()
+    untouched = engine.runner.layers.kv[torch.tensor(never, device=device)].isnan().all()
     assert bool(untouched), "blocks that were never given were written"
     return outputs, num_taken
 
@@ -192,7 +192,9 @@ def test_without_blocks_an_engine_waits_and_then_goes_on() -> None:
     start(engine, [[5, 6, 7]])
     empty = engine.step()
     assert (len(empty.outputs), empty.has_run) == (0, False)
-    assert engine.kv_use() == KvUse(num_blocks=0, num_live=0, num_cached=0, num_wanted=1, num_running=0)
+    assert engine.batcher.kv.use() == KvUse(
+        num_blocks=0, num_live=0, num_cached=0, num_wanted=1, num_running=0
+    )
     engine.add_blocks(EXTENTS[0])
     assert len(finish(engine)) == 20
     assert engine.usage.kv_cached_blocks > 0
@@ -235,7 +237,7 @@ def test_an_engine_that_had_no_requests_for_a_while_answers_as_before() -> None:
     for name in ("before", "after"):
         engine.add(engine.request(RequestId(name), [5, 6, 7], params))
         tokens.append([one.token for one in finish(engine)])
-        assert engine.needed_tables() == {}, "no table of the request before is left"
+        assert engine.tables.needed_bytes() == {}, "no table of the request before is left"
 
     assert tokens[0] == tokens[1]
 
@@ -258,7 +260,7 @@ def test_a_plan_that_names_a_block_which_is_not_there_is_never_launched() -> Non
 
 def test_copies_are_whole_blocks_and_touch_no_other() -> None:
     engine = elastic_engine("llama-gqa")
-    kv = engine.runner.kv
+    kv = engine.runner.layers.kv
     kv[4], kv[7] = 1.0, 2.0
     engine.runner.copy_blocks([BlockMove(4, 20), BlockMove(7, 5)])
     assert [float(kv[block].mean()) for block in (4, 7, 20, 5)] == [1.0, 2.0, 1.0, 2.0]
@@ -268,7 +270,7 @@ def test_copies_are_whole_blocks_and_touch_no_other() -> None:
 def test_weights_that_move_between_steps_change_no_token() -> None:
     asked = prompts("qwen3")
     engines = [elastic_engine("qwen3") for _ in range(2)]
-    elsewhere = elastic_engine("qwen3").runner.decoder.weights
+    elsewhere = elastic_engine("qwen3").runner.layers.decoder.weights
     outputs = []
     for number, engine in enumerate(engines):
         for extent in EXTENTS:

@@ -14,7 +14,7 @@ from hearth.core.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTo
 from hearth.core.types import FinishReason, RequestId, SamplingParams
 from hearth.engine.engine import Engine, Usage
 from hearth.engine.pending_step import PendingStep
-from hearth.engine.step_timer import StepTimer
+from hearth.engine.step_times import StepTimer
 from hearth.policy.batch.plan import StepPlan
 from hearth.policy.batch.prompt_allowance import FIRST_LONE_TOKENS
 from tests.engine.harness import (
@@ -185,7 +185,7 @@ class ShutGate:
 
 def test_steps_that_may_have_waited_for_weights_are_not_measured() -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
-    engine.runner.follow(ShutGate())
+    engine.runner.layers.follow(ShutGate())
     ask(engine, prompts("llama-gqa", [5]), greedy())
     assert engine.allowance.predicted_s(1) is None
 
@@ -249,7 +249,7 @@ def test_memory_that_was_used_before_changes_nothing() -> None:
     runs = []
     for fill in (0x00, 0xFF):
         engine = engine_for("llama-gqa")
-        engine.runner.kv.view(torch.uint8).fill_(fill)
+        engine.runner.layers.kv.view(torch.uint8).fill_(fill)
         for number, prompt in enumerate(asked):
             engine.add(engine.request(RequestId(str(number)), prompt, params))
         outputs = []
@@ -264,7 +264,7 @@ def test_weights_that_move_change_nothing() -> None:
     asked = prompts("qwen3")
     expected = [answer.tokens for answer in ask(engine_for("qwen3"), asked, greedy())]
     engine, elsewhere = engine_for("qwen3"), engine_for("qwen3")
-    engine.runner.rebind(elsewhere.runner.decoder.weights)
+    engine.runner.rebind(elsewhere.runner.layers.decoder.weights)
 
     assert [answer.tokens for answer in ask(engine, asked, greedy())] == expected
 
@@ -273,8 +273,10 @@ def test_a_workspace_that_moves_changes_nothing_and_its_old_memory_is_not_touche
     asked = prompts("qwen3")
     expected = [answer.tokens for answer in ask(engine_for("qwen3"), asked, greedy())]
     engine = engine_for("qwen3")
-    before = engine.runner.decoder.logits
-    engine.runner.rebind(engine.runner.decoder.weights, torch.full((1 << 24,), 0xFF, dtype=torch.uint8))
+    before = engine.runner.layers.decoder.logits
+    engine.runner.rebind(
+        engine.runner.layers.decoder.weights, torch.full((1 << 24,), 0xFF, dtype=torch.uint8)
+    )
     before.fill_(7.0)
 
     assert [answer.tokens for answer in ask(engine, asked, greedy())] == expected
@@ -385,7 +387,7 @@ def with_nan_embedding(config: EngineConfig = ROOMY) -> Engine:
 
 
 def embedding(engine: Engine) -> torch.Tensor:
-    weights = engine.runner.decoder.weights
+    weights = engine.runner.layers.decoder.weights
     assert weights.embed is not None
     assert weights.head is not None
     assert weights.embed.data_ptr() != weights.head.weight.data_ptr(), "all logits would be NaN"
@@ -426,7 +428,7 @@ def test_a_request_that_breaks_while_it_is_answered_keeps_what_it_has() -> None:
     assert isinstance(answer.error, LogitsNotFinite)
     assert "after 5 tokens of prompt and 1 of output" in str(answer.error)
     assert neighbour == ask(engine_for("llama-gqa"), [asked], greedy(8))[0]
-    assert engine.needed_tables() == {}
+    assert engine.tables.needed_bytes() == {}
     assert engine.usage.num_running == engine.usage.kv_used_blocks == 0
 
 

@@ -59,7 +59,7 @@ def test_an_engine_computes_with_nothing_but_its_weights_and_the_memory_that_it_
     memories: list[Memory] = []
     engine = engine_in("llama-gqa", memories)
     ask(engine, prompts_for(160, [3, 9, 30]), greedy(6))
-    weights = engine.runner.decoder.weights.layers[0].qkv.weight
+    weights = engine.runner.layers.decoder.weights.layers[0].qkv.weight
     given = (memories[0].workspace, memories[0].tables, memories[0].kv, weights)
 
     others = memory_of(engine).keys() - {one.untyped_storage().data_ptr() for one in given}

@@ -13,6 +13,7 @@ import torch
 
 from hearth.core.errors import DeviceError
 from hearth.engine.engine import Engine
+from hearth.engine.graph_trial import rehearse_trial
 from hearth.engine.graphs import CapturedGraph, StepGraph, StepGraphs, Work
 from hearth.engine.pending_step import PendingStep
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
@@ -193,7 +194,7 @@ class TestBooks:
         assert graphs.begin_trial([DECODE]) == [graph]
         assert graphs.begin_trial([DECODE]) is None, "it is on trial"
         with caplog.at_level(logging.DEBUG):
-            graphs.accept()
+            graphs.end_trial(None)
         assert caplog.messages == [f"graphs_accepted graphs={DECODE.name}"]
 
         assert self.ran(graphs, DECODE) == 0
@@ -213,7 +214,7 @@ class TestBooks:
         source.restored[TAIL.name] = tail
 
         assert graphs.begin_trial([MIXED, TAIL]) == [captures.made[0], tail]
-        graphs.accept()
+        graphs.end_trial(None)
         assert graphs.num_restored == 1
 
     def test_a_rejected_snapshot_is_dropped_with_all_its_graphs(
@@ -222,9 +223,9 @@ class TestBooks:
         source = Source({key.name: Graph() for key in (DECODE, MIXED, TAIL)})
         graphs.restore_from(source)
         graphs.begin_trial([DECODE])
-        graphs.accept()
+        graphs.end_trial(None)
         graphs.begin_trial([MIXED, TAIL])
-        graphs.reject("3 numbers differ")
+        graphs.end_trial("3 numbers differ")
 
         assert source.reasons == ["3 numbers differ"]
         assert all(graphs.needs_capture(key) for key in (DECODE, MIXED, TAIL))
@@ -236,20 +237,30 @@ class TestBooks:
         graphs.restore_from(source)
         graphs.begin_trial([DECODE])
         graphs.forget()
-        graphs.accept()
+        graphs.end_trial(None)
 
         assert graphs.needs_capture(DECODE)
         assert source.is_stopped, "graphs are restored that nobody wants"
 
-    @pytest.mark.parametrize("end", ["accept", "reject", "forget", "drop_restored"])
-    def test_a_trial_is_marked_until_it_is_over(self, graphs: StepGraphs, end: str) -> None:
+    @pytest.mark.parametrize(
+        "end",
+        [
+            lambda graphs: graphs.end_trial(None),
+            lambda graphs: graphs.end_trial("3 numbers differ"),
+            StepGraphs.forget,
+            StepGraphs.drop_restored,
+        ],
+    )
+    def test_a_trial_is_marked_until_it_is_over(
+        self, graphs: StepGraphs, end: Callable[[StepGraphs], None]
+    ) -> None:
         source = Source({key.name: Graph() for key in (DECODE, MIXED)})
         graphs.restore_from(source)
         assert graphs.begin_trial([TAIL]) is None
         assert not source.is_marked
         graphs.begin_trial([DECODE])
         assert source.is_marked
-        getattr(graphs, end)(*(["3 numbers differ"] if end == "reject" else []))
+        end(graphs)
 
         assert not source.is_marked
 
@@ -257,12 +268,12 @@ class TestBooks:
 def test_an_engine_that_is_given_an_adapter_wants_the_graphs_of_steps_with_adapters() -> None:
     engine = engine_for("llama-gqa")
     source = Source(later={"decode-adapters-1"})
-    engine.runner.graphs = StepGraphs(Captures())
-    engine.runner.graphs.restore_from(source)
-    assert engine.runner.graphs.needs_capture(key := GraphKey(StepPart.DECODE, 1, has_adapters=True))
+    engine.runner.layers.graphs = StepGraphs(Captures())
+    engine.runner.layers.graphs.restore_from(source)
+    assert engine.runner.layers.graphs.needs_capture(key := GraphKey(StepPart.DECODE, 1, has_adapters=True))
     add(engine, random_adapter("llama-gqa", "all"))
 
-    assert not engine.runner.graphs.needs_capture(key), "it is coming"
+    assert not engine.runner.layers.graphs.needs_capture(key), "it is coming"
     assert source.coming == {"decode-adapters-1"}
 
 
@@ -275,13 +286,13 @@ class Rig:
         self.num_served = 0
         self.is_trial = False
         self.source = Source()
-        self.runner.graphs = StepGraphs(self)
-        self.runner.graphs.restore_from(self.source)
+        self.runner.layers.graphs = StepGraphs(self)
+        self.runner.layers.graphs.restore_from(self.source)
         self._watch()
 
     def _watch(self) -> None:
         """Note what is run, and have a snapshot know a graph of everything that is asked for."""
-        run, settle = self.runner._run, self.runner.settle
+        run, settle = self.runner.layers.run, self.runner.settle
 
         def watched_run(shape: StepShape, plan: StepPlan | None) -> None:
             self.step = shape, plan
@@ -292,7 +303,7 @@ class Rig:
             self.is_trial = False
             settle()
 
-        self.runner._run = watched_run  # type: ignore[method-assign] # the only way to look on
+        self.runner.layers.run = watched_run  # type: ignore[method-assign] # the only way to look on
         self.runner.settle = watched_settle  # type: ignore[method-assign] # likewise
         self.source.find = lambda key: self.graph(key) if not self.source.reasons else None  # type: ignore
 
@@ -303,7 +314,7 @@ class Rig:
             shape, plan = self.step
             self.num_served += not self.is_trial
             if self._spoil is None:
-                self.runner._run_part(part, shape, plan)
+                self.runner.layers.run_part(part, shape, plan)
             else:
                 self._spoil(self)
 
@@ -312,7 +323,7 @@ class Rig:
     def capture(self, work: Work) -> CapturedGraph:
         """A graph captured here, which is right for any step of its size."""
         part = work.args[0]  # type: ignore[attr-defined] # the runner's partial
-        return Graph(lambda: self.runner._run_part(part, *self.step))
+        return Graph(lambda: self.runner.layers.run_part(part, *self.step))
 
     def forget(self) -> None:
         pass
@@ -333,7 +344,7 @@ def test_restored_graphs_are_tried_once_and_serve_from_then_on(expected: list[li
     rig = Rig()
 
     assert tokens_of(rig.engine) == expected
-    graphs = rig.runner.graphs
+    graphs = rig.runner.layers.graphs
     assert graphs is not None
     assert graphs.num_restored == len(rig.source.restored) > 3
     assert rig.num_served > 10
@@ -346,23 +357,23 @@ def nothing(rig: Rig) -> None:
 
 
 def wrong_logits(rig: Rig) -> None:
-    rig.runner._run_eagerly(*rig.step)  # type: ignore[arg-type] # never padding
-    rig.runner.decoder.logits.add_(1e-3)
+    rig.runner.layers.run_eagerly(*rig.step)  # type: ignore[arg-type] # never padding
+    rig.runner.layers.decoder.logits.add_(1e-3)
 
 
 def no_kv(rig: Rig) -> None:
     """All is right but for what is written to KV."""
-    before = rig.runner.kv.clone()
-    rig.runner._run_eagerly(*rig.step)  # type: ignore[arg-type] # never padding
-    rig.runner.kv.copy_(before)
+    before = rig.runner.layers.kv.clone()
+    rig.runner.layers.run_eagerly(*rig.step)  # type: ignore[arg-type] # never padding
+    rig.runner.layers.kv.copy_(before)
 
 
 def garbage(rig: Rig) -> None:
-    for tensor in (rig.runner.decoder.logits, rig.runner._sampler.tokens, rig.runner._sampler.chosen):
+    for tensor in (rig.runner.layers.decoder.logits, rig.runner.sampler.tokens, rig.runner.sampler.chosen):
         tensor.fill_(7)
     shape, plan = rig.step
-    rows = rig.runner._inputs.view(plan, shape).rows.kv_targets(rig.runner.kv.shape[3])
-    rig.runner.kv[rows.blocks, :, :, rows.offsets] = 5.0
+    rows = rig.runner.layers.inputs.view(plan, shape).rows.kv_targets(rig.runner.layers.kv.shape[3])
+    rig.runner.layers.kv[rows.blocks, :, :, rows.offsets] = 5.0
     rig.runner._tables.counters.fill_(3)
 
 
@@ -380,8 +391,8 @@ def test_a_graph_that_does_something_else_is_found_out_and_harms_nobody(
     assert tokens_of(rig.engine) == expected
     assert len(rig.source.reasons) == 1
     assert rig.num_served == 0
-    assert rig.runner.graphs is not None
-    assert rig.runner.graphs.num_restored == 0
+    assert rig.runner.layers.graphs is not None
+    assert rig.runner.layers.graphs.num_restored == 0
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.message.split()[0] for record in warnings] == ["snapshot_discarded"]
 
@@ -394,12 +405,12 @@ def test_a_trial_is_over_before_blocks_move_or_the_model_rests(expected: list[li
     engine.add(engine.request("r", prompt, greedy()))  # type: ignore[arg-type]
     engine.step()
     assert rig.runner._trial is not None
-    written = rig.runner.kv.clone()
+    written = rig.runner.layers.kv.clone()
     engine.flush()
 
     assert rig.runner._trial is None
     assert len(rig.source.reasons) == 1
-    assert not torch.equal(written, rig.runner.kv), "the step did not run again"
+    assert not torch.equal(written, rig.runner.layers.kv), "the step did not run again"
     assert not rig.runner._tables.counters.any(), "the next step counts from where the graph ended"
 
 
@@ -411,8 +422,8 @@ def test_a_trial_is_over_when_the_last_request_ends() -> None:
 
     assert rig.runner._trial is None
     assert not rig.source.is_marked
-    assert rig.runner.graphs is not None
-    assert rig.runner.graphs.num_restored > 0
+    assert rig.runner.layers.graphs is not None
+    assert rig.runner.layers.graphs.num_restored > 0
 
 
 def test_an_engine_that_is_closed_in_a_trial_has_no_more_graphs_restored() -> None:
@@ -430,18 +441,18 @@ def test_an_engine_that_is_closed_in_a_trial_has_no_more_graphs_restored() -> No
 
 def test_a_rehearsal_of_a_trial_queues_all_that_a_trial_does_but_graphs_and_leaves_tokens() -> None:
     runner, captures = Rig().runner, Captures()
-    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
-    tokens = runner._sampler.tokens.clone()
-    runner.rehearse_trial(captures)
+    runner.layers.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    tokens = runner.sampler.tokens.clone()
+    rehearse_trial(runner.layers, runner.sampler, captures)
     (captured,) = captures.made
-    assert not (runner._sampler.chosen == -1).any(), "captured, and not run"
+    assert not (runner.sampler.chosen == -1).any(), "captured, and not run"
 
     with torch.inference_mode():
         captured.replay()
-    assert (runner._sampler.chosen == -1).all(), "as a graph that computes nothing leaves them"
-    assert torch.equal(runner._sampler.tokens, tokens)
-    runner.sizes = PaddedSizes()
-    runner.rehearse_trial(captures)
+    assert (runner.sampler.chosen == -1).all(), "as a graph that computes nothing leaves them"
+    assert torch.equal(runner.sampler.tokens, tokens)
+    runner.layers.sizes = PaddedSizes()
+    rehearse_trial(runner.layers, runner.sampler, captures)
     assert len(captures.made) == 1, "where nothing is captured nothing is tried"
 
 
@@ -460,36 +471,36 @@ def test_a_trial_that_a_device_was_lost_in_stays_marked(monkeypatch: pytest.Monk
     assert rig.source.is_marked
 
 
-def test_a_graph_that_stands_in_serves_untried_and_goes_with_those_of_the_snapshot() -> None:
+def test_a_substitute_serves_untried_and_goes_with_those_of_the_snapshot() -> None:
     runner, captures = engine_for("llama-gqa").runner, Captures()
-    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    runner.layers.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
     own = Captures()
-    runner.graphs = StepGraphs(own)
-    runner.decoder._on_layer = lambda: pytest.fail("no layer of a step has passed")
-    runner.stand_in(StepShape.decode(1), lambda: captures)
+    runner.layers.graphs = StepGraphs(own)
+    runner.layers.decoder._on_layer = lambda: pytest.fail("no layer of a step has passed")
+    runner.layers.capture_substitutes(StepShape.decode(1), lambda: captures)
     assert not captures.made, "a step captures its own where there is no snapshot"
 
     source = Source(coming={"decode-1"}, restored={"mixed-16": Graph()})
-    runner.graphs.restore_from(source)
+    runner.layers.graphs.restore_from(source)
     for shape in (StepShape.decode(1), StepShape(True, 16, 8), StepShape.decode(1)):
-        runner.stand_in(shape, lambda: captures)
+        runner.layers.capture_substitutes(shape, lambda: captures)
     assert not own.made, "torch fills no memory again whose graphs are gone"
     assert [graph.is_ready for graph in captures.made] == [True, True], "once each, of what the snapshot has"
-    assert not runner.graphs.captured, "no snapshot is made of them"
+    assert not runner.layers.graphs.captured, "no snapshot is made of them"
     runner.run_padding(StepShape.decode(1))
     assert captures.made[0].num_replays == 1
-    assert runner.graphs.begin_trial([GraphKey(StepPart.MIXED, 16)]) is None
-    runner.graphs.drop_restored()
-    assert len(runner.graphs) == 0
+    assert runner.layers.graphs.begin_trial([GraphKey(StepPart.MIXED, 16)]) is None
+    runner.layers.graphs.drop_restored()
+    assert len(runner.layers.graphs) == 0
     assert source.let_go_of == captures.made, "not by whoever drops them, which takes the driver long"
 
 
-def test_a_graph_that_stands_in_is_captured_between_launches_and_made_ready_behind_one() -> None:
+def test_a_substitute_is_captured_between_launches_and_made_ready_behind_one() -> None:
     runner, captures, calls = engine_for("llama-gqa").runner, Captures(), list[str]()
-    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
-    runner.graphs = StepGraphs(captures)
-    runner.graphs.restore_from(Source(coming={"decode-1"}))
-    capture, num_layers = captures.capture, len(runner.decoder.layers)
+    runner.layers.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    runner.layers.graphs = StepGraphs(captures)
+    runner.layers.graphs.restore_from(Source(coming={"decode-1"}))
+    capture, num_layers = captures.capture, len(runner.layers.decoder.layers)
 
     class Noted:
         def capture(self, work: Work) -> CapturedGraph:
@@ -500,14 +511,15 @@ def test_a_graph_that_stands_in_is_captured_between_launches_and_made_ready_behi
 
         def forget(self) -> None: ...
 
-    runner.stand_in(
-        *(StepShape.decode(1), Noted),
+    runner.layers.capture_substitutes(
+        StepShape.decode(1),
+        Noted,
         give_way=lambda: calls.append("layer"),
         get_behind=lambda: calls.append("behind"),
     )
     assert calls == ["behind", *["layer"] * num_layers, "captured", "behind"]
     calls.clear()
-    runner.rehearse("decode-1", Noted(), lambda: calls.append("layer"))
+    runner.layers.rehearse("decode-1", Noted(), lambda: calls.append("layer"))
     assert calls == [*["layer"] * min(2, num_layers), "captured"]
 
 
@@ -537,7 +549,6 @@ def test_a_runner_that_is_closed_waits_for_its_own_steps_and_not_for_others(
         runner.fill_tables,
         lambda: runner.copy_blocks([BlockMove(1, 2)]),
         lambda: runner.run_padding(StepShape.decode(1)),
-        lambda: runner.park_adapters(StepShape.decode(1, has_adapters=True)),
     ):
         end = runner._end
         queue()
@@ -546,7 +557,7 @@ def test_a_runner_that_is_closed_waits_for_its_own_steps_and_not_for_others(
         runner._end = end
 
 
-def test_a_graph_that_stands_in_is_not_kept_if_all_are_dropped_while_it_is_captured() -> None:
+def test_a_substitute_is_not_kept_if_all_are_dropped_while_it_is_captured() -> None:
     """Else a step would run it later, on memory that is not the model's any more."""
     graphs = StepGraphs(Captures())
 
@@ -556,16 +567,16 @@ def test_a_graph_that_stands_in_is_not_kept_if_all_are_dropped_while_it_is_captu
             return super().capture(work)
 
     graphs.restore_from(Source(coming={DECODE.name}))
-    graphs.stand_in(DECODE, lambda: None, Interrupted())
+    graphs.capture_substitute(DECODE, lambda: None, Interrupted())
     assert DECODE not in graphs
 
 
-def test_a_graph_that_stands_in_since_a_trial_began_is_not_replaced_by_the_one_on_trial() -> None:
+def test_a_substitute_since_a_trial_began_is_not_replaced_by_the_one_on_trial() -> None:
     graphs, captures, restored = StepGraphs(Captures()), Captures(), Graph()
     graphs.restore_from(Source({DECODE.name: restored}))
     graphs.begin_trial([DECODE])
-    graphs.stand_in(DECODE, lambda: None, captures)
-    graphs.accept()
+    graphs.capture_substitute(DECODE, lambda: None, captures)
+    graphs.end_trial(None)
     graphs.run(DECODE, lambda: None)
     assert captures.made[0].num_replays == 1
     assert restored.num_replays == 0
@@ -573,50 +584,50 @@ def test_a_graph_that_stands_in_since_a_trial_began_is_not_replaced_by_the_one_o
 
 def test_a_trial_that_is_rehearsed_takes_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, captures, zeros = engine_for("llama-gqa").runner, Captures(), torch.zeros
-    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    runner.layers.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
     kv: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
-    runner.kv = kv
+    runner.layers.kv = kv
 
     def unpinned(*shape: Any, pin_memory: bool = False, **how: Any) -> torch.Tensor:
         assert not pin_memory
         return zeros(*shape, **how)
 
     monkeypatch.setattr(torch, "zeros", unpinned)
-    runner.rehearse_trial(captures)
+    rehearse_trial(runner.layers, runner.sampler, captures)
     assert len(captures.made) == 1
 
 
 def test_what_is_captured_ahead_is_what_a_step_runs() -> None:
     runner, captures = engine_for("llama-gqa").runner, Captures()
-    runner.sizes, runner.graphs = (
+    runner.layers.sizes, runner.layers.graphs = (
         PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8)),
         StepGraphs(captures),
     )
-    for shape in runner.sizes.all_shapes():
-        runner.capture_ahead(shape)
-    assert {key.name for key in runner.graphs.captured} == {
+    for shape in runner.layers.sizes.all_shapes():
+        runner.layers.capture_ahead(shape)
+    assert {key.name for key in runner.layers.graphs.captured} == {
         "decode-1",
         "decode-8",
         "mixed-16",
         "tail-1",
         "tail-8",
     }
-    shape = runner.sizes.all_shapes()[0]
+    shape = runner.layers.sizes.all_shapes()[0]
     runner.run_padding(shape)
-    replayed = runner.decoder.logits[: shape.num_logits].clone()
+    replayed = runner.layers.decoder.logits[: shape.num_logits].clone()
 
-    runner.graphs = None
+    runner.layers.graphs = None
     runner.run_padding(shape)
     # Rows of padding read memory that nobody has written: it may hold anything, but the same each time.
     torch.testing.assert_close(
-        runner.decoder.logits[: shape.num_logits], replayed, rtol=0, atol=0, equal_nan=True
+        runner.layers.decoder.logits[: shape.num_logits], replayed, rtol=0, atol=0, equal_nan=True
     )
     assert [graph.num_replays for graph in captures.made] == [1, 0, 0, 0, 0]
 
 
 def test_rehearsing_captures_two_layers_of_a_part_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, captures, rows = engine_for("llama-gqa").runner, Captures(), list[int]()
-    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
+    runner.layers.sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
     project = Decoder.project
 
     def noted(decoder: Decoder, layer: int, normed: torch.Tensor, adapters: object = None) -> torch.Tensor:
@@ -625,8 +636,8 @@ def test_rehearsing_captures_two_layers_of_a_part_and_runs_nothing(monkeypatch: 
 
     monkeypatch.setattr(Decoder, "project", noted)
     names = ["decode-8", "mixed-16", "tail-8"]
-    assert [runner.rehearse(name, captures) for name in names] == captures.made
-    assert runner.rehearse("decode-16", captures) is None
+    assert [runner.layers.rehearse(name, captures) for name in names] == captures.made
+    assert runner.layers.rehearse("decode-16", captures) is None
     assert rows == []
     with torch.inference_mode():
         for graph in captures.made:

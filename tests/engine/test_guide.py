@@ -512,9 +512,7 @@ def test_smollm2_answers_in_its_schema(smollm2: ModelSource, parts: Parts) -> No
     pack(smollm2.checkpoint, smollm2.arch, layout, base)
     weights = bind(smollm2.arch, layout, contiguous_places(layout, base))
     config, limits = EngineConfig(kv_bytes=256 << 20), StepLimits(512, 8, 16)
-    spec = ModelSpec(
-        *(smollm2.arch, torch.float32, 1024, limits), parts.tokenizer.eos_ids, parts.tokenizer_json
-    )
+    spec = ModelSpec(smollm2.arch, torch.float32, 1024, limits, parts.tokenizer.eos_ids, parts.tokenizer_json)
     engine = assemble(spec, weights, config, torch.device("cpu"))
     question = [{"role": "user", "content": "Describe a cat as JSON with name, kind and legs."}]
     prompt = parts.tokenizer.chat_prompt(question)

@@ -143,7 +143,7 @@ def test_a_parked_step_is_all_padding(shape: StepShape) -> None:
     inputs = buffers()
     filled(inputs, plan(*(prefill(slot, 2, 9, 9, 9) for slot in range(MAX_SEQS))))
 
-    inputs.park(shape)
+    inputs.fill_padding(shape)
     inputs.gather_tokens(shape)
 
     view = inputs.view(None, shape)

@@ -164,7 +164,7 @@ def test_whatever_threads_add_and_cancel_every_request_ends_exactly_once(
 
 
 def test_a_request_that_fails_is_told_so_and_the_others_go_on(engine: Engine, loop: StepLoop) -> None:
-    weights = engine.runner.decoder.weights
+    weights = engine.runner.layers.decoder.weights
     assert weights.embed is not None
     weights.embed[9] = torch.nan
     broken, sound = Outbox(), Outbox()
@@ -370,7 +370,7 @@ def test_an_idle_loop_waits_for_its_inbox_without_a_timeout(
     assert asleep.get(timeout=PATIENCE_S) == (True, loop_module._READERS_S)
     assert asleep.get(timeout=PATIENCE_S) == (True, None)
     assert asleep.empty()
-    assert engine.is_settled
+    assert engine.batcher.is_settled
     loop.close()
 
 

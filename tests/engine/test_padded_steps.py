@@ -57,10 +57,10 @@ def padded(name: str, config: EngineConfig, graphs: FirstWork | None = None) -> 
     engine = engine_for(name, config)
     limits = engine.batcher.limits
     sizes = StepLimits(limits.max_batch_tokens, limits.max_seqs, config.block_tokens)
-    engine.runner.sizes = PaddedSizes.of(sizes)
-    engine.runner.graphs = graphs  # type: ignore[assignment] # CUDA graphs cannot be had here
-    engine.runner.kv.fill_(torch.nan)
-    engine.runner.decoder._workspace.residual.untyped_storage().fill_(0xFF)
+    engine.runner.layers.sizes = PaddedSizes.of(sizes)
+    engine.runner.layers.graphs = graphs  # type: ignore[assignment] # CUDA graphs cannot be had here
+    engine.runner.layers.kv.fill_(torch.nan)
+    engine.runner.layers.decoder._workspace.residual.untyped_storage().fill_(0xFF)
     return engine
 
 
@@ -136,7 +136,7 @@ class Gate:
 def test_no_graph_is_captured_or_replayed_while_weights_arrive() -> None:
     graphs, gate = FirstWork(), Gate()
     engine = padded("llama-gqa", ROOMY, graphs)
-    engine.runner.follow(gate)
+    engine.runner.layers.follow(gate)
 
     (asked,) = prompts("llama-gqa", [5])
     answers = ask(engine, [asked], greedy(2))
@@ -152,13 +152,13 @@ def test_nothing_is_captured_on_the_way_to_the_first_token_behind_a_load() -> No
     """Not even where all weights have come before the step; but what is captured already is replayed."""
     graphs, asked = FirstWork(), prompts("llama-gqa", [5])
     engine = padded("llama-gqa", ROOMY, graphs)
-    engine.runner.follow(gate := Gate(is_shut=False))
+    engine.runner.layers.follow(gate := Gate(is_shut=False))
     (answer,) = ask(engine, asked, greedy(1))
     assert (len(graphs.work_by_key), gate.passed[-1]) == (0, "head")
 
     assert ask(engine, asked, greedy(1)) == [answer]
     assert {key.part for key in graphs.work_by_key} == {StepPart.MIXED, StepPart.TAIL}
-    engine.runner.follow(later := Gate(is_shut=False))
+    engine.runner.layers.follow(later := Gate(is_shut=False))
     num_before = graphs.num_replayed
     assert ask(engine, asked, greedy(1)) == [answer]
     assert (graphs.num_replayed - num_before, later.passed) == (2, [])
@@ -174,16 +174,16 @@ def test_a_step_is_warm_once_its_weights_and_its_graphs_are_there() -> None:
     )
 
     assert not engine.runner.is_warm(prompt)
-    engine.runner.run_padding(engine.runner.sizes.shape_of(prompt))
+    engine.runner.run_padding(engine.runner.layers.sizes.shape_of(prompt))
     assert engine.runner.is_warm(alike)
-    engine.runner.follow(gate)
+    engine.runner.layers.follow(gate)
     assert not engine.runner.is_warm(alike)
 
 
 def test_every_size_is_captured_at_start_and_only_once() -> None:
     graphs = FirstWork()
     engine = padded("llama-gqa", ROOMY, graphs)
-    engine.runner.follow(Gate(is_shut=False))
+    engine.runner.layers.follow(Gate(is_shut=False))
 
     engine.runner.capture_all()
 
@@ -193,8 +193,10 @@ def test_every_size_is_captured_at_start_and_only_once() -> None:
     num_replayed = graphs.num_replayed
     engine.runner.capture_all()
     assert graphs.num_replayed == num_replayed, "a graph that is there is left alone"
-    others = [block for block in range(len(engine.runner.kv)) if block != engine.runner.sink]
-    assert bool(engine.runner.kv[others].isnan().all())
+    others = [
+        block for block in range(len(engine.runner.layers.kv)) if block != engine.runner.layers.inputs.sink
+    ]
+    assert bool(engine.runner.layers.kv[others].isnan().all())
 
 
 def test_what_is_sent_stays_on_the_host_until_a_slow_device_has_read_it(

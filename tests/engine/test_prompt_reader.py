@@ -124,13 +124,13 @@ def test_the_head_runs_over_pieces_of_a_prompt(monkeypatch: pytest.MonkeyPatch) 
     engine = engine_for("llama-gqa", replace(ROOMY, max_seqs=8))
     monkeypatch.setattr("hearth.core.sizes._LOGITS_AT_ONCE", 5 * 160)
     assert sampled_pieces(8, 160)[0].stop == 5
-    num_rows, head = list[int](), engine.runner.decoder.head
+    num_rows, head = list[int](), engine.runner.layers.decoder.head
 
     def watched(hidden: torch.Tensor) -> torch.Tensor:
         num_rows.append(len(hidden))
         return head(hidden)
 
-    monkeypatch.setattr(engine.runner.decoder, "head", watched)
+    monkeypatch.setattr(engine.runner.layers.decoder, "head", watched)
     (asked,) = prompts("llama-gqa", [32])
     (answer,) = run(engine, [scored(engine, asked)])
     assert_scores("llama-gqa", asked, answer.reading)
@@ -254,7 +254,7 @@ def test_a_prompt_of_the_whole_context_can_be_read() -> None:
 def test_hidden_states_that_are_not_finite_fail_their_request_alone(pooling: Pooling) -> None:
     engine = engine_for("llama-gqa")
     good, bad = prompts("llama-gqa", [9, 9])
-    embed = engine.runner.decoder.weights.embed
+    embed = engine.runner.layers.decoder.weights.embed
     assert embed is not None
     embed[bad[0]] = torch.nan
     good = [token for token in good if token != bad[0]]

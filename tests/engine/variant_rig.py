@@ -156,16 +156,16 @@ def tensors(values: object) -> list[torch.Tensor]:
 def allocating(needs: KernelNeeds) -> list[str]:
     """Return the operations of captured parts that would take memory of the graphs."""
     runner = dry_runner(needs)
-    run_part, noted = runner._run_part, NotedAllocations()
+    run_part, noted = runner.layers.run_part, NotedAllocations()
 
     def noted_part(*part: Any) -> None:
         with noted:
             run_part(*part)
 
-    runner._run_part = noted_part  # type: ignore[method-assign] # the point of noting
+    runner.layers.run_part = noted_part  # type: ignore[method-assign] # the point of noting
     with recording():
         for has_adapters in (False, True):
-            for shape in runner.sizes.all_shapes(has_adapters=has_adapters):
+            for shape in runner.layers.sizes.all_shapes(has_adapters=has_adapters):
                 runner.run_padding(shape)
     return sorted(noted.names)
 

@@ -71,10 +71,10 @@ class Tiny:
         weights.copy_(torch.randn(weights.shape, device=DEVICE, generator=generator) * 0.1)
         self.runner.fill_tables()
         self._add_adapter(generator)
-        graphs, self.runner.graphs = self.runner.graphs, None
+        graphs, self.runner.layers.graphs = self.runner.layers.graphs, None
         for adapter in (None, ADAPTER):
             self.step(adapter)  # eagerly, so that kernels are compiled
-        self.runner.graphs = graphs
+        self.runner.layers.graphs = graphs
 
     def lose_weights(self) -> None:
         """Unmap the pages of the weights."""
@@ -87,7 +87,7 @@ class Tiny:
         row = Row(request, 0, 0, len(PROMPT), PROMPT, samples=True, adapter=adapter)
         writes = TableWrites.of(TableWrite(0, 0, (SINK_BLOCK + 1,)))
         result = self.runner.launch(StepPlan(0, (admission,), writes, DecodeRows(), (row,))).wait()
-        logits = self.runner.decoder.logits[0].tolist()
+        logits = self.runner.layers.decoder.logits[0].tolist()
         self.runner.settle()
         return [*result.tokens, *logits]
 
@@ -116,7 +116,7 @@ class Tiny:
 def save(tiny: Tiny, driver: CudaGraphs, directory: SnapshotDirectory) -> None:
     computed = [tiny.step(adapter) for adapter in (None, ADAPTER)]
     assert computed[0] != computed[1], "the adapter changes nothing"
-    graphs = tiny.runner.graphs
+    graphs = tiny.runner.layers.graphs
     assert graphs is not None
     handles = {key.name: graph.raw_cuda_graph() for key, graph in graphs.captured.items()}
     assert len(handles) == NUM_GRAPHS, sorted(handles)
@@ -127,7 +127,7 @@ def save(tiny: Tiny, driver: CudaGraphs, directory: SnapshotDirectory) -> None:
 
 
 def load(tiny: Tiny, driver: CudaGraphs, directory: SnapshotDirectory) -> None:
-    opened, graphs = directory.load(FINGERPRINT), tiny.runner.graphs
+    opened, graphs = directory.load(FINGERPRINT), tiny.runner.layers.graphs
     assert opened is not None
     assert graphs is not None
     with opened["computed"] as raw:
@@ -136,7 +136,7 @@ def load(tiny: Tiny, driver: CudaGraphs, directory: SnapshotDirectory) -> None:
     assert rebuild is not None, "there is no C compiler"
 
     def rehearse(name: str) -> None:
-        captured = tiny.runner.rehearse(name, GraphCapture())
+        captured = tiny.runner.layers.rehearse(name, GraphCapture())
         assert captured is not None, name
         handles.learn(captured.raw_cuda_graph())
 

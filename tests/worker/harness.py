@@ -104,7 +104,13 @@ class Gateway:
         self.runs[run] = Run()
         self.send(
             StartRequest(
-                *(run, ModelId(model), tuple(prompt), tuple(output), sampling, salt, guide),
+                run,
+                ModelId(model),
+                tuple(prompt),
+                tuple(output),
+                sampling,
+                salt,
+                guide,
                 pace or Pace(),
                 pooling=pooling,
                 adapter=adapter,

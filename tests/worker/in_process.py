@@ -224,7 +224,7 @@ def working_in_process(
         folder() as place,
         closing(Lender(tiers, place / "s")),
         working_beside(
-            *(place / "s", new_pool, device, config, max_facts, turns, kernels, marks, snapshots)
+            place / "s", new_pool, device, config, max_facts, turns, kernels, marks, snapshots
         ) as gateway,
     ):
         yield gateway
@@ -252,7 +252,13 @@ def working_beside(
             return gateway.pool
 
         resources = HostingResources(
-            *(device, config, kept_pool, borrower, Loader(device), turns, kernels),
+            device,
+            config,
+            kept_pool,
+            borrower,
+            Loader(device),
+            turns,
+            kernels,
             marks=marks or WorkerMarks(),
             snapshots=snapshots,
         )

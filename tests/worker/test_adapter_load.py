@@ -55,8 +55,13 @@ class Road:
     def load(self, prepare: Callable[[], None] = lambda: None, asked: AskedLoan | None = None) -> AdapterNews:
         """Have the adapter come; return what is told of it."""
         load_adapter(
-            *(self.stored.order, self.borrowed, self.runs, prepare, self.resources),
-            *(lambda _, news: self.news.put(news), asked),
+            self.stored.order,
+            self.borrowed,
+            self.runs,
+            prepare,
+            self.resources,
+            lambda _, news: self.news.put(news),
+            asked,
         )
         return self.news.get(timeout=PATIENCE_S)
 

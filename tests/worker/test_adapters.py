@@ -109,7 +109,10 @@ def serving(
     with (
         tiers_at(root, num_cells=(16 << 20) // max(setting.page_bytes, 256 << 10)) as tiers,
         working_in_process(
-            *(tiers, lambda terms: setting.new_pool(setting, budget, terms), setting.device, CONFIG),
+            tiers,
+            lambda terms: setting.new_pool(setting, budget, terms),
+            setting.device,
+            CONFIG,
             turns=turns,
         ) as gateway,
     ):
@@ -473,7 +476,7 @@ def test_a_model_that_breaks_when_it_gives_way_ahead_of_another_s_turn_leaves_an
 
     budget_bytes = least_bytes(SETTINGS["mapped"], (BASE, OTHER))
     with serving(
-        *("mapped", tmp_path, BASE, OTHER), budget_bytes=budget_bytes, spare_bytes=0, turns=RESTLESS
+        "mapped", tmp_path, BASE, OTHER, budget_bytes=budget_bytes, spare_bytes=0, turns=RESTLESS
     ) as rig:
         runs = {model: rig.ask(None, max_tokens=40, model=model) for model in (BASE, OTHER)}
         monkeypatch.setattr(Reclaimer, "place_front", breaks)

@@ -26,7 +26,7 @@ from hearth.snapshot.cost_profile import cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import read_manifest
-from hearth.worker.torch_limit import SPARE_BYTES
+from hearth.worker.runtime import SPARE_BYTES
 from tests.store.stored import converted
 from tests.worker.harness import CONFIG, Gateway, folder, greedy, host_order, keeper_setup, keeping, working
 

@@ -200,7 +200,8 @@ class Player:
                 del self.hosted[other]
         floor_bytes = setting.floor_bytes(name)
         self.gateway.host(
-            *(name, setting.where(name)),
+            name,
+            setting.where(name),
             kv_floor_bytes=floor_bytes,
             max_kv_bytes=12 * floor_bytes,
             max_context=CONTEXT,

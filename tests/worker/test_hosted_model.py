@@ -33,6 +33,7 @@ from hearth.core.types import Hold, ModelId, RequestId, Rung
 from hearth.engine.assemble import assemble
 from hearth.engine.engine import Engine, StepOutcome, StepOutputs
 from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.kernels import prefill_hopper
@@ -42,9 +43,9 @@ from hearth.memory.vmm import MappedPool
 from hearth.models.decoder import Decoder
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.format.manifest import WEIGHTS, read_manifest
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from hearth.worker.hosted_model import HostedModel
-from hearth.worker.hosted_models import MAX_VAIN_ROUNDS, HostedModels
+from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import ServedModel
 from hearth.worker.model_load import (
     EngineReady,
@@ -56,6 +57,7 @@ from hearth.worker.model_load import (
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.steps import MAX_VAIN_ROUNDS, ModelSteps
 from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
 from tests.worker.harness import BUDGET_BYTES, greedy
@@ -204,7 +206,7 @@ def test_models_whose_graphs_are_restored_in_python_are_counted(
 
     graphs = SimpleNamespace(num_interpreted=3, num_unrestored=0, num_restored=0, captured={})
     with monkeypatch.context() as patch:  # a CPU has none
-        patch.setattr(Runner, "graphs", property(lambda _: graphs), raising=False)
+        patch.setattr(LayerRunner, "graphs", property(lambda _: graphs), raising=False)
         assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 1
 
     assert bench.gateway.ping().fallbacks["graphs_restored_in_python"] == 1, "a counter never counts back"
@@ -464,7 +466,7 @@ def test_a_model_that_breaks_in_a_step_leaves_and_others_go_on(
     broken = read_manifest(converted("opt-pre")).arch
 
     def breaks(engine: Engine) -> StepOutcome:
-        if engine.runner.decoder.arch == broken:
+        if engine.runner.layers.decoder.arch == broken:
             raise ValueError("something is off")
         return step(engine)
 
@@ -487,7 +489,7 @@ def test_tokens_are_told_before_the_books_of_their_step_are_finished(
 
     def late(reclaimer: Reclaimer, name: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
         if outcome.outputs.finished:
-            found.append((is_heard.wait(PATIENCE_S), served.engine.is_settled))
+            found.append((is_heard.wait(PATIENCE_S), served.engine.batcher.is_settled))
         after_step(reclaimer, name, served, outcome)
 
     monkeypatch.setattr(Reclaimer, "after_step", late)
@@ -526,7 +528,7 @@ def test_an_error_of_the_device_ends_the_worker(
     bench.gateway.load("a", model)
     bench.start("a", 30)
 
-    assert "the device is lost, under `a`" in str(bench.gateway.device_lost.result(PATIENCE_S))
+    assert "the device failed while running `a`" in str(bench.gateway.device_lost.result(PATIENCE_S))
 
 
 def test_a_model_answers_while_another_waits_for_its_bytes(bench: Bench, model: Path) -> None:
@@ -672,7 +674,7 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     load._post = posted.append
     sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
 
-    def stand_in(shape: StepShape, new_capturer: object, *paces: object) -> None:
+    def capture_substitutes(shape: StepShape, new_capturer: object, *paces: object) -> None:
         launches = load._resources.marks.launches
         assert (new_capturer, *paces) == (GraphCapture, launches.give_way, launches.get_behind)
         captured.append(shape)
@@ -683,7 +685,7 @@ def test_no_first_step_is_captured_that_would_come_too_late(
         if ends == "broken":
             raise ValueError("nothing is mapped there")
 
-    load._capture_first(SimpleNamespace(sizes=sizes, stand_in=stand_in))  # type: ignore[arg-type] # likewise
+    load._capture_first(SimpleNamespace(sizes=sizes, capture_substitutes=capture_substitutes))  # type: ignore[arg-type] # likewise
     first = [StepShape(True, 16, 1), StepShape(True, 16, 8)] if is_beside else [StepShape.decode(1)]
     # Beside others no step follows the bytes.
     goes_on = ends is None or (ends == "followed" and is_beside)
@@ -694,11 +696,11 @@ def test_no_first_step_is_captured_that_would_come_too_late(
 
 def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_adapter_came() -> None:
     """Its requests may compute, and end, or its memory be taken: nobody else's need to end for that."""
-    models, first, second = HostedModels.__new__(HostedModels), ModelId("a"), ModelId("b")
-    models._num_vain = Counter()
-    models.ready = lambda: {first: served, second: served}  # type: ignore[method-assign, dict-item] # as below
+    steps, first, second = ModelSteps.__new__(ModelSteps), ModelId("a"), ModelId("b")
+    steps._num_vain = Counter()
+    steps.ready = lambda: {first: served, second: served}  # type: ignore[method-assign, dict-item] # as below
     adapters = SimpleNamespace(is_any_coming=True)
-    models.reclaimer = SimpleNamespace(  # type: ignore[assignment] # all that is asked of it
+    steps._reclaimer = SimpleNamespace(  # type: ignore[assignment] # all that is asked of it
         adapters=adapters, before_step=lambda *_: None, after_step=lambda *_: None
     )
     vain = StepOutcome(StepOutputs(), (), (RequestId(1),), has_run=False)
@@ -706,9 +708,9 @@ def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_a
 
     def is_stuck_after(model: ModelId, num_steps: int) -> bool:
         for _ in range(num_steps):
-            outcome = models.step(model, served)  # type: ignore[arg-type] # as above
-            models.settle(model, served, outcome)  # type: ignore[arg-type] # likewise
-        return models.is_stuck
+            outcome = steps.step(model, served)  # type: ignore[arg-type] # as above
+            steps.settle(model, served, outcome)  # type: ignore[arg-type] # likewise
+        return steps.is_stuck
 
     assert not is_stuck_after(first, 100)
     assert not is_stuck_after(second, 100)

@@ -187,7 +187,10 @@ def test_other_steps_are_rehearsed_behind_the_first_ones_of_all_models(
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     cache = SimpleNamespace(prune=lambda: 0)
     kernels = ModelKernels(
-        *(cache, torch.device("cpu"), read_manifest, lambda _: nullcontext),  # type: ignore[arg-type] # as said
+        cache,
+        torch.device("cpu"),
+        read_manifest,
+        lambda _: nullcontext,  # type: ignore[arg-type] # as said
     )
     for name in ("llama-gqa", "qwen3", "llama-gqa"):
         kernels.prepare(PrepareModel(ModelId(name), str(converted(name)), LIMITS))

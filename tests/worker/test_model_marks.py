@@ -18,8 +18,8 @@ from hearth.engine.pending_step import PendingStep
 from hearth.memory.arena import ArenaPool
 from hearth.models.decoder import Decoder
 from hearth.policy.batch.plan import StepPlan
+from hearth.worker.background import StepLaunches
 from hearth.worker.model_marks import ModelMarks, WorkerMarks
-from hearth.worker.step_launches import StepLaunches
 from tests.engine.harness import engine_for, prompts_for
 from tests.store.stored import PATIENCE_S, converted, tiers_at
 from tests.worker.harness import BUDGET_BYTES, greedy

@@ -63,7 +63,7 @@ class Start:
     def snapshots(self, kind: str = "cuda") -> ModelSnapshots:
         device = torch.device(kind)
         return ModelSnapshots(
-            *(self.directory, self.config, device, self.device_name, self.device_bytes, self.parts_of)
+            self.directory, self.config, device, self.device_name, self.device_bytes, self.parts_of
         )
 
     def look(self) -> SnapshotLook:

@@ -209,7 +209,7 @@ def test_a_model_that_breaks_while_it_gives_way_is_the_one_that_fails(
         broken, clear = read_manifest(player.setting.where(A)).arch, Engine.clear
 
         def breaks(engine: Engine, extent: range, **how: bool) -> bool:
-            if engine.runner.decoder.arch == broken:
+            if engine.runner.layers.decoder.arch == broken:
                 raise ValueError("something is off")
             return clear(engine, extent, **how)
 

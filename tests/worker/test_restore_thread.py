@@ -13,10 +13,9 @@ import torch
 from hearth.engine.graphs import StepGraphs
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.snapshot.trial_mark import TrialMark
-from hearth.worker import snapshot_graphs, step_launches
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker import background, snapshot_graphs
+from hearth.worker.background import FirstTokens, StepLaunches
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.step_launches import StepLaunches
 from tests.engine.test_graphs import Captures
 from tests.snapshot.fake_library import FakeLibrary, LibraryDriver
 from tests.snapshot.test_restored_graphs import Machine, sections_of
@@ -169,7 +168,7 @@ def test_graphs_of_a_model_that_goes_are_destroyed_by_the_thread_that_restores(
 def test_graphs_give_way_to_the_launch_of_a_step_unless_it_lacks_them(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
 ) -> None:
-    monkeypatch.setattr(step_launches, "MAX_LAUNCH_S", PATIENCE_S)
+    monkeypatch.setattr(background, "MAX_LAUNCH_S", PATIENCE_S)
     launches, is_one_there = StepLaunches(), threading.Event()
     worker = SnapshotGraphs(torch.device("cpu"), FirstTokens(), None, launches)
     runner = Rehearsals(machine)
@@ -195,7 +194,7 @@ def test_graphs_give_way_to_the_launch_of_a_step_unless_it_lacks_them(
 
 
 def test_nobody_gives_way_to_a_launch_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_launches, "MAX_LAUNCH_S", 0.01)
+    monkeypatch.setattr(background, "MAX_LAUNCH_S", 0.01)
     launches = StepLaunches()
     launches.begun()
     launches.give_way()
@@ -211,8 +210,8 @@ def test_what_keeps_the_driver_busy_waits_for_the_end_of_the_next_launch(
     monkeypatch: pytest.MonkeyPatch, is_launching: bool
 ) -> None:
     for name in ("MAX_LAUNCH_S", "RECENT_S"):
-        monkeypatch.setattr(step_launches, name, PATIENCE_S)
-    monkeypatch.setattr(step_launches, "BEHIND_S", 0.0)
+        monkeypatch.setattr(background, name, PATIENCE_S)
+    monkeypatch.setattr(background, "BEHIND_S", 0.0)
     launches = StepLaunches()
     launches.get_behind()  # no step was ever launched
     launches.begun()
@@ -225,7 +224,7 @@ def test_what_keeps_the_driver_busy_waits_for_the_end_of_the_next_launch(
     assert waiting.is_alive()
     if not is_launching:
         launches.begun()
-    monkeypatch.setattr(step_launches, "BEHIND_S", PATIENCE_S)  # before it looks how long the end is past
+    monkeypatch.setattr(background, "BEHIND_S", PATIENCE_S)  # before it looks how long the end is past
     launches.ended()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()

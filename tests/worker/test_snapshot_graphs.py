@@ -157,7 +157,7 @@ def late_answer(gateway: Gateway, model: Model) -> list[int]:
     """The tokens of an adapter that was not there when the graphs were captured."""
     (run,) = gateway.until_ended(
         gateway.start(
-            *(model.name, PROMPTS[0], greedy(12, ignore_eos=True)), salt=b"late", adapter=model.late_adapter
+            model.name, PROMPTS[0], greedy(12, ignore_eos=True), salt=b"late", adapter=model.late_adapter
         )
     )
     return run.tokens

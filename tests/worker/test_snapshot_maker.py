@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
 import threading
 import time
@@ -30,6 +32,7 @@ from hearth.snapshot.software import Software
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.worker import model_snapshots, snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
+from hearth.worker.snapshot_maker import process_bytes, resident_bytes
 from hearth.worker.worker_loop import WorkerLoop
 from tests.engine.test_graphs import Captures, Graph, Source
 from tests.snapshot.test_trial_mark import die_in_a_trial_of
@@ -98,7 +101,8 @@ def worker(
     with (
         tiers_at(place) as tiers,
         working_in_process(
-            *(tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms)),
+            tiers,
+            lambda terms: ArenaPool(device, BUDGET_BYTES, terms),
             snapshots=snapshots,
         ) as gateway,
     ):
@@ -225,9 +229,9 @@ class GraphParts:
     """The graphs of an engine, of which a snapshot has names alone."""
 
     def __init__(self, engine: Engine) -> None:
-        if engine.runner.graphs is None:
-            engine.runner.graphs = StepGraphs(Captures())
-        self._graphs = engine.runner.graphs
+        if engine.runner.layers.graphs is None:
+            engine.runner.layers.graphs = StepGraphs(Captures())
+        self._graphs = engine.runner.layers.graphs
 
     def save(self) -> dict[str, bytes]:
         return {f"graph/{key.name}": b"captured" for key in self._graphs.captured}
@@ -281,7 +285,7 @@ class FewSizes(PaddedSizes):
 class AdapterParts(GraphParts):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        engine.runner.sizes = FewSizes()
+        engine.runner.layers.sizes = FewSizes()
 
 
 def test_a_snapshot_has_graphs_of_steps_with_adapters_if_they_are_asked_for(
@@ -454,3 +458,25 @@ def test_a_worker_sleeps_while_a_snapshot_has_to_wait(
         gated.gate.open()
         gateway.until_ended(run)
         assert gateway.until(SnapshotMade).failure is None
+
+
+PAGE = mmap.PAGESIZE
+
+
+def test_only_pages_that_were_touched_are_resident() -> None:
+    with mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        mapped.madvise(mmap.MADV_NOHUGEPAGE)
+        address = ctypes.addressof(view := ctypes.c_char.from_buffer(mapped))
+        assert resident_bytes(address, 64 * PAGE) == 0
+        mapped[3 * PAGE] = mapped[9 * PAGE] = 1
+        assert resident_bytes(address, 64 * PAGE) == 2 * PAGE
+        assert resident_bytes(address + 3 * PAGE, PAGE) == PAGE
+        assert resident_bytes(address + 4 * PAGE, 5 * PAGE) == 0
+        del view
+
+
+def test_what_a_process_takes_grows_by_what_it_touches() -> None:
+    before = process_bytes(os.getpid())
+    with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        mapped.write(bytes(64 << 20))
+        assert process_bytes(os.getpid()) - before > 48 << 20

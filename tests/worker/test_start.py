@@ -18,14 +18,14 @@ from hearth.store.transfer.borrower import Borrower
 from hearth.store.transfer.lender import Lender
 from hearth.system.native_code import NativeCodeUnavailable
 from hearth.worker import __main__ as worker
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from tests.store.stored import PATIENCE_S
 
 CELL_BYTES = 1 << 16
 
 
 def setup_of(kind: str, kernels: Path) -> WorkerSetup:
-    return WorkerSetup(*(WorkerId("w0"), "", 1, "", kind, 0, 1, None, "", str(kernels), {}, None, "info"))
+    return WorkerSetup(WorkerId("w0"), "", 1, "", kind, 0, 1, None, "", str(kernels), {}, None, "info")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hearth.core.sizes import StepLimits
 from hearth.engine.dry_run import KernelNeeds, dry_runner
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.inputs import InputBuffers
-from hearth.engine.runner import Runner
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
 from hearth.store.format.manifest import read_manifest
 from hearth.worker import step_rehearsal
@@ -62,10 +62,10 @@ def test_a_rehearsal_needs_one_page_and_leaves_it_as_it_was(
 
 def test_prompts_of_all_sizes_are_rehearsed_with_one_row_of_logits_and_one_that_decodes() -> None:
     runner = dry_runner(needs())
-    runner.sizes = PaddedSizes(decode=(1, 8), mixed=(16, 64), samples=(1, 8))
+    runner.layers.sizes = PaddedSizes(decode=(1, 8), mixed=(16, 64), samples=(1, 8))
     assert [key.name for key in first_step_keys(runner)] == ["tail-1", "decode-1", "mixed-16", "mixed-64"]
     assert [key.name for key in other_keys(runner)] == ["decode-8", "tail-8"]
-    runner.sizes = PaddedSizes()
+    runner.layers.sizes = PaddedSizes()
     assert first_step_keys(runner) == [], "of what is never captured nothing is rehearsed"
     assert other_keys(runner) == []
 
@@ -77,8 +77,8 @@ def test_what_tries_restored_graphs_is_rehearsed_behind_the_steps(
     """Where steps are captured: elsewhere no graph is ever tried."""
     done = list[str]()
     monkeypatch.setattr(step_rehearsal, "GraphCapture", lambda: None)
-    monkeypatch.setattr(Runner, "rehearse", lambda runner, name, capturer: done.append(name))
-    monkeypatch.setattr(Runner, "rehearse_trial", lambda runner, capturer: done.append("trial"))
+    monkeypatch.setattr(LayerRunner, "rehearse", lambda layers, name, capturer: done.append(name))
+    monkeypatch.setattr(step_rehearsal, "rehearse_trial", lambda *_: done.append("trial"))
     keys = [GraphKey(StepPart.DECODE, 1), GraphKey(StepPart.TAIL, 1)][:num_keys]
     with closing(HostPages(1, 64 << 10)) as pages:
         rehearse(needs(), pages, CPU, lambda: done.append("way"), lambda graph: None, lambda runner: keys)

@@ -23,7 +23,8 @@ from bench.host_pages import HostPages
 from hearth.core.errors import HearthError
 from hearth.core.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
 from hearth.core.types import Hold, ModelId, TurnEnd
-from hearth.engine.engine import Engine, Intake, StepOutcome
+from hearth.engine.engine import Engine, StepOutcome
+from hearth.engine.intake import Intake
 from hearth.memory.pool import EvictionTermsOf, Pool, Space
 from hearth.memory.vmm import MappedPool
 from hearth.policy.batch.plan import EngineRequest
@@ -88,7 +89,8 @@ def host(gateway: LoopGateway, setting: Setting, *names: str) -> None:
         promise = setting.promise(name)
         floor_bytes = setting.floor_bytes(name)
         gateway.host(
-            *(name, setting.where(name)),
+            name,
+            setting.where(name),
             kv_floor_bytes=floor_bytes,
             max_kv_bytes=12 * floor_bytes,
             max_context=CONTEXT,
@@ -215,7 +217,8 @@ def test_a_grammar_goes_on_after_each_pause(kind: str, tmp_path: Path) -> None:
     with taking_turns(kind, tmp_path / "store", [name], 4 * setting.promise_bytes(name)) as gateway:
         budget_bytes = gateway.pool.budget_bytes if gateway.pool is not None else 0
         gateway.host(
-            *("spoken", tmp_path / "spoken"),
+            "spoken",
+            tmp_path / "spoken",
             kv_floor_bytes=setting.floor_bytes(name),
             max_kv_bytes=setting.floor_bytes(name),
             eos_ids=(backend.token_to_id("</s>"),),
@@ -396,7 +399,7 @@ def test_a_model_that_breaks_at_the_end_of_its_turn_leaves_and_others_go_on(
     flush, broken = Engine.flush, read_manifest(setting.where(first)).arch
 
     def breaks(engine: Engine) -> StepOutcome:
-        if engine.runner.decoder.arch == broken:
+        if engine.runner.layers.decoder.arch == broken:
             raise ValueError("something is off")
         return flush(engine)
 
@@ -568,7 +571,7 @@ def test_a_paused_model_is_held_less_than_a_busy_one_and_costs_the_less_the_late
         model.has_turn = False
         assert reclaimer.eviction_terms(name).hold is Hold.WARM
 
-        model.queue_until_ready(StartRequest(1, name, (1,), (), greedy(1), b""))
+        model.pending.queued.append(StartRequest(1, name, (1,), (), greedy(1), b""))
         soon = reclaimer.eviction_terms(name)
         due_in_s[0] = 10.0
         late = reclaimer.eviction_terms(name)

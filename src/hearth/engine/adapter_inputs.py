@@ -1,7 +1,7 @@
-"""Which rows of a step have which adapter, at fixed device addresses. Chooses nothing, multiplies nothing.
+"""Which rows of a step have which adapter, at fixed device addresses.
 
-The lists lie in one packed array (`PackedAdapters`), written on the host and sent only where a step differs
-from the last that had adapters: as long as the same requests decode, nothing is sent.
+The lists lie in one packed array (`PackedAdapters`). It is written on the host and sent only if a step
+differs from the last one with adapters: while the same requests decode, nothing is sent.
 """
 
 from __future__ import annotations
@@ -31,35 +31,33 @@ from hearth.policy.batch.plan import StepPlan
 
 
 class AdapterInputs:
-    """The device buffers of a step's adapters. Mutable; written only by the runner, in step order."""
+    """The device buffers of a step's adapters. Mutable; written by the runner alone, in step order."""
 
     def __init__(self, packed: torch.Tensor, max_seqs: int) -> None:
-        """Take `packed` as `input_buffers` has it, filled as by `EngineTables`."""
         self._packed, self._max_seqs = packed, max_seqs
-        #: Where steps are written in turn. None of them: no step had an adapter yet, and most never have.
+        #: Host copies, used in turn. Empty until the first step with an adapter.
         self._hosts: list[tuple[torch.Tensor, npt.NDArray[np.int64]]] = []
-        #: Of the step that was sent last: by row of logits, and by row. Where kernels read the lists, none.
+        #: Of the last step: by row of logits, and by row. Empty where kernels read the lists.
         self._logit_groups: tuple[AdapterGroup, ...] = ()
         self._groups: tuple[AdapterGroup, ...] = ()
-        #: The adapters of decode rows alone that were sent last; None: something else was.
+        #: The adapters of the last step, if it had decode rows alone; else None.
         self._sent: Sequence[AdapterId | None] | None = None
 
     @property
     def is_used(self) -> bool:
-        """True if a step was ever sent."""
         return bool(self._hosts)
 
     def forget(self) -> None:
-        """Send the next step whatever it is, for an adapter has another place, or the lists are gone."""
+        """Send the next step in any case: an adapter has moved, or the lists are gone."""
         self._sent = None
 
-    def park(self, shape: StepShape) -> None:
-        """Send a step in which no row has an adapter: those of the step before may be gone."""
+    def fill_padding(self, shape: StepShape) -> None:
+        """Send a step in which no row has an adapter: earlier ones may be gone."""
         none = _Groups.of(np.empty(0, np.int64), ())
         self._send(none, none if shape.has_prompts else None, shape if shape.has_prompts else None)
 
     def fill(self, plan: StepPlan, shape: StepShape, table: AdapterTable) -> None:
-        """Send the adapters of a plan. The step before the last must be done, as for the other inputs."""
+        """Send the adapters of a plan. The step before the last must be done."""
         decode = plan.decode.adapters
         if not plan.prompts and decode is self._sent:
             return
@@ -74,7 +72,6 @@ class AdapterInputs:
         self._send(_Groups.of(numbers, own), _Groups.of(np.repeat(numbers, lengths), own), shape)
 
     def rows(self, shape: StepShape) -> AdapterRows:
-        """Return the adapters of all rows of the step that was sent last."""
         if not shape.has_prompts:
             return self.logit_rows(shape)
         parts = PackedAdapters.of(shape.num_rows, self._max_seqs)
@@ -82,14 +79,13 @@ class AdapterInputs:
         return AdapterRows(self._groups, self._packed[parts.order], shares, ADAPTER_PROMPT_TILE_ROWS)
 
     def logit_rows(self, shape: StepShape) -> AdapterRows:
-        """Return the adapters of those rows alone whose logits are wanted."""
         parts, num_rows = PackedAdapters.of(shape.num_rows, self._max_seqs), shape.num_logits
         order = self._packed[parts.logit_order][:num_rows]
         shares = _by_projection(self._packed[parts.logit_shares])[:, : adapter_shares(num_rows)]
         return AdapterRows(self._logit_groups, order, shares, ADAPTER_TILE_ROWS)
 
     def _send(self, logits: _Groups, rows: _Groups | None, shape: StepShape | None) -> None:
-        """Send the lists of rows of logits and of all rows; None: without prompts these are the same."""
+        """Send the lists of logit rows and of all rows; None: without prompts they are the same."""
         if not runs_triton(self._packed):
             self._logit_groups = logits.for_reference()
             self._groups = self._logit_groups if rows is None else rows.for_reference()
@@ -104,22 +100,19 @@ class AdapterInputs:
 
 
 def _hosts_for(packed: torch.Tensor) -> list[tuple[torch.Tensor, npt.NDArray[np.int64]]]:
-    """Return memory of the host for two steps, each with the array that writes it."""
     hosts = [torch.zeros_like(packed, device="cpu", pin_memory=packed.is_cuda) for _ in range(2)]
     return [(host, host.numpy()) for host in hosts]
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Rows that have adapters, by adapter."""
-
     adapters: Sequence[BoundAdapter]
-    order: npt.NDArray[np.int64]  #: the rows of the first adapter, then those of the second and so on
-    counts: npt.NDArray[np.int64]  #: how many each has
+    order: npt.NDArray[np.int64]  #: rows of the first adapter, then of the second, ...
+    counts: npt.NDArray[np.int64]  #: rows per adapter
 
     @staticmethod
     def of(numbers: npt.NDArray[np.int64], adapters: Sequence[BoundAdapter]) -> _Groups:
-        """Group rows by the numbers of their adapters, which are those that some row has; -1: none."""
+        """Group rows by the number of their adapter; -1: none."""
         order = np.argsort(numbers, kind="stable")
         return _Groups(
             adapters,
@@ -128,7 +121,6 @@ class _Groups:
         )
 
     def for_reference(self) -> tuple[AdapterGroup, ...]:
-        """Return groups as the torch reference has them; kernels need none."""
         ends = self.counts.cumsum().tolist()
         return tuple(
             AdapterGroup(
@@ -138,7 +130,6 @@ class _Groups:
         )
 
     def write(self, order: npt.NDArray[np.int64], shares: npt.NDArray[np.int64], tile_rows: int) -> None:
-        """Write the lists that kernels read."""
         order[: len(self.order)] = self.order
         addresses = np.array([one.address for one in self.adapters], np.int64)
         weights = np.array([(one.weights, one.row_weights) for one in self.adapters], np.int64)
@@ -153,7 +144,7 @@ class _Groups:
 def _numbered(
     adapters: Sequence[AdapterId | None],
 ) -> tuple[Collection[AdapterId], npt.NDArray[np.int64]]:
-    """Return the adapters that some row has, each once, and the number of each row's; -1: it has none."""
+    """Return the adapters of all rows, each once, and each row's index into them; -1: none."""
     chosen: dict[AdapterId, int] = {}
     numbers = [-1 if one is None else chosen.setdefault(one, len(chosen)) for one in adapters]
     return chosen.keys(), np.array(numbers, np.int64)

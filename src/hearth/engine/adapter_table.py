@@ -1,7 +1,4 @@
-"""The adapters that an engine may use just now, each with the table by which kernels find its factors.
-
-The bytes of an adapter are somebody else's, piece by piece where there was room. Loads nothing.
-"""
+"""The adapters that an engine may use, each with the table by which kernels find its factors."""
 
 from __future__ import annotations
 
@@ -30,18 +27,16 @@ from hearth.models.dtypes import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class BoundAdapter:
-    """An adapter in its place."""
-
-    factors: Mapping[int, TargetFactors]  #: by `target_index`, for the torch reference; else none
+    factors: Mapping[int, TargetFactors]  #: by `target_index`, for the torch reference; empty for kernels
     table: torch.Tensor  #: int64 [layers, projections, TARGET_FIELDS]: the same for kernels
     address: int  #: of the table
-    weights: tuple[int, ...]  #: how many numbers its factors have, by projection
-    row_weights: tuple[int, ...]  #: and how many of a row are read and written
-    layers: Sequence[torch.Tensor]  #: its bytes, which stay where they are as long as somebody has them
+    weights: tuple[int, ...]  #: numbers in its factors, by projection
+    row_weights: tuple[int, ...]  #: numbers read and written per row, by projection
+    layers: Sequence[torch.Tensor]  #: its bytes; holding them keeps them in place
 
 
 class AdapterTable:
-    """Adapters by id. Mutable; written only by the runner, between steps."""
+    """Adapters by id. Mutable; written by the runner alone, between steps."""
 
     def __init__(self, dimensions: Dimensions, dtype: torch.dtype, uploads: Uploads) -> None:
         self._shape = adapter_table_buffer(dimensions.num_layers).shape
@@ -56,9 +51,9 @@ class AdapterTable:
         return self._bound.keys()
 
     def bind(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
-        """Have steps from now on find an adapter, whose bytes (uint8) lie as `layout.layers` says."""
+        """Let steps use an adapter whose bytes (uint8) lie as `layout.layers` says."""
         assert adapter not in self._bound, f"adapter added twice: {adapter}"
-        # The CUDA path multiplies what it finds; a CPU computes in float32, whatever is stored.
+        # CUDA kernels need the computed dtype; a CPU computes in float32 from any.
         is_computed = layout.dtype == name_of(self._dtype)
         assert is_computed or self._uploads.device.type == "cpu", f"{layout.dtype=} {self._dtype=}"
         addresses = np.zeros(self._shape[0], np.int64)  # of the bytes of each layer
@@ -77,17 +72,16 @@ class AdapterTable:
         )
 
     def unbind(self, adapter: AdapterId) -> None:
-        """Forget an adapter, because no plan from now on has a row of it."""
         del self._bound[adapter]
 
 
 def _absolute(relative: RelativeTable, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the table of an adapter, [targets, TARGET_FIELDS], given where the bytes of each layer lie."""
+    """Return an adapter's table, [targets, TARGET_FIELDS], given the address of each layer's bytes."""
     targets, own = (np.frombuffer(part, np.int64) for part in (relative.targets, relative.fields))
     own = own.reshape(-1, TARGET_FIELDS).copy()
     bases = addresses[targets // ADAPTER_PROJECTIONS]
     own[:, 0] += bases
-    # Behind the address of `a` come those of `b`, then the ranks, 0 where there is no such slice.
+    # Fields: address of `a`, addresses of `b`, ranks; 0 for a missing slice.
     of_b, ranks = (
         own[:, 1 : 1 + MAX_ADAPTER_SLICES],
         own[:, 1 + MAX_ADAPTER_SLICES : 1 + 2 * MAX_ADAPTER_SLICES],
@@ -99,7 +93,6 @@ def _absolute(relative: RelativeTable, addresses: npt.NDArray[np.int64]) -> npt.
 
 
 def _factors(layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> dict[int, TargetFactors]:
-    """Return the factors of all targets as tensors, for the torch reference."""
     pieces = {
         layer: (stored.begin, piece) for piece, (layer, stored) in zip(layers, layout.layers, strict=True)
     }
@@ -114,7 +107,6 @@ def _factors(layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> dict[int,
 def _target_factors(
     place: FactorPlaces, dtype: torch.dtype, begin: int, piece: torch.Tensor
 ) -> TargetFactors:
-    """Return the factors of a target, which lie in its layer's piece of the bytes, from `begin` on."""
 
     def matrix(offset: int, num_rows: int, num_columns: int) -> torch.Tensor:
         first = offset - begin

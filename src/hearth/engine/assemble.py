@@ -1,4 +1,4 @@
-"""Puts an engine together from a model and a configuration: sizes memory, wires the parts. Loads nothing."""
+"""Builds an engine from a model and a configuration: sizes its memory, wires its parts. Loads nothing."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from hearth.core.config import EngineConfig
 from hearth.core.errors import DeviceError
 from hearth.core.sizes import Buffer, StepLimits, StepSize, block_buffer, run_bytes, table_buffers
-from hearth.engine.engine import Engine
+from hearth.engine.engine import Engine, StepMarks
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
-from hearth.engine.step_marks import StepMarks
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.kernels.cublas_workspace import capture_obstacle
@@ -40,7 +40,7 @@ from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.batch.step_limits import step_limits
 from hearth.system.host_memory import machine_bytes
 
-#: The KV of a CPU engine takes at most this share of the machine's memory; what is not written costs nothing.
+#: Share of the machine's memory for the KV of a CPU engine. Unwritten memory costs nothing.
 _CPU_SHARE = 0.25
 
 log = logging.getLogger(__name__)
@@ -48,31 +48,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The facts of a model that an engine needs besides its weights."""
-
     arch: Arch
     dtype: torch.dtype
     max_context: int
     limits: StepLimits
     eos_ids: frozenset[int]
-    tokenizer_json: Path | None = None  #: what guides go by; None: outputs cannot be guided
+    tokenizer_json: Path | None = None  #: for guided decoding; None: not supported
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device for all but the weights, from whoever keeps its books."""
+    """Device memory for all but the weights, owned by the caller."""
 
     workspace: torch.Tensor  #: of `workspace_bytes`
     tables: torch.Tensor  #: of `tables_bytes`
-    #: Every block that the engine may ever be given, at its number times `block_bytes`. Most have no memory
-    #: behind them, so none but the sink is touched before it is given.
+    #: Every block that the engine may ever get, at its number times `block_bytes`. Most are unmapped: none
+    #: but the sink is touched before it is added.
     kv: torch.Tensor
-    sink: int  #: the block that takes the writes of padded rows; it is there from the beginning
-    floor_blocks: int  #: that it is promised: no request ever needs more
+    sink: int  #: receives the writes of padded rows; always mapped
+    floor_blocks: int  #: promised to the engine: no request needs more
 
 
 def own_limits(config: EngineConfig, arch: Arch, dtype: torch.dtype, device: torch.device) -> StepLimits:
-    """Return the limits of an engine that has the free memory of a device to itself, weights included."""
+    """Return the limits of an engine that has all free memory of a device, weights included."""
     budget_bytes = _spare_bytes(config, device)
     return step_limits(config.wanted_limits, arch.dimensions, name_of(dtype), device.type, budget_bytes)
 
@@ -82,17 +80,14 @@ def workspace_bytes(spec: ModelSpec, device: torch.device) -> int:
 
 
 def tables_bytes(spec: ModelSpec) -> int:
-    """The bytes that an engine always has besides weights, workspace and KV."""
     return run_bytes(table_buffers(spec.arch.dimensions, spec.limits, spec.max_context))
 
 
 def block_bytes(spec: ModelSpec) -> int:
-    """The bytes of one block of KV, all layers of it."""
     return _block(spec).num_bytes
 
 
 def prompt_kernel_of(spec: ModelSpec) -> PromptKernel:
-    """Say which kernel attends over the model's prompts on the current CUDA device."""
     arch = spec.arch
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
     return prompt_kernel(heads, spec.dtype, spec.limits.block_tokens)
@@ -119,16 +114,17 @@ def assemble(
     memory: Memory | None = None,
     marks: StepMarks | None = None,
 ) -> Engine:
-    """Return an engine over weights that have their place on the device, which tells `marks` of its steps.
+    """Return an engine over weights that have their place on the device.
 
-    Memory that was set aside is not touched: `Engine.add_blocks` gives blocks of KV, and `Runner.fill_tables`
-    fills tables. Without such memory the engine takes its own, and what is left on the device goes to KV, for
-    good.
+    Given `memory` is not touched: call `Engine.add_blocks` and `Runner.fill_tables`. Without it the engine
+    allocates its own, and KV takes what is left on the device.
     """
     limits = spec.limits
     log.info(
         "engine_assembled max_batch_tokens=%d max_seqs=%d max_context=%d",
-        *(limits.max_batch_tokens, limits.max_seqs, spec.max_context),
+        limits.max_batch_tokens,
+        limits.max_seqs,
+        spec.max_context,
     )
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
@@ -136,16 +132,18 @@ def assemble(
         _tell_if_slow(prompt_kernel_of(spec))
     on_layer = None if marks is None else marks.layer_passed
     runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device), on_layer)
-    _tell_of_little_scratch(runner.decoder.sharing_obstacle())
+    _tell_of_little_scratch(runner.layers.decoder.sharing_obstacle())
     if is_elastic:
-        # Nothing is captured, for there may be no weights yet: see `worker/hosted_model.py`.
+        # No captures: weights may be missing (`worker/hosted_model.py`).
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
-        book = BlockBook.fixed(len(runner.kv), limits.block_tokens)
+        book = BlockBook.fixed(len(runner.layers.kv), limits.block_tokens)
         runner.fill_tables()
         if config.graphs == "start":
             runner.capture_all()
-    batch_limits = BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.sizes.mixed)
+    batch_limits = BatchLimits(
+        limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.layers.sizes.mixed
+    )
     batcher = Batcher(batch_limits, book)
     vocab_size = spec.arch.vocab_size
     guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
@@ -161,7 +159,6 @@ def assemble_runner(
     size: StepSize,
     on_layer: Callable[[], None] | None = None,
 ) -> Runner:
-    """Return what runs the steps of an engine, on the device of the memory. `on_layer` is as in `Decoder`."""
     arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
     tables = EngineTables(arch, limits, spec.max_context, memory.sink, memory.tables)
     bind_workspace = partial(Workspace.bind, arch, dtype, size, counters=tables.counters)
@@ -185,27 +182,24 @@ def assemble_runner(
         log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
         is_captured = False
     graphs = StepGraphs(GraphCapture()) if is_captured else None
-    return Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs, tables, bind_workspace)
+    layers = LayerRunner(decoder, kv, inputs, sizes, graphs, sampler.take_best, bind_workspace)
+    return Runner(layers, sampler, uploads, tables)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Allocate bytes that are not initialised.
-
-    Raises:
-        DeviceError: the device has no such room.
-    """
+    """Allocate uninitialised bytes, or raise DeviceError."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the bare class on a CPU
         raise DeviceError(
-            f"{num_bytes} bytes for {what} cannot be had on {device}: {error}; free memory there, or {remedy}"
+            f"cannot allocate {num_bytes} bytes on {device} for {what}: {error}; free some, or {remedy}"
         ) from error
 
 
 def _padded_sizes(limits: StepLimits, device: torch.device) -> PaddedSizes:
-    """The sizes that steps are padded to, captured or not: so both give the same bits.
+    """Return the sizes that steps are padded to, captured or not, so that both compute the same bits.
 
-    On the meta device there are dry runs, which have the shapes of CUDA.
+    The meta device has dry runs, with the shapes of CUDA.
     """
     if device.type == "cpu":
         return PaddedSizes()
@@ -237,7 +231,6 @@ def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> 
 
 
 def _num_blocks(spec: ModelSpec, limit_bytes: int) -> int:
-    """As many blocks as the limit allows and running sequences can fill, the sink among them."""
     size_bytes = block_bytes(spec)
     blocks_per_seq = spec.limits.num_blocks(spec.max_context)
     num_blocks = min(limit_bytes // size_bytes, 1 + spec.limits.max_seqs * blocks_per_seq)
@@ -250,7 +243,6 @@ def _num_blocks(spec: ModelSpec, limit_bytes: int) -> int:
 
 
 def _bind_kv(spec: ModelSpec, base: torch.Tensor) -> torch.Tensor:
-    """`base` (uint8) as blocks; what is left over at its end is not used."""
     block = _block(spec)
     num_bytes = len(base) // block.num_bytes * block.num_bytes
     return base[:num_bytes].view(spec.dtype).view(-1, *block.shape)
@@ -262,10 +254,9 @@ def _block(spec: ModelSpec) -> Buffer:
 
 
 def _spare_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Return the device's memory that nothing takes yet, less what is to be left to others."""
     if device.type != "cuda":
         return int(machine_bytes() * _CPU_SHARE)
     free, total = torch.cuda.mem_get_info(device)
-    # What an engine before this one has left in torch's hands is free as well.
+    # torch's cache is free as well.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, int(free - (1.0 - config.memory_fraction) * total))

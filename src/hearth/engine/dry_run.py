@@ -1,8 +1,7 @@
-"""Steps over tensors without memory, which ask for every kernel variant that a model can ever need.
+"""Runs steps over tensors without memory, to find every kernel variant that a model can need.
 
-The very code that serves is run, on torch's meta device: shapes are computed, kernels are compiled or just
-written down, nothing is launched. So no list of variants has to be kept beside the code. Compiles nothing
-by itself.
+The serving code itself runs on torch's meta device: shapes are computed, kernels are compiled or recorded,
+nothing is launched. So no list of variants is kept beside the code.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from hearth.policy.batch.blocks import SINK_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """All that decides which kernel variants a model needs. Becomes JSON."""
+    """Everything that decides which kernel variants a model needs. Becomes JSON."""
 
-    arch: Arch  #: with few layers: most are alike
+    arch: Arch  #: with few layers, as most are alike
     dtype: str
     quant: str  #: one of models.layout.QUANTS
     limits: StepLimits
@@ -37,7 +36,6 @@ class KernelNeeds:
 
     @staticmethod
     def on(device: torch.device, arch: Arch, dtype: str, quant: str, limits: StepLimits) -> KernelNeeds:
-        """Return the needs of a model on a CUDA device."""
         found = torch.cuda.get_device_properties(device)
         capability = 10 * found.major + found.minor
         return KernelNeeds.of(arch, dtype, quant, limits, found.multi_processor_count, capability)
@@ -46,35 +44,39 @@ class KernelNeeds:
     def of(
         arch: Arch, dtype: str, quant: str, limits: StepLimits, num_processors: int, capability: int
     ) -> KernelNeeds:
-        """Return the needs of a model on a device of some kind."""
         return KernelNeeds(_few_layers(arch), dtype, quant, limits, num_processors, capability)
 
 
+@torch.inference_mode()
 def dry_run(needs: KernelNeeds) -> None:
-    """Run a step of every shape that the model may have, with the draws of one that samples."""
+    """Run a step of every shape that the model can have, with sampling."""
     runner = dry_runner(needs)
-    for shape in runner.sizes.all_shapes():
+    layers = runner.layers
+    for shape in layers.sizes.all_shapes():
         runner.run_padding(shape)
-        runner.draw_padding(shape)
-    # What adapters add is the same in all sizes, but for steps with prompts and without.
+        # Draws, and before them the best tokens again, as after rules that change logits.
+        logits, rows = layers.decoder.wide_logits[: shape.num_logits], layers.inputs.fill_padding(shape)
+        runner.sampler.take_best(logits, rows.device_slots)
+        runner.sampler.draw(logits, rows)
+    # Adapters add the same kernels in all sizes, but others with prompts than without.
     for has_prompts in (False, True):
-        shapes = runner.sizes.all_shapes(has_adapters=True)
+        shapes = layers.sizes.all_shapes(has_adapters=True)
         runner.run_padding(next(shape for shape in shapes if shape.has_prompts is has_prompts))
 
 
 @dataclass(frozen=True, slots=True)
 class DryMemory:
-    """Memory for a runner that computes nothing, each given the number of bytes."""
+    """Allocators, by number of bytes, for a runner that computes nothing."""
 
-    large: Callable[[int], torch.Tensor]  #: weights, workspace and KV: nobody touches them
+    large: Callable[[int], torch.Tensor]  #: weights, workspace and KV: never touched
     tables: Callable[[int], torch.Tensor]
 
 
 def dry_runner(needs: KernelNeeds, memory: DryMemory | None = None) -> Runner:
-    """Return a runner over memory that holds nothing; None: over tensors without memory."""
+    """Return a runner over uninitialised memory; None: over tensors without memory."""
     memory = memory or DryMemory(_without_memory, _without_memory)
     arch, limits = needs.arch, needs.limits
-    # No variant depends on the context, see `do_not_specialize` of the kernels.
+    # No variant depends on the context (`do_not_specialize` in kernels).
     spec = ModelSpec(arch, DTYPES[needs.dtype], arch.max_positions, limits, frozenset())
     layout = layout_of(arch, needs.dtype, needs.quant)
     weights = bind(arch, layout, contiguous_places(layout, memory.large(layout.num_bytes)))
@@ -83,7 +85,8 @@ def dry_runner(needs: KernelNeeds, memory: DryMemory | None = None) -> Runner:
         memory.large(Workspace.num_bytes(arch, spec.dtype, size)),
         memory.tables(tables_bytes(spec)),
         memory.large(2 * block_bytes(spec)),
-        *(SINK_BLOCK, 1),
+        sink=SINK_BLOCK,
+        floor_blocks=1,
     )
     return assemble_runner(spec, weights, EngineConfig(), parts, size)
 
@@ -93,7 +96,7 @@ def _without_memory(num_bytes: int) -> torch.Tensor:
 
 
 def _few_layers(arch: Arch) -> Arch:
-    """Return the architecture with just the layers that differ: first, second, last, one of each window."""
+    """Return the architecture with only the layers that differ: first, second, last, one of each window."""
     last = arch.num_layers - 1
     of_windows = (arch.windows.index(window) for window in set(arch.windows))
     layers = sorted({0, min(1, last), last, *of_windows})

@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-import secrets
-from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import numpy as np
 import torch
 
-from hearth.core.errors import BadPrompt, BadSampling
-from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
 from hearth.core.types import (
     AdapterId,
     FinishReason,
-    GuideSpec,
-    Pooling,
     PromptReading,
     RequestId,
-    SamplingParams,
-    SamplingTable,
     TokenLogprobs,
 )
 from hearth.engine.guide import Guides
-from hearth.engine.logit_bias import is_biased
-from hearth.engine.penalties import is_penalised
+from hearth.engine.intake import Intake
 from hearth.engine.pending_step import PendingStep, StepResult
-from hearth.engine.reading_pieces import ReadingPieces
+from hearth.engine.prompt_reader import ReadingPieces
 from hearth.engine.runner import Runner
-from hearth.engine.step_marks import NoMarks, StepMarks
-from hearth.engine.step_samples import StepSamples
-from hearth.engine.step_timer import StepTimer
+from hearth.engine.step_times import StepSamples, StepTimer
 from hearth.models.adapter import AdapterLayout
-from hearth.policy.batch.batch_limits import RequestLimits
 from hearth.policy.batch.batcher import Batcher
-from hearth.policy.batch.elastic import Elastic, KvUse
-from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
+from hearth.policy.batch.elastic import Elastic
+from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, RequestFailed, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
-
-_TABLE_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One token of one request."""
-
     request_id: RequestId
     token: int
     logprobs: TokenLogprobs | None
@@ -55,13 +39,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Tokens of one step, in columns of equal length: there may be a thousand of them in every step."""
+    """Tokens of one step, in columns of equal length: a step may have a thousand of them."""
 
     request_ids: Sequence[RequestId] = ()
     tokens: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprobs | None] | None = None  #: None: nobody asked for any
-    finished: Mapping[RequestId, FinishReason] = field(default_factory=dict)  #: requests that ended by it
-    #: What was asked of prompts, by request whose first token is among these.
+    logprobs: Sequence[TokenLogprobs | None] | None = None  #: None: not requested
+    finished: Mapping[RequestId, FinishReason] = field(default_factory=dict)  #: requests that this step ended
+    #: Prompt readings of requests whose first token is here.
     readings: Mapping[RequestId, PromptReading] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -77,7 +61,6 @@ class StepOutputs:
         return Output(request_id, self.tokens[row], logprobs, reason, reading)
 
     def only(self, rows: Sequence[int]) -> StepOutputs:
-        """Return the tokens of some requests, by their index."""
         request_ids = [self.request_ids[row] for row in rows]
         return StepOutputs(
             request_ids,
@@ -90,99 +73,73 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of one call of `Engine.step` or `Engine.flush`."""
-
-    outputs: StepOutputs  #: tokens of the step that was taken in
-    admitted: Sequence[Admission]  #: requests that the launched step admits, for the first time or again
-    preempted: Sequence[RequestId]  #: requests that made room for that step; they will be admitted again
-    has_run: bool = True  #: a step was launched or taken in; False: KV is short of all that is wanted
-    failures: Sequence[RequestFailed] = ()  #: requests that have ended with that step, behind its outputs
+    outputs: StepOutputs  #: of the step that was committed
+    admitted: Sequence[Admission]  #: that the launched step admits, for the first time or again
+    preempted: Sequence[RequestId]  #: that made room for that step; admitted again later
+    has_run: bool = True  #: a step was launched or committed; False: KV is short
+    failures: Sequence[RequestFailed] = ()  #: that failed in that step, after its outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many requests an engine has, and how many blocks of KV they take."""
-
     num_running: int
     num_waiting: int
     kv_used_blocks: int  #: held by running requests
-    kv_cached_blocks: int  #: prefixes that nobody reads at the moment, free to be overwritten
-    kv_blocks: int  #: blocks that the engine has now
+    kv_cached_blocks: int  #: cached prefixes without a reader, free to be overwritten
+    kv_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step that was launched and not yet taken in."""
-
     plan: StepPlan
     pending: PendingStep
-    timer: StepTimer | None  #: None: it had to wait for more than the device, and says nothing about others
+    timer: StepTimer | None  #: None: its time is not typical
 
 
-class Intake:
-    """Checks and resolves requests before an engine gets them. Any thread may call it.
+class StepMarks(Protocol):
+    """Told how the steps of an engine advance, by the thread that steps it.
 
-    No tensor is held: a request that takes its time here keeps no memory of an engine that is dropped.
+    On a CPU a layer is passed when it is computed. On other devices a layer passed only shows that the host
+    is alive, and the device advances when it completes a step.
     """
 
-    def __init__(
-        self, limits: RequestLimits, guides: Guides, vocab_size: int, eos_ids: frozenset[int]
-    ) -> None:
-        self._limits, self._guides = limits, guides
-        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+    def begun(self, request_ids: Sequence[RequestId]) -> None: ...
 
-    def request(
-        self,
-        request_id: RequestId,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        salt: bytes = b"",
-        output: Sequence[int] = (),
-        guide: GuideSpec | None = None,
-        pooling: Pooling | None = None,
-        adapter: AdapterId | None = None,
-        *,
-        is_streamed: bool = True,
-    ) -> EngineRequest:
-        """Check and resolve a request. Touches no state.
+    def launched(self) -> None:
+        """The step is queued (on a CPU: computed), or failed."""
 
-        `output` is what an engine that is gone has sampled; the request goes on as if nothing had happened.
-        A guide is compiled here, which takes milliseconds, and a third of a second for the first of a model.
-        """
-        words = _checked_words("prompt", prompt, self._vocab_size, BadPrompt)
-        _check_tokens("output", output, self._vocab_size, BadPrompt)
-        _check_tokens("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size, BadSampling)
-        _check_tokens("logit_bias", params.bias_by_token, self._vocab_size, BadSampling)
-        _check_tokens("stop_token_ids", params.stop_ids, self._vocab_size, BadSampling)
-        stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        resolved = params.resolved(tuple(sorted(stops)), seed)
-        request = EngineRequest(
-            request_id,
-            words,
-            resolved,
-            salt,
-            tuple(output),
-            pooling=pooling,
-            adapter=adapter,
-            is_streamed=is_streamed,
-        )
-        self._limits.check(request)
-        return request if guide is None else replace(request, guide=self._guide(guide, params, output))
+    def layer_passed(self) -> None: ...
 
-    def _guide(self, spec: GuideSpec, params: SamplingParams, output: Sequence[int]) -> Guide:
-        if params.min_tokens or params.allowed_token_ids is not None:
-            raise BadSampling(
-                "beside a schema or grammar, `min_tokens` and `allowed_token_ids` might leave no token to "
-                "choose; leave out one or the other"
-            )
-        guide = self._guides.guide(spec, params.ignore_eos)
-        guide.take_all(output)
-        return guide
+    def done(self) -> None:
+        """The device has completed the oldest step of this engine, and all launched before it."""
+
+    def closed(self) -> None: ...
+
+
+class NoMarks:
+    """Ignores all marks, as in a process that runs one model."""
+
+    def begun(self, request_ids: Sequence[RequestId]) -> None:
+        pass
+
+    def launched(self) -> None:
+        pass
+
+    def layer_passed(self) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
+    def closed(self) -> None:
+        pass
 
 
 class Engine:
-    """One model's batcher and runner, stepped together. Mutable; one thread calls it."""
+    """One model's batcher and runner, stepped together. Mutable; one thread calls it.
+
+    Knows the requests that it computes, up to the step that ends each; the caller owns and tells that end.
+    """
 
     def __init__(
         self,
@@ -194,27 +151,22 @@ class Engine:
         allowance: PromptAllowance,
         marks: StepMarks | None = None,
     ) -> None:
-        """`marks` is told how steps advance."""
         self.batcher = batcher
         self.runner = runner
         self.elastic = Elastic(batcher.blocks.block_tokens)
         self.intake = Intake(batcher.request_limits, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
-        self._unmeasured: _LaunchedStep | None = None  #: taken in, with its time still to be asked for
+        self._unmeasured: _LaunchedStep | None = None  #: committed, but its time is not recorded yet
         self.allowance = allowance
-        #: Whoever steps tells readers of their tokens first, and then calls `settle`.
-        self.tells_first = False
-        self.samples = StepSamples()  #: of the steps that were measured
+        #: If set, the caller sends tokens first and then calls `settle`.
+        self.settles_later = False
+        self.samples = StepSamples()  #: of measured steps
         self._marks: StepMarks = NoMarks() if marks is None else marks
-        self._vocab_size = vocab_size
-        #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
-        self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
+        self.tables = runner.sampler.tables
         self.reading = ReadingPieces()
-        #: Live requests of which more is known here than to the batcher: of most nothing is.
+        #: Live requests with a table, reading or adapter: most have none.
         self._remembered: set[RequestId] = set()
-        #: Live requests by the adapter that they have, of each that was added.
-        self._users_by_adapter: dict[AdapterId, set[RequestId]] = {}
         self._adapter_by_user: dict[RequestId, AdapterId] = {}
 
     @property
@@ -223,12 +175,11 @@ class Engine:
 
     @property
     def is_computing(self) -> bool:
-        """True if a step was launched and not taken in."""
         return self._flight is not None
 
     @property
     def computes_first_tokens(self) -> bool:
-        """True if the device has still to compute what newcomers wait for, and all of that was launched."""
+        """True if every prompt of a newcomer is launched, and the device is still computing."""
         flight = self._flight
         return flight is not None and not flight.pending.is_done and self.batcher.newcomers_are_planned
 
@@ -239,55 +190,25 @@ class Engine:
             batcher.num_running, batcher.num_waiting, blocks.num_live, blocks.num_cached, blocks.num_blocks
         )
 
-    def needed_tables(self) -> dict[SamplingTable, int]:
-        """Return the bytes of each table that a request which is here needs, be it running or waiting.
-
-        A table that nobody has placed, or that has become too small, is allocated outside of any pool by the
-        step that admits them; it goes with the last. So whoever keeps books of the device asks before each
-        step, and after.
-        """
-        max_seqs = self.batcher.limits.max_seqs
-        return {
-            table: bytes_of(_TABLE_BUFFERS[table](table_rows(len(users), max_seqs), self._vocab_size))
-            for table, users in self._users_by_table.items()
-            if users
-        }
-
-    def has_table(self, table: SamplingTable) -> bool:
-        return self.runner.has_table(table)
-
-    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
-        """Have a table lie in `memory` (uint8) from the next step on, with what it holds.
-
-        None: where torch finds memory. Steps in flight may still read it where it was.
-        """
-        self.runner.place_table(table, memory)
-
     @property
     def adapters(self) -> Collection[AdapterId]:
-        """The adapters that requests may have."""
-        return self._users_by_adapter.keys()
+        return self.runner.adapters.ids
 
     def add_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
-        """Let requests have an adapter, whose bytes are in place and stay there until it is removed.
+        """Let requests have an adapter, whose bytes stay in place until it is removed.
 
-        `layers` (uint8) are the pieces of `layout.layers`, in the dtype that the model is computed in. The
-        first adapter takes a little more memory of the device, and graphs of steps that have some come with
-        such steps (`hearth/core/sizes.py`).
+        `layers` (uint8) are the pieces of `layout.layers`, in the dtype that the model is computed in.
         """
         self.runner.add_adapter(adapter, layout, layers)
-        self._users_by_adapter[adapter] = set()
 
     def move_adapter(self, adapter: AdapterId, layout: AdapterLayout, layers: Sequence[torch.Tensor]) -> None:
-        """Find an adapter elsewhere from the next step on, as `add_adapter`. Requests may have it."""
         self.runner.remove_adapter(adapter)
         self.runner.add_adapter(adapter, layout, layers)
 
     def remove_adapter(self, adapter: AdapterId) -> None:
-        """Forget an adapter that no request has any more. Steps in flight may still read its bytes."""
-        users = self._users_by_adapter[adapter]
+        """Forget an adapter that no request has. Steps in flight may still read its bytes."""
+        users = [user for user, used in self._adapter_by_user.items() if used == adapter]
         assert not users, f"`{adapter}` is in use by {sorted(users)}"
-        del self._users_by_adapter[adapter]
         self.runner.remove_adapter(adapter)
 
     def add(self, request: EngineRequest) -> None:
@@ -297,15 +218,11 @@ class Engine:
         )
         self.batcher.add(request)
         is_read = request.pooling is not None or request.sampling.prompt_logprobs is not None
-        if adapter is not None or is_read or is_penalised(request.sampling) or is_biased(request.sampling):
+        has_tables = self.tables.expect(request.request_id, request.sampling)
+        if adapter is not None or is_read or has_tables:
             self._remembered.add(request.request_id)
         if adapter is not None:
-            self._users_by_adapter[adapter].add(request.request_id)
             self._adapter_by_user[request.request_id] = adapter
-        if is_penalised(request.sampling):
-            self._users_by_table[SamplingTable.PENALTIES].add(request.request_id)
-        if is_biased(request.sampling):
-            self._users_by_table[SamplingTable.BIAS].add(request.request_id)
         if is_read:
             flight = self._flight
             self.reading.expect(request.request_id, 0 if flight is None else flight.plan.step_id + 1)
@@ -314,27 +231,16 @@ class Engine:
         self._forget(request_id)
         return self.batcher.cancel(request_id)
 
-    def kv_use(self) -> KvUse:
-        """Return how KV is used between two steps, for `elastic` to decide by."""
-        return self.batcher.kv.use()
-
     def add_blocks(self, extent: range) -> None:
-        """Add blocks of KV that have memory from now on; what they hold does not matter."""
-        num_blocks = len(self.runner.kv)
+        num_blocks = len(self.runner.layers.kv)
         assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
-        assert self.runner.sink not in extent, f"the sink is nobody's: {extent=}"
+        assert self.runner.layers.inputs.sink not in extent, f"the sink among blocks: {extent=}"
         self.batcher.kv.add(extent)
 
-    @property
-    def reserve_blocks(self) -> int:
-        """The blocks of KV that running requests will fill next."""
-        return self.elastic.reserve_blocks(self.batcher.num_running)
-
     def clear(self, extent: range, *, may_move: bool, may_preempt: bool, keeps_floor: bool = True) -> bool:
-        """Stop using blocks: no step launched from now on touches them.
+        """Stop using blocks in later steps; False: that is impossible, and nothing changed.
 
-        Returns False, and nothing has changed, if that is not possible. Steps in flight still touch them, and
-        so do copies that are queued behind them on the current stream.
+        Steps in flight may still touch them, and so may copies queued behind those on the current stream.
         """
         self.runner.settle()
         moves = self.batcher.kv.clear(
@@ -346,9 +252,9 @@ class Engine:
         return True
 
     def step(self) -> StepOutcome:
-        """Launch the next step, then take in the one before it.
+        """Launch the next step, then wait for the one before it and commit its tokens.
 
-        No step runs where there is work but an elastic KV has fewer blocks than it is promised.
+        Launches nothing if there is work but an elastic KV has fewer blocks than it was promised.
         """
         self._measure()
         num_waiting_tokens = self.batcher.waiting_prompt_tokens()
@@ -363,14 +269,13 @@ class Engine:
         )
         outcome = self._take_in(previous, launched)
         if launched is None or not self.has_work:
-            self.runner.settle()  # perhaps no step follows, and what is on trial uses the model's memory
+            self.runner.settle()  # no step may follow, and a trial uses the model's memory
         return outcome
 
     def flush(self) -> StepOutcome:
-        """Take in the step in flight, if there is one, and launch none.
+        """Commit the step in flight, if there is one, and launch none.
 
-        From here on the device reads nothing of the model. Its requests stay as they are: the next `step`
-        goes on with them.
+        The device reads nothing of the model afterwards. Requests stay: the next `step` goes on with them.
         """
         self._measure()
         previous, self._flight = self._flight, None
@@ -379,16 +284,11 @@ class Engine:
         self.runner.settle()
         return outcome
 
-    @property
-    def is_settled(self) -> bool:
-        return self.batcher.is_settled
-
     def settle(self) -> None:
-        """Finish the books of KV, which a step leaves to the next one if readers are told first."""
+        """Finish the books of KV: the caller's duty after each step if `settles_later`."""
         self.batcher.settle()
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
-        """Wait for a step, and return what came of it beside one that was launched meanwhile."""
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
@@ -399,7 +299,7 @@ class Engine:
                 self._marks.done()
             committed = self.batcher.take_tokens(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
-        if not self.tells_first:
+        if not self.settles_later:
             self.batcher.settle()
         return StepOutcome(
             outputs,
@@ -410,10 +310,9 @@ class Engine:
         )
 
     def _measure(self) -> None:
-        """Learn how long the step took that was taken in last, and let go of it.
+        """Record the time of the last committed step, and release it.
 
-        Once its tokens are told: both need the driver, and who makes a graph executable may have that for as
-        long as two steps take.
+        Done after its tokens are sent: both need the driver, which another thread may hold for two steps.
         """
         taken_in, self._unmeasured = self._unmeasured, None
         if taken_in is not None and taken_in.timer is not None:
@@ -422,17 +321,17 @@ class Engine:
             self.samples.add(plan, seconds)
 
     def close(self) -> None:
-        """Wait for what the device still computes, so that its memory may go. No other call may follow."""
+        """Wait for the device, so that memory can be freed. No other call may follow."""
         self._flight = self._unmeasured = None
-        self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
+        self.runner.close()  # also for a step that failed half-way: its inputs are still being read
         self._marks.closed()
-        self.settle()  # not before: books that are wrong must not keep the device from being waited for
+        self.settle()  # last: wrong books must not skip the wait for the device
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
-        # One touch of unmapped memory would kill the context, and with it every model in the worker.
+        # Touching unmapped memory would kill the context, and with it every model in the worker.
         written = plan.table_writes.blocks
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
-        timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
+        timer = StepTimer(self.runner.layers.kv.device) if self.runner.is_warm(plan) else None
         self._marks.begun(plan.request_ids)
         try:
             pending = self.runner.launch(plan)
@@ -445,7 +344,6 @@ class Engine:
         return _LaunchedStep(plan, pending, timer)
 
     def _outputs(self, plan: StepPlan, committed: CommittedStep, result: StepResult) -> StepOutputs:
-        """Return a step's tokens with all that comes with them, and forget the requests that ended."""
         for failure in committed.failures:
             self._forget(failure.request_id)
         readings = self.reading.take(plan, result.reads) if result.reads else {}
@@ -457,41 +355,8 @@ class Engine:
         return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished, readings)
 
     def _forget(self, request_id: RequestId) -> None:
-        """Let go of what only a request which has ended needed: no plan has a row of it any more."""
+        """Release what a request used that has ended. No later plan has a row of it."""
         self._remembered.discard(request_id)
         self.reading.forget(request_id)
-        if (adapter := self._adapter_by_user.pop(request_id, None)) is not None:
-            self._users_by_adapter[adapter].remove(request_id)
-        for table, users in self._users_by_table.items():
-            if request_id in users:
-                users.remove(request_id)
-                if users:
-                    self.runner.free_row(table, request_id)
-                else:
-                    self.runner.drop_table(table)
-
-
-def _check_tokens(
-    name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
-) -> None:
-    """Raise `error` at the first id that is no token of the vocabulary."""
-    if tokens:
-        _checked_words(name, tokens, vocab_size, error)
-
-
-def _checked_words(
-    name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
-) -> array[int]:
-    """Return ids as words; raise `error` at the first that is no token of the vocabulary."""
-    # The common cases at the speed of C: this stands between a prompt and its first token.
-    if list(map(type, tokens)).count(int) == len(tokens):
-        try:
-            words = array("I", tokens)
-        except OverflowError:
-            words = array("I")
-        if len(words) == len(tokens) and (
-            not words or int(np.frombuffer(words, np.uint32).max()) < vocab_size
-        ):
-            return words
-    bad = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
-    raise error(f"`{name}` holds {bad!r}, a token id must be an integer from 0 to {vocab_size - 1}")
+        self._adapter_by_user.pop(request_id, None)
+        self.tables.forget(request_id)

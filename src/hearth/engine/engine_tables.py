@@ -1,7 +1,6 @@
-"""The buffers of an engine that mean something between its steps, cut from bytes that someone else owns.
+"""Buffers of an engine that keep their content between steps, as views of memory that the caller owns.
 
-Captured steps refer to them, so they lie at the same addresses for as long as the engine is there. The bytes
-may be somebody else's while its model is away: so they are filled whenever it has come.
+Captured steps refer to them, so their addresses never change.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from hearth.models.rope import write_cos_sin
 
 
 class EngineTables:
-    """Views by the names of `table_buffers`. What they hold others write, but for the beginning."""
+    """Views by the names of `table_buffers`. Others write them, after `fill`."""
 
     def __init__(self, arch: Arch, limits: StepLimits, context: int, sink: int, memory: torch.Tensor) -> None:
-        """View `memory` (uint8), which is not touched, as the buffers. `sink`: a block that nobody reads."""
+        """View `memory` (uint8), which is not touched. `sink`: a block that is never read."""
         self._memory, self._rope, self._sink = memory, arch.rope, sink
         tables = views(table_buffers(arch.dimensions, limits, context), memory)
         self.inputs = _part(tables, "inputs.")
@@ -27,10 +26,7 @@ class EngineTables:
         self.cos_sin = None if arch.rope is None else tables["rotary.cos_sin"]
 
     def fill(self) -> None:
-        """Write what the first step expects: zeros, a table of blocks that names the sink, cosines and sines.
-
-        In the order of the current stream, as steps are.
-        """
+        """Queue what the first step expects: zeros, block tables of the sink, cosines and sines."""
         self._memory.zero_()
         self.inputs["block_table"].fill_(self._sink)
         if self._rope is not None and self.cos_sin is not None:

@@ -1,15 +1,24 @@
-"""Captures work that is queued on a CUDA device as a graph. Knows neither steps nor sizes."""
+"""Captures work on a CUDA device as graphs, and the steps of all sizes while weights arrive.
+
+Capturing one size takes the host 5 to 20 ms: libraries load kernels for it, and the driver makes the graph
+executable, which may stop the device. The first requests of many lengths lost half a second by that. While
+weights arrive no step could be replayed, and the host has little to do.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from hearth.engine.graphs import Work
+from hearth.engine.layer_runner import LayerRunner
 
-#: torch allows one capture at a time in a process, whichever thread asks.
+#: torch allows one capture at a time in a process.
 _CAPTURE = threading.Lock()
 
 
@@ -17,23 +26,23 @@ class GraphCapture:
     """Captures the graphs of one engine, which share memory. Mutable; any thread captures, one at a time."""
 
     def __init__(self) -> None:
-        #: Memory for what libraries allocate while they are captured; one for all graphs, as they take turns.
+        #: Memory that libraries allocate during a capture; one pool, since graphs run one at a time.
         self._pool = torch.cuda.graph_pool_handle()
         _capture_stream(torch.cuda.current_device())
 
     def capture(self, work: Work) -> torch.cuda.CUDAGraph:
-        """Return a graph of the work, which is not run. Its nodes are kept, to make a snapshot of."""
+        """Return a graph of `work` without running it. Nodes are kept, so that a snapshot can be made."""
         graph, stream = torch.cuda.CUDAGraph(keep_graph=True), _capture_stream(torch.cuda.current_device())
         replays = torch.cuda.current_stream()
-        # Recording waits for nothing. `torch.cuda.graph` would wait for the device, and empty torch's cache.
+        # `torch.cuda.graph` would wait for the device and empty torch's cache.
         with _CAPTURE, torch.cuda.stream(stream):
-            # cuBLAS takes its workspace of a stream with a thread's first product: not from the memory of a
-            # graph. Graphs that are replayed use that workspace as well, so they take turns with the product.
+            # cuBLAS takes a stream's workspace with a thread's first product, which must not come from graph
+            # memory. Replayed graphs use the same workspace, so they are ordered with the product.
             stream.wait_stream(replays)
             _multiply()
             replays.wait_stream(stream)
-            # Other threads go on using the device meanwhile, such as a second model's step thread. This one
-            # may load kernels, as libraries do at the first launch, which other modes would not let pass.
+            # Other threads use the device meanwhile, and this one may load kernels at a first launch:
+            # stricter modes would refuse both.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 work()
@@ -42,16 +51,15 @@ class GraphCapture:
         return graph
 
     def forget(self) -> None:
-        """Take new memory for the next graphs, because all of the others are dropped."""
-        # The old pool may outlive its graphs, and torch refuses to fill such a one again.
+        # The old pool may outlive its graphs, and torch refuses to fill it again.
         self._pool = torch.cuda.graph_pool_handle()
 
 
 def use_library_memory(pool: torch.cuda.MemPool) -> None:
-    """Have cuBLAS find its workspaces for all captures on the current device in `pool`.
+    """Have cuBLAS take its workspaces for captures on the current device from `pool`.
 
-    Called before anything is captured, by the thread that captures: there is one for each thread and stream.
-    What `pool` gives is taken here and never again, in the same order in every process.
+    Call this before any capture, on the thread that captures: cuBLAS has a workspace per thread and stream.
+    Memory is taken from `pool` once, in the same order in every process.
     """
     with torch.cuda.use_mem_pool(pool):
         _capture_stream(torch.cuda.current_device())
@@ -59,18 +67,66 @@ def use_library_memory(pool: torch.cuda.MemPool) -> None:
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures on a device, and so the owner of one cuBLAS workspace for all graphs.
+    """Return the stream of all captures on a device. Its one cuBLAS workspace serves all graphs.
 
-    They may share it, for they are all replayed on one stream, the default one.
+    They may share it because all are replayed on one stream, the default one.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
     with torch.cuda.stream(stream):
-        _multiply()  # the library comes up with the first product, which takes 0.1 s: not in front of a step
+        _multiply()  # loads the library, which takes 0.1 s
     return stream
 
 
 def _multiply() -> None:
-    """Have cuBLAS take all its workspaces: products with a bias go another way, and may have their own."""
+    """Have cuBLAS take all workspaces: products with a bias use another path, which may have its own."""
     x, y, out = torch.zeros(3, 128, 128, dtype=torch.bfloat16, device="cuda")
     torch.mm(x, y, out=out)
     torch.addmm(x[0], x, y, out=out)
+
+
+log = logging.getLogger(__name__)
+
+
+def capture_sizes(layers: LayerRunner, goes_on: Callable[[], bool] = lambda: True) -> int:
+    """Capture all sizes without a graph, smallest first, while `goes_on`; return how many.
+
+    Any one thread may call this while steps run, once the model's kernels are on the device.
+    """
+    if layers.graphs is None:
+        return 0
+    shapes = layers.sizes.all_shapes()[::-1]
+    began_s, num_captured = time.perf_counter(), 0
+    with torch.cuda.device(layers.kv.device):
+        for shape in shapes:
+            if not goes_on():
+                break
+            layers.capture_ahead(shape)
+            num_captured += 1
+    seconds = time.perf_counter() - began_s
+    log.info("sizes_captured sizes=%d of=%d seconds=%.3f", num_captured, len(shapes), seconds)
+    return num_captured
+
+
+class CaptureAhead:
+    """Captures the sizes of an engine on its own thread. Any thread may stop it."""
+
+    def __init__(self, layers: LayerRunner, goes_on: Callable[[], bool]) -> None:
+        """Start; end at the latest when `goes_on` returns False."""
+        self._is_stopped = False
+        self._goes_on = goes_on
+        # A daemon: a process need not wait for captures when it ends.
+        self._thread = threading.Thread(
+            target=self._capture, args=(layers,), name="hearth-capture", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the current size, and wait for that. May be called repeatedly."""
+        self._is_stopped = True
+        self._thread.join()
+
+    def _capture(self, layers: LayerRunner) -> None:
+        try:
+            capture_sizes(layers, lambda: not self._is_stopped and self._goes_on())
+        except Exception:  # the thread's top: a step captures what is missing
+            log.exception("sizes_not_captured")

@@ -1,17 +1,16 @@
-"""Graphs tried beside a step: both must leave the same bits. Decides nothing about who serves.
+"""Tries restored graphs after a step: both must leave the same bits.
 
-The step has run without the graphs, and its result is on its way to the host. Behind that the graphs run on
-the same inputs. What a step leaves for the next one is:
+The step runs without the graphs, and its result goes to the host. Then the graphs run on the same inputs. A
+step leaves this for the next one:
 
-    tokens     what each slot sampled last is an input of a step as well as its output. The graphs are given
-               those of before the step, and the step's own are put back behind them.
-    KV         written again to the same places. Where it is compared the step's own is taken away first, so
-               that a graph which writes nothing is found out. Logits and choices are treated likewise.
+    tokens     Each slot's last sample is an input as well as an output. The graphs get the tokens from
+               before the step, and the step's own are restored afterwards.
+    KV         Written again to the same places. Where it is compared, the step's own is overwritten first,
+               to detect a graph that writes nothing. The same holds for logits and choices.
 
-All else that a step writes (workspace, counters of split attention, scratch) means nothing behind it, or is
-left as it was found. So a step may run any number of times, and where the graphs have computed something else
-it runs once more without them: nobody has computed with what they left, if `end` is called before anything
-else is queued.
+Everything else that a step writes (workspace, attention counters, scratch) is meaningless afterwards, or left
+as it was found. So a step may run any number of times: if the graphs computed something else, it runs again
+eagerly. No later step has used their result, provided that `end` is called before anything else is queued.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from collections.abc import Sequence
 import torch
 
 from hearth.core.errors import DeviceError
-from hearth.engine.graphs import StepGraph, Work
+from hearth.engine.graphs import Capturer, StepGraph, Work
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.sampler import Sampler
+from hearth.engine.step_shape import StepShape
 from hearth.kernels.paged import PagedRows
 
-#: Rows that are compared, spread over the step: those of all would take as much memory as a step's KV.
+#: Rows that are compared, spread over the step: all rows would need as much memory as the step's KV.
 MAX_TRIED_ROWS = 16
 
 
@@ -41,13 +42,13 @@ class GraphTrial:
         *,
         is_rehearsed: bool = False,
     ) -> None:
-        """`step` queues the step without graphs, on the inputs that are in place up to `end`.
+        """`step` queues the step eagerly, on inputs that stay in place until `end`.
 
-        `is_rehearsed`: what is queued is captured and never run, and `end` is not called.
+        `is_rehearsed`: all is captured and never run, and `end` is not called.
         """
         self._graphs, self._step, self._sampler, self._kv = graphs, step, sampler, kv
-        # Where pinned memory was used torch records an event when it goes: on the stream of all captures that
-        # would be in the middle of another thread's, and break whoever takes pinned memory next.
+        # torch records an event when pinned memory is freed. On the stream of captures that would fall into
+        # the capture of another thread and break it.
         self._num_wrong = (
             torch.empty((), dtype=torch.int64, device=kv.device)
             if is_rehearsed
@@ -57,7 +58,7 @@ class GraphTrial:
         self._refusal: DeviceError | None = None
 
     def begin(self, rows: PagedRows, num_tokens: int, logits: torch.Tensor) -> None:
-        """Keep what the step overwrites. `rows` are in place; `logits` are those of the plan's rows."""
+        """Save what the step overwrites. `rows` are in place; `logits` are those of the plan's rows."""
         at = _spread(num_tokens, logits.device)
         own = PagedRows(rows.positions[at], rows.slots[at], rows.block_table)
         targets = own.kv_targets(self._kv.shape[3])
@@ -66,11 +67,10 @@ class GraphTrial:
         self._tokens_before = self._sampler.tokens.clone()
 
     def step_done(self) -> None:
-        """Keep what the step has computed, before anything else is made of it."""
         self._expected = self._computed()
 
     def replay(self) -> None:
-        """Queue the graphs and the comparison, behind all that the step does for others."""
+        """Queue the graphs and the comparison, after everything that the step queued."""
         self._tokens = self._sampler.tokens.clone()
         self._sampler.tokens.copy_(self._tokens_before)
         self._kv[self._at] = torch.full_like(self._expected[-1], torch.nan)
@@ -91,10 +91,7 @@ class GraphTrial:
             self._event.record()
 
     def end(self) -> str | None:
-        """Wait for the trial and return what is wrong with the graphs, in which case the step ran again.
-
-        None: they compute what the step does.
-        """
+        """Wait for the trial; return None, or what is wrong with the graphs after the step ran again."""
         if self._event is not None:
             self._event.synchronize()
         num_wrong = int(self._num_wrong)
@@ -108,17 +105,38 @@ class GraphTrial:
         return f"{num_wrong} numbers differ from those of the same step without graphs"
 
     def _computed(self) -> tuple[torch.Tensor, ...]:
-        """Return copies of what was computed for the rows that are compared."""
         chosen = self._sampler.chosen[: len(self._logits)]
         return self._logits[self._rows], chosen[self._rows], self._kv[self._at]
 
 
+@torch.inference_mode()
+def rehearse_trial(layers: LayerRunner, sampler: Sampler, capturer: Capturer) -> None:
+    """Capture what a trial does around graphs, so that torch loads its kernels. Runs nothing.
+
+    A trial launches a dozen kernels that no step has: the first trial of a process would wait for them, with
+    the requests of its step. The kernel that widens logits is one of them. Any thread may call this.
+    """
+    if not layers.sizes.decode:
+        return
+    size = next((size for size in layers.sizes.decode if size >= MAX_TRIED_ROWS), layers.sizes.decode[-1])
+    shape, decoder = StepShape.decode(size), layers.decoder
+    trial = GraphTrial((), lambda: None, sampler, layers.kv, is_rehearsed=True)
+
+    def work() -> None:
+        trial.begin(layers.inputs.view(None, shape).rows, size, decoder.logits[:size])
+        trial.step_done()
+        trial.replay()
+        decoder.wide_logits[:size].copy_(decoder.logits[:size])
+
+    capturer.capture(work)
+
+
 def _spread(count: int, device: torch.device) -> torch.Tensor:
-    """Return at most `MAX_TRIED_ROWS` of so many rows, the first and the last among them."""
+    """Return at most `MAX_TRIED_ROWS` indices below `count`, with the first and the last."""
     num_rows = min(count, MAX_TRIED_ROWS)
     return torch.arange(num_rows, device=device) * (count - 1) // max(num_rows - 1, 1)
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """View numbers as integers, for NaN is not equal to itself."""
+    """View numbers as integers, since NaN is not equal to itself."""
     return numbers.view({2: torch.int16, 4: torch.int32}[numbers.itemsize])

@@ -1,7 +1,7 @@
-"""Guided decoding: which tokens a schema or grammar allows next, by llguidance. Samples nothing.
+"""Guided decoding: which tokens a schema or grammar allows next, by llguidance.
 
-A guide goes by the tokens that were committed, so preemption does not touch it, and a request that is
-resumed elsewhere gets a new one that takes the tokens of the old.
+A guide follows committed tokens, so preemption does not affect it. A request that resumes elsewhere gets a
+new guide, which takes the tokens so far.
 """
 
 from __future__ import annotations
@@ -20,29 +20,25 @@ if TYPE_CHECKING:
 
 
 class Guides:
-    """Makes the guides of one model. Any thread may ask."""
+    """Compiles the guides of one model. Any thread may call it."""
 
     def __init__(self, tokenizer_json: Path | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        """Build no tokenizer yet. `vocab_size` is the model's, which may be padded beyond the tokenizer's."""
+        """`vocab_size` is the model's, which may be padded beyond the tokenizer's."""
         self._path = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        #: Built for the first guided request: a tokenizer takes a third of a second, and few models need it.
+        #: Built for the first guided request: it takes 0.3 s, and few models need it.
         self._tokenizer: LLTokenizer | None = None
-        #: Keeps two first requests on two threads from building it twice.
+        #: Keeps two threads from building it twice.
         self._building = threading.Lock()
 
     def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide:
-        """Return a guide at the start of an output. With `ignore_eos` the output ends only where it must.
-
-        Raises:
-            BadGuide: the model has no tokenizer to go by, or the schema or grammar is wrong.
-        """
+        """Return a guide at the start of an output. Raises BadGuide if it cannot be compiled."""
         from llguidance import LLMatcher
 
         tokenizer = self._built_tokenizer()
         matcher = LLMatcher(tokenizer, grammar_of(spec), log_level=0, limits=parser_limits())
-        # Where the model has no end token at all, llguidance has chosen one.
+        # If the model has no end token, llguidance has chosen one.
         guide = GrammarGuide(matcher, tokenizer, avoids_end=ignore_eos or not self._eos_ids)
         if guide.is_stuck:
             raise refusal(spec, _said(matcher))
@@ -59,7 +55,7 @@ class Guides:
                         "add one to its directory, or leave out the schema or grammar"
                     )
                 try:
-                    # The content, because a path that llguidance does not find it looks up on the network.
+                    # The content: llguidance looks up a missing path on the network.
                     content = self._path.read_text(encoding="utf-8")
                     self._tokenizer = LLTokenizer(content, self._vocab_size, sorted(self._eos_ids) or None)
                 except (OSError, ValueError) as error:
@@ -74,7 +70,7 @@ class GrammarGuide:
     """A `plan.Guide` of an output that ends with an end token. Mutable; one thread at a time calls it."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, avoids_end: bool) -> None:
-        """Begin an output. `avoids_end`: an end token is allowed only where nothing else is."""
+        """`avoids_end`: an end token is allowed only where no other token is."""
         self._matcher, self._tokenizer = matcher, tokenizer
         self._end_ids = tokenizer.eos_tokens
         #: End tokens that `tokenizer.json` does not list as special. llguidance allows them as text.
@@ -90,7 +86,7 @@ class GrammarGuide:
 
     @property
     def is_stuck(self) -> bool:
-        """True if the grammar led nowhere, or became too costly to follow further."""
+        """True if the grammar allows no token, or became too costly to follow."""
         return self._matcher.is_error() or not _allows_any(self._mask)
 
     def take(self, token: int) -> FinishReason | None:
@@ -108,11 +104,7 @@ class GrammarGuide:
         return None
 
     def take_all(self, tokens: Sequence[int]) -> None:
-        """Follow an output that was begun elsewhere.
-
-        Raises:
-            BadGuide: the guide does not allow it.
-        """
+        """Follow an output that began elsewhere. Raises BadGuide if the guide does not allow it."""
         num_taken = self._matcher.try_consume_tokens(list(tokens))
         self._num_taken += num_taken
         self._mask = self._next_mask()
@@ -151,7 +143,7 @@ class GrammarGuide:
         spelled = bytearray(len(mask))
         for first in self._tokenizer.greedy_tokenize(text.decode(errors="ignore")[:1])[:1]:
             spelled[first // 8] = 1 << first % 8
-        return bytes(spelled)  # without any token the guide is stuck, and says so
+        return bytes(spelled)  # without any token the guide is stuck
 
 
 def _without(mask: bytes, tokens: Sequence[int]) -> bytes:
@@ -162,10 +154,10 @@ def _without(mask: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def _allows_any(mask: bytes) -> bool:
-    return mask.count(0) < len(mask)  # `any` would take its time over thousands of bytes, at every token
+    return mask.count(0) < len(mask)  # `any` is slow over thousands of bytes, at every token
 
 
 def _said(matcher: LLMatcher) -> str:
-    """Return why a matcher goes no further, without the dump behind that, which quotes the output."""
+    """Return why a matcher stopped, without the state dump, which quotes the output."""
     error = (matcher.get_error() or "").partition("<state>")[0].strip()
-    return "no token is allowed" if error in ("", "NoExtensionBias") else error  # a word of its code
+    return "no token is allowed" if error in ("", "NoExtensionBias") else error  # llguidance's word for it

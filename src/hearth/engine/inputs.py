@@ -1,7 +1,7 @@
-"""The step's inputs at fixed device addresses, filled from a plan in one go. Plans nothing, runs nothing.
+"""The inputs of a step at fixed device addresses, filled from a plan with one copy.
 
 They lie in one packed array (`PackedInputs`), which is written on the host; a step sends as much of it as it
-needs. There are two host copies, because that of the step in flight may still be read by the device.
+needs. There are two host copies, because the device may still read that of the step in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_VIEWS = 1024  #: more than there are padded sizes of steps
 
 
 class InputBuffers:
-    """The device buffers of a step's inputs. Mutable; written only by the runner, in step order."""
+    """The device buffers of a step's inputs. Mutable; written by the runner alone, in step order."""
 
     def __init__(
         self,
@@ -44,53 +44,51 @@ class InputBuffers:
         """Take `buffers` as `input_buffers` has them, filled as by `EngineTables`.
 
         `last_tokens`, int64 [slots + 1], holds each slot's last sample and a dummy. `sink` is a block that is
-        always there and that nobody reads. `tile_tokens_of` says by how many tokens
-        the prompts of a step of so many rows are cut.
+        never read. `tile_tokens_of(num_rows)` returns the tokens per prompt tile.
         """
         self._uploads = uploads
         self._packed = buffers["packed"]
         is_cuda = uploads.device.type == "cuda"
         hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
-        #: Each with the array that writes it: to ask for that takes longer than to write.
+        #: Each with its array: getting that from torch takes longer than writing it.
         self._hosts = [(host, host.numpy()) for host in hosts]
         self._max_seqs, self._tile_tokens_of = max_seqs, tile_tokens_of
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
         self._tokens = buffers["tokens"]
         self.sink = sink
-        #: The row of a slot holds its blocks in order, and behind them the sink, for blocks that somebody had
-        #: before may be gone. The dummy slot's row names the sink alone.
+        #: The row of a slot holds its blocks in order, then the sink: blocks of earlier owners may be gone.
+        #: The dummy slot's row names the sink alone.
         self.block_table = buffers["block_table"]
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
         self._table_width = self.block_table.shape[1]
-        #: Memory for what is written to the block table, likewise one for each of two steps in turns. Either
-        #: grows where many entries are cleared.
+        #: Host memory of block table writes, one for each of two steps in turn. Grows if many entries are
+        #: cleared.
         self._writes = [self._writes_host(max_seqs + len(self._tokens)) for _ in range(2)]
-        self._counting = np.arange(len(self._tokens), dtype=np.int32)  #: 0, 1, 2 and so on
-        self.adapters = AdapterInputs(buffers["adapters"], max_seqs)  #: which rows have some
-        #: Parts of the packed inputs on the device, by where they begin and end.
+        self._counting = np.arange(len(self._tokens), dtype=np.int32)  #: 0, 1, 2, ...
+        self.adapters = AdapterInputs(buffers["adapters"], max_seqs)
+        #: Parts of the packed inputs on the device, by begin and end.
         self._views_by_place: dict[tuple[tuple[int, int], ...], tuple[torch.Tensor, ...]] = {}
 
     def fill(self, plan: StepPlan, shape: StepShape) -> SampleRows:
-        """Send a plan to the device, with padding behind its rows and behind its rows of logits.
+        """Send a plan to the device, with padding behind its rows and its rows of logits.
 
-        The step before the last must be done: its inputs are overwritten on the host. Returns the rows that
-        sample, in arrays that the step after the next overwrites.
+        The step before the last must be done: its host copy is overwritten. Returns the rows that sample, in
+        arrays that the step after the next overwrites.
         """
         writes = None
         if plan.admissions or plan.table_writes:
             writes = self._table_writes([admission.slot for admission in plan.admissions], plan.table_writes)
         return self._fill(plan.decode, plan.prompts, shape, writes)
 
-    def park(self, shape: StepShape) -> SampleRows:
-        """Send a step that is all padding, so that running it touches nobody's KV. No row samples."""
+    def fill_padding(self, shape: StepShape) -> SampleRows:
+        """Send a step that is all padding: it writes KV to the sink alone, and no row samples."""
         return self._fill(DecodeRows(), (), shape, None)
 
     def _fill(
         self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape, writes: torch.Tensor | None
     ) -> SampleRows:
-        """Send rows, and `writes` to the block table as `read_step` takes them."""
         parts, num_decode = PackedInputs.of(shape.num_rows, self._max_seqs), len(decode)
         self._hosts.reverse()
         host, packed = self._hosts[0]
@@ -121,7 +119,7 @@ class InputBuffers:
         """Write prompts behind the decode rows; return all rows that sample, and the number of tiles."""
         slots, positions, tokens = packed[parts.slots], packed[parts.positions], packed[parts.tokens]
         num_decode, num_rows = len(decode), len(decode) + len(prompts)
-        # All prompts at once: there may be hundreds of them, and the device waits.
+        # All prompts at once: there may be hundreds, and the device waits.
         lengths = int64s([row.num_tokens for row in prompts])
         starts = int64s([row.start for row in prompts])
         ends = lengths.cumsum()
@@ -131,7 +129,7 @@ class InputBuffers:
         offsets = (starts + lengths - ends).astype(np.int32).repeat(lengths)
         np.add(self._counting[:num_tokens], offsets, out=positions[filled])
         tokens[filled] = _words_of(prompts)
-        # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
+        # Also for rows that do not sample: their logits show whether their KV is finite.
         logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
         sample_positions = packed[parts.sample_positions]
         logit_rows[:num_decode] = self._counting[:num_decode]
@@ -155,7 +153,7 @@ class InputBuffers:
         return rows, len(tiles) // TILE_FIELDS
 
     def _views(self, *parts: slice) -> tuple[torch.Tensor, ...]:
-        """Return parts of the packed inputs, made once: torch takes its time for that, and sizes are few."""
+        """Return parts of the packed inputs. Views are cached: making one is slow."""
         key = tuple([(part.start, part.stop) for part in parts])
         found = self._views_by_place.get(key)
         if found is None:
@@ -165,12 +163,11 @@ class InputBuffers:
         return found
 
     def sample_slots(self, shape: StepShape) -> torch.Tensor:
-        """Return the slot that each row of logits samples for: int32, on the device; a dummy for others."""
+        """Return the slot of each row of logits (int32, on the device); a dummy where none samples."""
         parts = PackedInputs.of(shape.num_rows, self._max_seqs)
         return self._packed[parts.sample_slots if shape.has_prompts else parts.slots][: shape.num_logits]
 
     def gather_tokens(self, shape: StepShape) -> None:
-        """Gather on the device the last samples of decode rows and the sent tokens of the others."""
         parts = PackedInputs.of(shape.num_rows, self._max_seqs)
         gather_tokens(
             self._packed[parts.tokens],
@@ -181,9 +178,9 @@ class InputBuffers:
         )
 
     def view(self, plan: StepPlan | None, shape: StepShape) -> StepInputs:
-        """Return the inputs of the step that was filled in last; None: of one that is all padding.
+        """Return the inputs of the step that was filled last; `plan` None: of a step that is all padding.
 
-        Where kernels read on the device which rows there are, all steps of a shape have the same inputs.
+        Where kernels read the row counts on the device, all steps of a shape have the same inputs.
         """
         num_decode, prompts = (0, ()) if plan is None else (plan.num_decode_rows, plan.prompts)
         parts = PackedInputs.of(shape.num_rows, self._max_seqs)
@@ -208,15 +205,15 @@ class InputBuffers:
         )
 
     def _table_writes(self, admitted: Sequence[int], writes: TableWrites) -> torch.Tensor | None:
-        """Return what to write to the block table, as `read_step` takes it; None: nothing.
+        """Return writes to the block table in the form of `read_step`; None: there are none.
 
-        Rows of `admitted` slots, which have new owners, are cleared before.
+        Rows of `admitted` slots, which have new owners, are cleared first.
         """
         width, num_written = self._table_width, self._num_written
         num_before = {slot: num_written[slot] for slot in admitted}
         for slot in admitted:
             num_written[slot] = 0
-        # All runs of entries in columns: those that are written, then those that are cleared behind them.
+        # All runs of entries as columns: written ones, then cleared ones.
         slots, begins, counts = writes.slots, writes.begins, writes.counts
         for slot, begin, num_new in zip(slots, begins, counts, strict=True):
             if begin + num_new > num_written[slot]:
@@ -234,9 +231,8 @@ class InputBuffers:
         return host
 
     def _next_writes(self, num_entries: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        """Return memory of two rows that this step's kernels may read, and the array that writes it."""
         self._writes.reverse()
-        if len(self._writes[0][1]) < 2 * num_entries:  # that of the step before the last is read by nobody
+        if len(self._writes[0][1]) < 2 * num_entries:  # the step before the last is done
             self._writes[0] = self._writes_host(2 * num_entries)
         host, words = self._writes[0]
         return host.as_strided((2, num_entries), (num_entries, 1)), words[: 2 * num_entries].reshape(2, -1)
@@ -248,7 +244,6 @@ class InputBuffers:
 
 
 def _words_of(prompts: Sequence[Row]) -> npt.NDArray[np.int32]:
-    """Return the tokens of all prompts, one behind the other."""
     tokens = [row.tokens for row in prompts]
     assert None not in tokens, f"decode row behind prefill rows: {prompts}"
     words = [one if isinstance(one, array) else array("I", one) for one in tokens if one is not None]
@@ -256,7 +251,6 @@ def _words_of(prompts: Sequence[Row]) -> npt.NDArray[np.int32]:
 
 
 def _spans(begin: int, rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:
-    """Return where prompts lie among the rows of a step, of which the first is at `begin`."""
     spans = []
     for row in rows:
         spans.append(PrefillSpan(begin, row.num_tokens, row.start))

@@ -1,8 +1,8 @@
-"""The thread that steps an engine, and the queues by which others talk to it. Turns no token into text.
+"""The thread that steps an engine, and the queues to and from it. Turns no token into text.
 
-The thread owns the engine; others post commands and read the outputs of their requests from a queue of
-their own. With nothing to do it sleeps on its inbox. Every request that was added ends exactly once: by an
-output with a finish reason, by `RequestFailed`, by `Failed`, or by its own cancellation.
+The thread owns the engine. Callers post commands, and read the outputs of their requests from their own
+queue. When idle it sleeps on its inbox. Every added request ends exactly once: by an output with a finish
+reason, by `RequestFailed`, by `Failed`, or by its cancellation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hearth.core.types import RequestId
 from hearth.engine.engine import Engine, StepOutputs
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
 
-#: An engine with nothing to do finishes its books so much later than its readers are told.
+#: An idle engine finishes its books this long after its outputs are sent.
 _READERS_S = 0.001
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine broke or was closed before this request ended; it will get no more tokens."""
-
     request_id: RequestId
     cause: BaseException
 
 
 class Outbox(SimpleQueue[StepOutputs | RequestFailed | Failed]):
-    """A queue in which the outputs of one or more requests arrive, in the order of the steps.
-
-    Those of one step come together: a message for each of a thousand tokens would cost more than the step.
-    """
+    """Receives the outputs of one or more requests, in step order, one message per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +54,17 @@ class _Stop:
 
 
 class StepLoop:
-    """An engine on a thread of its own. Any thread may call `add`, `cancel` and `close`."""
+    """An engine on its own thread. Any thread may call `add`, `cancel` and `close`."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        """Run `build` on the step thread, which then owns the engine; what it raises is raised here.
+        """Run `build` on the step thread, which then owns the engine; its exceptions are raised here.
 
-        This way one thread alone computes, and a CPU's library keeps one team of threads rather than two.
+        So one thread alone computes, and a CPU library keeps one team of threads rather than two.
         """
         self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
-        #: The outboxes of live requests. Written by the step thread alone, as is the engine.
+        #: Outboxes of live requests. Written by the step thread alone.
         self._outboxes: dict[RequestId, Outbox] = {}
-        #: Keeps `add` and `close` apart: what was posted stands before the stop, so nobody waits in vain.
+        #: Orders `add` and `close`: no command is posted behind the stop.
         self._gate = threading.Lock()
         self._is_closed = False
         built: Future[Engine] = Future()
@@ -80,9 +75,9 @@ class StepLoop:
         self.engine = built.result()
 
     def add(self, requests: Sequence[EngineRequest], outbox: Outbox) -> None:
-        """Start requests, so that no step has some of them while others are still on their way.
+        """Start requests together: no step has only some of them.
 
-        Where the engine broke or was closed, `Failed` is all that each of them gets.
+        If the engine failed or was closed, each gets a `Failed`.
         """
         with self._gate:
             if not self._is_closed:
@@ -91,16 +86,18 @@ class StepLoop:
         _refuse(requests, outbox, _closed())
 
     def cancel(self, request_id: RequestId) -> None:
-        """End a request; outputs that are already in its outbox stay there, and no terminal one follows."""
+        """End a request. Outputs already in its outbox stay, and no terminal one follows."""
         self._inbox.put(_Cancel(request_id))
 
     def close(self) -> None:
-        """Stop after the step under way and wait for the thread. Live requests end as failed."""
+        """Stop after the current step and wait for the thread. Live requests fail."""
         with self._gate:
             if not self._is_closed:
                 self._is_closed = True
                 self._inbox.put(_Stop())
-        if threading.current_thread() is not self._thread:  # where garbage is collected is anyone's guess
+        if (
+            threading.current_thread() is not self._thread
+        ):  # the garbage collector may call this on the step thread
             self._thread.join()
 
     def _build_and_run(self, build: Callable[[], Engine], built: Future[Engine]) -> None:
@@ -113,7 +110,7 @@ class StepLoop:
         self._run(engine)
 
     def _run(self, engine: Engine) -> None:
-        engine.tells_first = True
+        engine.settles_later = True
         try:
             while self._take_commands(engine):
                 outcome = engine.step()
@@ -121,8 +118,8 @@ class StepLoop:
                 for failure in outcome.failures:
                     self._outboxes.pop(failure.request_id).put(failure)
         except Exception as error:
-            if not isinstance(error, LoadCancelled):  # who closed this in the midst of a load knows
-                is_ours = isinstance(error, HearthError)  # it says itself what is wrong
+            if not isinstance(error, LoadCancelled):  # closed during a load
+                is_ours = isinstance(error, HearthError)  # its message suffices
                 num_live = len(self._outboxes)
                 log.error("engine_failed requests=%d reason=%s", num_live, error, exc_info=not is_ours)
             self._fail_all(error)
@@ -132,7 +129,7 @@ class StepLoop:
         engine.close()
 
     def _take_commands(self, engine: Engine) -> bool:
-        """Carry out posted commands, sleeping while the engine is idle; return False once it should stop."""
+        """Carry out posted commands, sleeping while the engine is idle; False: stop."""
         while not engine.has_work or not self._inbox.empty():
             match self._next_command(engine):
                 case _Add(requests, outbox):
@@ -147,8 +144,8 @@ class StepLoop:
         return True
 
     def _next_command(self, engine: Engine) -> _Add | _Cancel | _Stop:
-        if not engine.is_settled:
-            # Readers who were just told get the interpreter first: it is theirs while this thread waits.
+        if not engine.batcher.is_settled:
+            # Readers of the last outputs get the interpreter first, while this thread waits.
             with suppress(Empty):
                 return self._inbox.get(timeout=_READERS_S)
             engine.settle()
@@ -169,7 +166,6 @@ class StepLoop:
             outbox.put(Failed(request_id, cause))
 
     def _refuse_commands(self, cause: BaseException) -> None:
-        """Answer every further request of a broken engine with `Failed`, until it is closed."""
         while not isinstance(command := self._inbox.get(), _Stop):
             if isinstance(command, _Add):
                 _refuse(command.requests, command.outbox, cause)

@@ -1,7 +1,4 @@
-"""A step that was launched, and the tokens that come of it: copied to the host, waited for, handed out.
-
-Launches nothing, and knows no request.
-"""
+"""A launched step: its tokens are copied to the host, waited for and returned."""
 
 from __future__ import annotations
 
@@ -18,23 +15,19 @@ from hearth.engine.sampler import Samples
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens that a step has sampled: one entry per sampling row of the plan, in order."""
-
     tokens: list[int]
-    logprobs: list[TokenLogprobs | None] | None  #: as many as each row asked for; None: nobody asked
-    broken_rows: list[int]  #: indices of rows of the plan, also of those that do not sample: see `commit`
-    reads: Mapping[int, RowRead] = field(default_factory=dict)  #: likewise, of rows that want a reading
+    logprobs: list[TokenLogprobs | None] | None  #: as many as each row requested; None: none did
+    broken_rows: list[int]  #: row indices of the plan, non-sampling rows included: see `commit`
+    reads: Mapping[int, RowRead] = field(default_factory=dict)  #: by row index of the plan
 
 
 class PendingStep:
-    """A step that the device may still be computing."""
-
     def __init__(
         self, samples: Samples, num_samples: int, host: torch.Tensor, reads: StepReads | None = None
     ) -> None:
-        """Queue the copies to the host, of what was chosen to `host`; nobody else writes there until `wait`.
+        """Queue the copies to the host. `host` must not be written until `wait`.
 
-        The first `num_samples` rows have sampled, others were only computed.
+        The first `num_samples` rows have sampled; others were only computed.
         """
         self._chosen, self._num_samples = host.copy_(samples.chosen, non_blocking=True), num_samples
         parts = (samples.logprobs, samples.top_ids, samples.top_logprobs)
@@ -43,7 +36,7 @@ class PendingStep:
         )
         self._num_logprobs = samples.num_logprobs
         self._reads = None if reads is None else _reads_to_host(reads)
-        #: Behind all of the step; None: on a CPU, where it is done.
+        #: Recorded behind the step; None: on a CPU.
         self.end: torch.cuda.Event | None = None
         if samples.chosen.is_cuda:
             self.end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # untyped
@@ -51,12 +44,10 @@ class PendingStep:
 
     @property
     def is_computed(self) -> bool:
-        """True if the device computed the step while it was launched, as a CPU does."""
         return self.end is None
 
     @property
     def is_done(self) -> bool:
-        """True if nobody has to wait for it."""
         return self.end is None or bool(self.end.query())  # type: ignore[no-untyped-call] # untyped
 
     def wait(self) -> StepResult:
@@ -70,7 +61,7 @@ class PendingStep:
         return StepResult(tokens[: self._num_samples].tolist(), self._asked_logprobs(), broken_rows, reads)
 
     def _asked_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Return to each row what it asked for, whatever was computed because others asked for more."""
+        """Return to each row the logprobs that it requested, even if more were computed."""
         if self._logprobs is None:
             return None
         tops = (self._top_ids, self._top_logprobs)
@@ -83,7 +74,7 @@ class PendingStep:
 
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory of the host for copies of a tensor, or the tensor if it has none, as in a dry run."""
+    """Return host memory for copies of a tensor; in a dry run, the tensor itself."""
     if tensor.is_meta:
         return tensor
     return torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -1,14 +1,13 @@
-"""Reads what is wanted of prompts besides their continuation: pooled hidden states, logprobs of their tokens.
+"""Prompt readings: pooled hidden states, and logprobs of prompt tokens. Runs no layers.
 
-Runs no layers and knows no requests: rows of one step go in, what was read of each comes out.
-
-A prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits. So the head runs over as
-many rows at a time as the logits of a step have room for, and only what is asked of them is kept.
+`PromptReader` reads the rows of one step; `ReadingPieces` joins the rows of prompts computed in chunks. A
+prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits, so the head runs over as many
+rows at a time as a step's logits hold, and only the requested values are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from hearth.core.sizes import padded_size, sampled_pieces
-from hearth.core.types import MAX_LOGPROBS, Pooling
+from hearth.core.types import MAX_LOGPROBS, Pooling, PromptLogprobs, PromptReading, RequestId
 from hearth.engine.upload import Uploads
 from hearth.models.decoder import Decoder
 from hearth.policy.batch.plan import RowReading, StepPlan
@@ -27,35 +26,32 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowRead:
-    """One row of a prompt, as far as it was read."""
-
-    reading: RowReading  #: what was wanted
+    reading: RowReading  #: what was requested
     pooled: Floats | None  #: the hidden state of its last token, or the sum of all
     logprobs: Floats  #: [targets], as is the next
     ranks: npt.NDArray[np.int32]
-    top_ids: npt.NDArray[np.int32]  #: [targets, as many as are wanted], as is the next
+    top_ids: npt.NDArray[np.int32]  #: [targets, top], as is the next
     top_logprobs: Floats
 
     @property
     def is_finite(self) -> bool:
-        """False: the hidden states held NaN or infinity."""
         is_pooled_finite = self.pooled is None or bool(np.isfinite(self.pooled).all())
         return is_pooled_finite and bool(np.isfinite(self.logprobs).all())
 
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
-    """All that one step has read, in tensors over its rows. On the host, it may still be on its way."""
+    """The readings of one step, as tensors over its rows. Copies to the host may be under way."""
 
-    readings: list[tuple[int, RowReading]]  #: by the index of the row in its plan, in order
+    readings: list[tuple[int, RowReading]]  #: with the row's index in the plan, ascending
     pooled: torch.Tensor  #: float32 [rows that are pooled, hidden]
-    logprobs: torch.Tensor  #: float32 [targets], of all rows behind each other
+    logprobs: torch.Tensor  #: float32 [targets], rows concatenated
     ranks: torch.Tensor  #: int32 [targets]
-    top_ids: torch.Tensor  #: int32 [targets, as many as any row wants]
+    top_ids: torch.Tensor  #: int32 [targets, the most that a row requests]
     top_logprobs: torch.Tensor  #: float32, likewise
 
     def rows(self) -> Iterator[tuple[int, RowRead]]:
-        """Yield what was read of each row, by its index in the plan, once all of it has come."""
+        """Yield the reading of each row with its index in the plan. All copies must have arrived."""
         pooled = iter(self.pooled.numpy())
         columns = [one.numpy() for one in (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)]
         begin = 0
@@ -75,10 +71,10 @@ class PromptReader:
         self._decoder, self._uploads = decoder, uploads
 
     def read(self, plan: StepPlan, hidden: torch.Tensor, sizes: Sequence[int]) -> StepReads:
-        """Read what the rows of a plan want of `hidden`, as `Decoder.finish` returns it.
+        """Read what the rows of a plan request from `hidden`, as `Decoder.finish` returns it. Stays on the
+        device.
 
-        `sizes`: the numbers of rows that the head is run with; none: any number. The decoder's logits are
-        overwritten. What is returned is on the device.
+        `sizes`: row counts that the head may run with; empty: any. Overwrites the decoder's logits.
         """
         readings: list[tuple[int, RowReading]] = []
         pooled: list[torch.Tensor] = []
@@ -110,7 +106,6 @@ class PromptReader:
         num_top: int,
         sizes: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logprobs and ranks of the tokens behind some rows, and ids and logprobs of the best."""
         num_most, vocab_size = self._decoder.logits.shape
         logprobs = hidden.new_empty(len(at), dtype=torch.float32)
         ranks = hidden.new_empty(len(at), dtype=torch.int32)
@@ -125,14 +120,14 @@ class PromptReader:
                 logprobs[piece] = (own - log_sum).squeeze(-1)
                 ranks[piece] = (logits > own).sum(-1, dtype=torch.int32) + 1
                 if num_top:
-                    # As many as anybody may ask for, as in the sampler: so ties are broken alike.
+                    # The maximum that a request may ask for, as in the sampler: ties are broken alike.
                     best = logits.topk(min(MAX_LOGPROBS, vocab_size))
                     top_ids[piece] = best.indices[:, :num_top].int()
                     top_logprobs[piece] = best.values[:, :num_top] - log_sum
         return logprobs, ranks, top_ids, top_logprobs
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return float32 logits of rows, padded as those of all steps: no other kernels are needed."""
+        """Return float32 logits of rows, padded to the sizes of steps so that no other kernels are needed."""
         num_rows = len(rows)
         chosen = hidden.index_select(0, rows)
         if sizes and (num_padded := padded_size(sizes, num_rows) - num_rows):
@@ -144,7 +139,68 @@ class PromptReader:
 
 
 def _pieces(num_rows: int, num_most: int, vocab_size: int) -> Iterator[slice]:
-    """Yield rows whose logits have room, as have the temporaries that are made of them."""
     for piece in sampled_pieces(num_rows, vocab_size):
         for begin in range(piece.start, min(piece.stop, num_rows), num_most):
             yield slice(begin, min(begin + num_most, piece.stop, num_rows))
+
+
+class ReadingPieces:
+    """Readings of prompts computed in chunks. Mutable; written by the engine, in step order."""
+
+    def __init__(self) -> None:
+        #: By live request with a reading, from its first row on.
+        self._pieces: dict[RequestId, list[RowRead]] = {}
+        #: By the same: the first step with a row of it. Earlier rows belong to a request that had the id
+        #: before.
+        self._first_steps: dict[RequestId, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def expect(self, request_id: RequestId, first_step: int) -> None:
+        self._pieces[request_id], self._first_steps[request_id] = [], first_step
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop the readings of a request. Steps in flight may still read it."""
+        if self._pieces.pop(request_id, None) is not None:
+            del self._first_steps[request_id]
+
+    def take(self, plan: StepPlan, reads: Mapping[int, RowRead]) -> dict[RequestId, PromptReading]:
+        """Add the readings of a step by row, and return those that are complete."""
+        complete: dict[RequestId, PromptReading] = {}
+        for index, read in reads.items():
+            row = plan.prompts[index - plan.num_decode_rows]
+            pieces = self._pieces.get(row.request_id)
+            if pieces is None or plan.step_id < self._first_steps[row.request_id]:
+                continue  # it has ended
+            if row.start == 0:
+                pieces.clear()  # it was preempted, and is read from the beginning again
+            pieces.append(read)
+            if row.samples:
+                complete[row.request_id] = _joined(pieces)
+                self.forget(row.request_id)
+        return complete
+
+
+def _joined(pieces: Sequence[RowRead]) -> PromptReading:
+    has_logprobs = pieces[-1].reading.num_logprobs is not None
+    return PromptReading(_embedding(pieces), _logprobs(pieces) if has_logprobs else None)
+
+
+def _embedding(pieces: Sequence[RowRead]) -> bytes | None:
+    pooled = [piece.pooled for piece in pieces if piece.pooled is not None]
+    if not pooled:
+        return None
+    vector = np.sum(pooled, axis=0, dtype=np.float64)  # the mean has the same direction
+    length = float(np.linalg.norm(vector)) or 1.0
+    return (vector / length).astype("<f4").tobytes()
+
+
+def _logprobs(pieces: Sequence[RowRead]) -> PromptLogprobs:
+    return PromptLogprobs(
+        pieces[-1].top_ids.shape[1],
+        np.concatenate([piece.logprobs for piece in pieces]).astype("<f4").tobytes(),
+        np.concatenate([piece.ranks for piece in pieces]).astype("<i4").tobytes(),
+        np.concatenate([piece.top_ids for piece in pieces]).astype("<i4").tobytes(),
+        np.concatenate([piece.top_logprobs for piece in pieces]).astype("<f4").tobytes(),
+    )

@@ -1,13 +1,13 @@
-"""Sampling: from logits to tokens, all on the device. Neither detokenises nor decides when a request ends.
+"""Sampling: from logits to tokens, all on the device.
 
-Logits pass, in this order: repetition penalty (prompt and output), presence and frequency penalties
-(output), logit bias, allowed-token mask, the mask of a guide, ban of stop tokens before `min_tokens`.
-Logprobs are taken here, from the log-softmax before temperature. Then come temperature, top-k, top-p, min-p
-and the choice: the highest logit, for a random request after Gumbel noise is added. What runs is decided from
-what the host knows of each slot, so the host never waits for the device.
+Logits pass, in this order: repetition penalty (prompt and output), presence and frequency penalties (output),
+logit bias, allowed-token mask, the mask of a guide, ban of stop tokens before `min_tokens`. Logprobs are
+taken here, from the log-softmax before temperature. Then come temperature, top-k, top-p, min-p and the
+choice: the highest logit, with Gumbel noise added for a random request. What runs is decided by what the host
+knows of each slot, so the host never waits for the device.
 
-The highest logit of every row is found in any case, as the end of a step that may be captured: `take_best`.
-That is all for rows of which nobody asks more. `sample` does what others ask for, and corrects the choice.
+The highest logit of every row is always found, at the end of the captured part of a step (`take_best`). Most
+rows need no more. `sample` does the rest for the others, and corrects their choice.
 """
 
 from __future__ import annotations
@@ -22,29 +22,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces
-from hearth.core.types import MAX_LOGPROBS, RequestId, SamplingParams, SamplingTable
-from hearth.engine.logit_bias import LogitBias, is_biased
-from hearth.engine.optional_table import OptionalTable
-from hearth.engine.penalties import Penalties, is_penalised
+from hearth.core.sizes import sampled_pieces
+from hearth.core.types import MAX_LOGPROBS, SamplingParams
+from hearth.engine.sampling_tables import SamplingTables, is_biased, is_penalised
 from hearth.engine.upload import Uploads
 from hearth.kernels.best_token import best_tokens
 from hearth.kernels.draw import draw_tokens
 from hearth.kernels.noise import signed64
 from hearth.policy.batch.plan import Admission
 
-#: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
+#: Beyond these a temperature is greedy or uniform, and float32 quotients overflow.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Rows of logits, and the tokens that are to be sampled from them."""
-
     slots: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int32]  #: of the last token of each, in its sequence: the next is sampled
-    masks: Mapping[int, bytes]  #: by row, the tokens that its guide allows, as in `plan.Guide`
-    #: The same slots and positions on the device, and more: a dummy slot for rows that do not sample.
+    positions: npt.NDArray[np.int32]  #: of the last token of each sequence; the next is sampled
+    masks: Mapping[int, bytes]  #: by row: allowed tokens, as in `plan.Guide`
+    #: The same on the device, with a dummy slot for rows that do not sample.
     device_slots: torch.Tensor
     device_positions: torch.Tensor
 
@@ -54,16 +50,16 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Sampled tokens on the device, one per row. If one row wants logprobs, they are there for all rows."""
+    """Sampled tokens on the device, one per row. If one row requests logprobs, all rows have them."""
 
-    #: int32 [n, 2]: a token, always of the vocabulary, and the bits of the highest logit that rules leave.
-    #: Where that is not finite the row held NaN or infinity, or no token was allowed, and its sampled token
-    #: and logprobs mean nothing. The next step overwrites it.
+    #: int32 [n, 2]: a token of the vocabulary, and the bits of the highest logit after all rules. If that is
+    #: not finite, the row held NaN or infinity or no token was allowed, and token and logprobs are
+    #: meaningless. The next step overwrites it.
     chosen: torch.Tensor
     logprobs: torch.Tensor | None  #: [n], of the sampled tokens
-    top_ids: torch.Tensor | None  #: [n, k], most likely first; k is the most that a row asked for
+    top_ids: torch.Tensor | None  #: [n, k], most likely first; k is the most that a row requests
     top_logprobs: torch.Tensor | None  #: [n, k], minus infinity for a forbidden token
-    num_logprobs: tuple[int | None, ...]  #: how many of the k each row asked for; None: no logprobs at all
+    num_logprobs: tuple[int | None, ...]  #: how many of the k each row requests; None: no logprobs
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -75,9 +71,9 @@ class Samples:
 
 
 class _Part(IntEnum):
-    """A part of sampling that a request may need. One of which no part is asked takes its highest logit.
+    """A part of sampling that a request may need. Without any, it takes its highest logit.
 
-    Several are the sum of their numbers, as a plain one: flags of Python take ten times as long.
+    Sets of parts are sums, as plain ints: Python's flags are ten times slower.
     """
 
     PENALTIES = 1
@@ -89,8 +85,6 @@ class _Part(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _RowParts:
-    """The parts that each row of a step needs."""
-
     by_row: npt.NDArray[np.uint8]
     needed: int  #: by any of them
 
@@ -99,7 +93,6 @@ class _RowParts:
         return _RowParts(by_row, int(np.bitwise_or.reduce(by_row, initial=0)))
 
     def rows(self, part: _Part) -> npt.NDArray[np.int64]:
-        """Return the rows that need a part."""
         return np.flatnonzero(self.by_row & part.value) if self.needed & part else _NO_ROWS
 
 
@@ -108,8 +101,6 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The rules of sampling for the request in a slot, as the host keeps them."""
-
     parts: int  #: the sum of those that it needs
     banned: tuple[int, ...]  #: stop ids, forbidden at positions before `banned_before`
     banned_before: int
@@ -118,7 +109,7 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Which rows need which part of sampling. The host knows a tensor's length: `len` waits for nothing."""
+    """Which rows need which part of sampling. Taking `len` of these tensors does not wait."""
 
     num_logprobs: tuple[int | None, ...]  #: of every row
     masks: torch.Tensor | None  #: of the guided rows, int32 [rows, words]
@@ -131,41 +122,28 @@ class _Work:
 
 
 class Sampler:
-    """Samples the tokens of one engine. Mutable; one thread calls it, in the order of the steps."""
+    """Samples the tokens of one engine. Mutable; one thread calls it, in step order."""
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], vocab_size: int, uploads: Uploads) -> None:
-        """Take `buffers` as `sampler_buffers` has them, all zero."""
         self._vocab_size = vocab_size
         self._uploads = uploads
-        #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
+        #: The last token of each slot, at a fixed address. The last row is a dummy for padding.
         self.tokens = buffers["tokens"]
-        #: `Samples.chosen` of each row of logits of the step that was queued last, at a fixed address.
+        #: `Samples.chosen` of the step that was queued last, at a fixed address.
         self.chosen = buffers["chosen"]
         num_slots = len(self.chosen)
         self._rules_by_slot: dict[int, _Rules] = {}
-        #: The parts that the request in each slot needs.
+        #: By slot: the parts that its request needs.
         self._parts = np.zeros(num_slots, np.uint8)
         self._parts_of_rows = buffers["parts"]  #: scratch of `best_tokens`
-        #: As in `draw_tokens`; those of a slot without a random request have temperature 0, and so a dummy's.
+        #: As in `draw_tokens`; temperature is 0 for slots without a random request, and the dummy.
         self._knobs, self._seeds = buffers["knobs"], buffers["seeds"]
-        self._penalties = OptionalTable(
-            lambda num_rows, memory: Penalties(num_rows, vocab_size, uploads, memory),
-            *(bytes_of(penalty_buffers(1, vocab_size)), num_slots),
-        )
-        self._bias = OptionalTable(
-            lambda num_rows, memory: LogitBias(num_rows, vocab_size, uploads, memory),
-            *(bytes_of(bias_buffers(1, vocab_size)), num_slots),
-        )
-        self._tables: dict[SamplingTable, OptionalTable[Penalties] | OptionalTable[LogitBias]] = {
-            SamplingTable.PENALTIES: self._penalties,
-            SamplingTable.BIAS: self._bias,
-        }
+        self.tables = SamplingTables(num_slots, vocab_size, uploads)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy.
+        """Give slots to requests. Greedy requests cost no copy.
 
-        A table that one of them needs, and that nobody has placed, is placed where torch finds memory; and so
-        is one that has too few rows.
+        A needed table that is not placed, or has too few rows, is allocated by torch.
         """
         if not admissions:
             return
@@ -184,38 +162,17 @@ class Sampler:
             self._knobs.index_copy_(0, slots, self._uploads.floats(knobs).view(-1, 4))
             self._seeds.index_copy_(0, slots, device_seeds)
         if needed & _Part.PENALTIES:
-            self._penalties.admit([a for a in admissions if is_penalised(a.sampling)])
+            self.tables.penalties.admit([a for a in admissions if is_penalised(a.sampling)])
         if needed & _Part.BIAS:
-            self._bias.admit([a for a in admissions if is_biased(a.sampling)])
-
-    def has_table(self, table: SamplingTable) -> bool:
-        return self._tables[table].is_there
-
-    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
-        """Have a table lie in `memory`, with what it holds if it is there; None: where torch finds some.
-
-        Steps in flight may still read it where it was.
-        """
-        self._tables[table].place(memory)
-
-    def drop_table(self, table: SamplingTable) -> None:
-        """Let go of a table, which may take some hundreds of MB: no row that needs it will be sampled.
-
-        Steps in flight may still read it: whoever gets its memory next is queued behind those.
-        """
-        self._tables[table].drop()
-
-    def free_row(self, table: SamplingTable, request_id: RequestId) -> None:
-        """Give the row that a request had in a table to others: no row of the request will be sampled."""
-        self._tables[table].free_row(request_id)
+            self.tables.bias.admit([a for a in admissions if is_biased(a.sampling)])
 
     def take_best(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        """Choose the highest of each row of `logits`, and note it in `tokens` for its slot.
+        """Choose the highest logit of each row, and write it to `tokens` for its slot.
 
-        Asks the host nothing, so that it may be captured. `slots` (int32) are dummies where nobody samples;
-        there may be more of them than rows.
+        Needs nothing from the host, so it can be captured. `slots` (int32) may be longer than `logits`, and
+        holds dummies where no row samples.
         """
-        # It propagates NaN, so that the best logit also tells whether the whole row is sound.
+        # NaN propagates, so the best logit shows whether the whole row is finite.
         best_tokens(
             logits,
             slots,
@@ -225,10 +182,10 @@ class Sampler:
         )
 
     def sample(self, logits: torch.Tensor, rows: SampleRows, wide: torch.Tensor | None = None) -> Samples:
-        """Choose a token for each row of `logits`, and note it in `tokens`.
+        """Choose a token for each row of `logits`, after `take_best` has seen them, and write it to `tokens`.
 
-        `take_best` has seen the same logits. There may be more than `rows`: for those nobody samples. More
-        than their highest is computed in float32, in their place or, where they have fewer bits, in `wide`.
+        `logits` may have more rows than `rows`; those do not sample. More than the highest is computed in
+        float32: in place, or in `wide` if logits have fewer bits.
         """
         assert len(rows) <= len(logits), f"{logits.shape=} {len(rows)=}"
         assert logits.shape[1:] == (self._vocab_size,), f"{logits.shape=} {self._vocab_size=}"
@@ -249,11 +206,10 @@ class Sampler:
             return samples
         tokens = samples.tokens[: len(rows)].long()
         if len(work.penalised):
-            self._penalties.table.record(work.penalty_rows, tokens[work.penalised])
+            self.tables.penalties.table.record(work.penalty_rows, tokens[work.penalised])
         return _with_logprobs(samples, tokens, sampled, work.num_logprobs)
 
     def draw(self, logits: torch.Tensor, rows: SampleRows) -> None:
-        """Draw for the rows of random requests, from logits whose highest are noted."""
         draw_tokens(
             logits,
             rows.device_slots,
@@ -265,7 +221,6 @@ class Sampler:
         )
 
     def _sort_out(self, rows: SampleRows, parts: _RowParts) -> _Work:
-        """Send to the device in one piece which rows need which part."""
         penalised, biased = parts.rows(_Part.PENALTIES), parts.rows(_Part.BIAS)
         num_logprobs: tuple[int | None, ...] = (None,) * len(rows)
         if parts.needed & _Part.LOGPROBS:
@@ -275,16 +230,15 @@ class Sampler:
             self._uploads.words(list(rows.masks.values())) if rows.masks else None,
             *self._uploads.ints(
                 penalised,
-                [self._penalties.row(slot) for slot in rows.slots[penalised].tolist()],
+                [self.tables.penalties.row(slot) for slot in rows.slots[penalised].tolist()],
                 biased,
-                [self._bias.row(slot) for slot in rows.slots[biased].tolist()],
+                [self.tables.bias.row(slot) for slot in rows.slots[biased].tolist()],
                 self._banned(rows, parts.rows(_Part.BAN)),
                 list(rows.masks),
             ),
         )
 
     def _banned(self, rows: SampleRows, early: npt.NDArray[np.int64]) -> list[int]:
-        """Return the flat indices of logits that are forbidden because a stop token would come too early."""
         banned = []
         for row in early.tolist():
             rule = self._rules_by_slot[int(rows.slots[row])]
@@ -293,14 +247,14 @@ class Sampler:
         return banned
 
     def _process(self, logits: torch.Tensor, work: _Work) -> bool:
-        """Apply every rule that shapes the distribution before temperature, in place; False: there is none.
+        """Apply the rules that come before temperature, in place; False: there are none.
 
-        What is forbidden has minus infinity added rather than set, so that NaN and infinity stay to be seen.
+        Minus infinity is added rather than set, so that NaN and infinity stay visible.
         """
         if len(work.penalised):
-            self._penalties.table.apply(logits, work.penalised, work.penalty_rows)
+            self.tables.penalties.table.apply(logits, work.penalised, work.penalty_rows)
         if len(work.biased):
-            self._bias.table.apply(logits, work.biased, work.bias_rows)
+            self.tables.bias.table.apply(logits, work.biased, work.bias_rows)
         if work.masks is not None:
             apply_masks(logits, work.guided, work.masks)
         if len(work.banned):
@@ -321,7 +275,7 @@ def _rules(admission: Admission, vocab_size: int) -> _Rules:
         assert sampling.seed is not None, f"no seed: {admission.request_id}"
         parts |= _Part.DRAW
     if sampling.min_tokens > 0:
-        # An id beyond the vocabulary is never sampled. Where only stop tokens are allowed, they stay allowed.
+        # Ids beyond the vocabulary are never sampled. If only stop tokens are allowed, they stay allowed.
         stop_ids = {token for token in sampling.stop_ids if 0 <= token < vocab_size}
         allowed = sampling.allowed_token_ids or range(vocab_size)
         if stop_ids and not all(token in stop_ids for token in allowed):
@@ -336,7 +290,7 @@ def _rules_without_ban(parts: int, num_logprobs: int | None) -> _Rules:
 
 
 def _is_random(sampling: SamplingParams) -> bool:
-    """True if tokens are drawn. Top-k of 1 is greedy too; left to chance it would choose among ties."""
+    """True if tokens are drawn. Top-k of 1 is greedy too: a draw would choose among ties."""
     return not sampling.is_greedy and sampling.top_k != 1
 
 
@@ -353,7 +307,7 @@ def _knobs(admission: Admission, vocab_size: int) -> tuple[float, float, float, 
 
 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Forbid in `logits[rows]`, in place, the tokens whose bit is 0. `masks`: int32 [rows, words]."""
+    """Forbid in `logits[rows]`, in place, tokens whose bit is 0. `masks`: int32 [rows, words]."""
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
     for piece in sampled_pieces(len(rows), logits.shape[1]):
         is_forbidden = (masks[piece].view(torch.uint8).unsqueeze(-1) & bits == 0).flatten(1)
@@ -372,7 +326,7 @@ def _with_logprobs(
     logprobs = (logits.gather(1, tokens.unsqueeze(-1)) - log_sum).squeeze(-1)
     if num_top == 0:
         return Samples(samples.chosen, logprobs, None, None, num_logprobs)
-    # Always as many as anybody may ask for: which of equals come first may depend on how many are ranked.
+    # Always the maximum: which of equal logits comes first may depend on how many are ranked.
     top = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]))
     ids, values = top.indices[:, :num_top].contiguous(), top.values[:, :num_top]
     return Samples(samples.chosen, logprobs, ids, values - log_sum, num_logprobs)

@@ -1,7 +1,7 @@
-"""The shape of a step: what must agree for two steps to be served by one CUDA graph. Runs nothing.
+"""The shape of a step: steps of one shape share a CUDA graph.
 
-Steps are padded to the next of the sizes in `core/sizes.py`, wherever kernels can tell padding from rows
-that are there; elsewhere a step has just the rows of its plan.
+Steps are padded to the sizes in `core/sizes.py` where kernels can tell padding from rows; elsewhere a step
+has just the rows of its plan.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ from hearth.policy.batch.plan import StepPlan
 class StepPart(Enum):
     """A part of a step that is captured on its own."""
 
-    DECODE = "decode"  #: all of a step of decode rows alone, by their number
-    MIXED = "mixed"  #: a step with prompts up to its last attention, by its tokens
+    DECODE = "decode"  #: a whole step without prompts, by its rows
+    MIXED = "mixed"  #: a step with prompts, up to its last attention, by its tokens
     TAIL = "tail"  #: the rest of such a step, by its rows of logits
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """A part of a step, and the number of rows that it was captured with."""
-
     part: StepPart
     size: int
     has_adapters: bool = False
 
     @property
     def name(self) -> str:
-        """The name of such a graph in a snapshot."""
         return f"{self.part.value}{'-adapters' if self.has_adapters else ''}-{self.size}"
 
 
@@ -42,9 +39,9 @@ class StepShape:
 
     has_prompts: bool
     num_rows: int  #: a token each
-    num_logits: int  #: rows whose logits are computed; without prompts that is every row
-    has_adapters: bool = False  #: some row has one; which and how many is read on the device
-    #: The parts of such a step, in the order in which they run.
+    num_logits: int  #: rows with logits; without prompts, every row
+    has_adapters: bool = False  #: which rows have one is read on the device
+    #: Its parts, in the order in which they run.
     keys: tuple[GraphKey, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +60,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class PaddedSizes:
-    """The sizes that steps are padded to; where there are none, they stay as they are."""
+    """The sizes that steps are padded to; empty: steps are not padded."""
 
     decode: tuple[int, ...] = ()  #: rows of steps without prompts
     mixed: tuple[int, ...] = ()  #: rows of steps with prompts
@@ -74,11 +71,10 @@ class PaddedSizes:
         return PaddedSizes(decode_sizes(limits), mixed_sizes(limits), sample_sizes(limits))
 
     def all_names(self, *, has_adapters: bool = False) -> set[str]:
-        """Return the names, in snapshots, of the graphs that `all_shapes` has between them."""
         return {key.name for shape in self.all_shapes(has_adapters=has_adapters) for key in shape.keys}
 
     def all_shapes(self, *, has_adapters: bool = False) -> list[StepShape]:
-        """Return shapes that have every key between them, the largest first."""
+        """Return shapes that together have every key, largest first."""
         decode, mixed, samples = (sizes[::-1] for sizes in (self.decode, self.mixed, self.samples))
         return [
             *(StepShape.decode(size, has_adapters=has_adapters) for size in decode),
@@ -87,10 +83,10 @@ class PaddedSizes:
         ]
 
     def first_shapes(self, num_requests: int, num_tokens: int, num_decoding: int) -> list[StepShape]:
-        """Return the shapes of the first two steps of requests whose prompts have so many tokens in all.
+        """Return the shapes of the first two steps of requests with so many prompt tokens in all.
 
-        `num_decoding` of them go on behind their first token. Where prompts take more than one step the first
-        shape is left out; there are none where steps are not padded.
+        `num_decoding` of them continue after their first token. The first shape is left out if prompts take
+        more than one step. Empty if steps are not padded.
         """
         shapes = list[StepShape]()
         if not self.decode:
@@ -103,7 +99,6 @@ class PaddedSizes:
         return shapes
 
     def shape_of(self, plan: StepPlan) -> StepShape:
-        """Return the smallest shape that holds the rows of a plan."""
         num_rows, num_logits, has_prompts = plan.num_tokens, plan.num_rows, bool(plan.prompts)
         if not has_prompts:
             num_rows = num_logits = padded_size(self.decode, num_rows) if self.decode else num_rows

@@ -1,4 +1,4 @@
-"""Short lists of numbers, sent to the device without waiting for it. Knows nothing of their meaning."""
+"""Sends short lists of numbers to the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -12,37 +12,35 @@ import torch
 
 from hearth.kernels.host_read import read_host
 
-#: A column of numbers to be sent.
 Ints = Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
 def int32s(numbers: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return numbers that are not negative as an array, in a third of the time that numpy takes."""
+    """Return non-negative numbers as an array, three times as fast as numpy."""
     return np.frombuffer(array("I", numbers), np.int32)
 
 
 def int64s(numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return numbers as an array, likewise."""
     return np.frombuffer(array("q", numbers), np.int64)
 
 
 class Uploads:
     """Sends an engine's numbers to its device. Mutable; one thread calls it, `next_step` before each step.
 
-    The device reads host memory by itself, at a time that torch does not know of. So what was sent is kept
-    until an event behind the step that read it has passed.
+    The device reads host memory on its own, and torch does not know when. So sent memory is kept until the
+    event behind the step that reads it has passed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
-        #: Host memory that was sent since `next_step`.
+        #: Host memory sent since `next_step`.
         self._sent: list[torch.Tensor] = []
-        #: Host memory that steps before sent, oldest first, each with the event behind its step.
+        #: Host memory of earlier steps, oldest first, each with the event behind its step.
         self._kept: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 
     def next_step(self) -> None:
-        """Begin a step: let go of host memory that the device has read. Its readers so far are all queued."""
+        """Begin a step: release host memory that the device has read. All readers so far are queued."""
         if self._sent:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
             event.record()
@@ -52,7 +50,7 @@ class Uploads:
             self._kept.popleft()
 
     def ints(self, *columns: Ints) -> tuple[torch.Tensor, ...]:
-        """Return each column as an int64 tensor on the device; all of them travel together."""
+        """Return each column as an int64 tensor on the device, sent in one copy."""
         lengths = [len(column) for column in columns]
         host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=self._is_cuda)
         np.concatenate([np.asarray(column, np.int64) for column in columns], out=host.numpy())
@@ -62,7 +60,7 @@ class Uploads:
         return self._send(torch.tensor(values, dtype=torch.float32, pin_memory=self._is_cuda))
 
     def words(self, rows: Sequence[bytes]) -> torch.Tensor:
-        """Return rows of equally many bytes, whole words each, as an int32 tensor [rows, words]."""
+        """Return rows of equal length, in whole words, as an int32 tensor [rows, words]."""
         words = torch.frombuffer(bytearray().join(rows), dtype=torch.int32).view(len(rows), -1)
         return self._send(words.pin_memory() if self._is_cuda else words)
 

@@ -27,7 +27,6 @@ _SOURCES = (
     "worker/snapshot_graphs.py",
     "worker/snapshot_maker.py",
     "worker/measured_costs.py",
-    "worker/resident_memory.py",
 )
 _SUFFIXES = (".py", ".c")
 _PACKAGE = Path(__file__).parents[1]

@@ -1,7 +1,7 @@
 """A worker's process: `python -m hearth.worker`, with a `WorkerSetup` as a line on standard input.
 
-One that breaks says why in a `WorkerFarewell`, a line on standard output; it logs to standard error.
-It ends at once, and leaves nothing behind, when its standard input or its connection to the gateway does.
+A worker that fails says why in a `WorkerFarewell`, a line on standard output. It logs to standard error. It
+ends at once when its standard input or its connection to the gateway closes.
 """
 
 from __future__ import annotations
@@ -36,27 +36,23 @@ from hearth.system.cuda.batches import native_calls
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 from hearth.system.native_code import remedy_for
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens, StepLaunches
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
-from hearth.worker.heaps import grow_by_pieces
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots, no_parts
-from hearth.worker.open_files import close_all_but
-from hearth.worker.predecessor import Predecessor
-from hearth.worker.runtime import HostingResources, Runtime, start
+from hearth.worker.process import Predecessor, close_all_but, grow_by_pieces
+from hearth.worker.runtime import HostingResources, Runtime, StartTimes, start
 from hearth.worker.snapshot_graphs import SnapshotGraphs
-from hearth.worker.start_times import StartTimes
-from hearth.worker.step_launches import StepLaunches
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
-#: How long a thread may keep the interpreter from the others. Models are put together while others step, and
-#: the usual 5 ms would show between two tokens.
+#: How long a thread may hold the interpreter. Engines are assembled while other models step, and the default
+#: of 5 ms would show between two tokens.
 SWITCH_S = 0.0005
-#: For so long a worker that is up pins no host memory that no load needs: those who waited for it come first.
-#: If they wait for a first token then, it goes on until they have it, but not for longer than the second.
+#: A started worker waits so long before it pins host memory, as requests waited for it, and until these have
+#: first tokens, but at most for the second time.
 PINNING_DELAY_S, MAX_PINNING_DELAY_S = 1.0, 30.0
-#: The longest reason that is said, in characters: more might wait for somebody to read.
+#: The longest reason in characters: a longer write could block.
 MAX_FAREWELL = 2000
 
 log = logging.getLogger("hearth.worker")
@@ -66,17 +62,19 @@ def main() -> NoReturn:
     line = sys.stdin.buffer.readline()
     if not line:
         os._exit(0)
-    die_with_parent()  # not before: until then one that was forked has another parent (`template.py`)
+    die_with_parent()  # not before: a forked process has another parent until then (`template.py`)
     setup = msgspec.json.decode(line, type=WorkerSetup)
-    close_all_but((0, 1, 2, setup.beacon))  # a loop that spawns may leave more: those of its own parent, too
+    close_all_but(
+        (0, 1, 2, setup.beacon)
+    )  # an event loop that spawns may leak descriptors, even its parent's
     logging.basicConfig(
         level=setup.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {setup.worker} %(name)s %(message)s",
     )
     farewell = os.dup(1)
-    os.dup2(2, 1)  # whatever else is printed must not stand before it
+    os.dup2(2, 1)  # other output must not precede it
     sys.setswitchinterval(SWITCH_S)
-    if setup.kind == "cuda":  # whose host memory is pinned
+    if setup.kind == "cuda":  # host memory is pinned
         grow_by_pieces()
     threading.Thread(target=_end_with_input, name="hearth-lifeline", daemon=True).start()
     is_ready = False
@@ -89,9 +87,9 @@ def main() -> NoReturn:
         log.error("worker_ended reason=%s", error)
         _say_farewell(farewell, error, str(error))
         os._exit(1)
-    except BaseException as error:  # the process's top: it is replaced, which is all that can be done for it
+    except BaseException as error:  # the process's top: it is replaced
         log.exception("worker_broke")
-        # Everybody sees it: nothing of a request may be in it.
+        # Shown to all users: it must contain nothing of a request.
         _say_farewell(farewell, error, type(error).__name__ if is_ready else repr(error))
         os._exit(1)
     os._exit(0)
@@ -100,12 +98,11 @@ def main() -> NoReturn:
 def _say_farewell(fd: int, error: BaseException, reason: str) -> None:
     label = error.label if isinstance(error, HearthError) else HearthError.label
     text = reason.encode(errors="backslashreplace").decode()
-    with suppress(OSError):  # nobody listens any more
+    with suppress(OSError):  # the reader is gone
         os.write(fd, msgspec.json.encode(WorkerFarewell(label, text[:MAX_FAREWELL])) + b"\n")
 
 
 def _start(setup: WorkerSetup) -> WorkerLoop:
-    """Return the loop of a worker that has everything it needs and has been welcomed by the gateway."""
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
@@ -115,12 +112,16 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
     if cache is not None:
         know_compiler(cache)
-        native_calls(cache.path)  # before whoever uses the driver first compiles it, and keeps it nowhere
+        native_calls(cache.path)  # before the first use of the driver compiles it without a cache
     runtime = start(setup, config, times)
     first_tokens, launches = FirstTokens(), StepLaunches()
     graphs = _snapshot_graphs(setup, runtime, first_tokens, launches, cache)
     resources = HostingResources(
-        *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
+        runtime.device,
+        config,
+        runtime.new_pool,
+        borrower,
+        Loader(runtime.device),
         kernels=None if cache is None else _kernels(cache, runtime, borrower, first_tokens, graphs),
         snapshots=_snapshots(setup, config, runtime, graphs),
         torch_limit=runtime.torch_limit,
@@ -131,16 +132,16 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     times.note("kernels")
     staging = _staging(setup, borrower)
     if staging is not None and not predecessor.is_gone:
-        staging.touch()  # there is time; not to pin, which makes the other one's end take longer
+        staging.touch()  # while there is time; pinning would delay the predecessor's end
     predecessor.wait()
     times.note("predecessor")
     inbox: Inbox = SimpleQueue()
-    # First: it takes its memory, and a worker that cannot have that is not ready. It may have to wait for it,
-    # and the gateway hangs up on whoever connects and says nothing.
+    # First: this takes the pool's memory and may wait for it, and a worker without it is not ready. The
+    # gateway drops connections that stay silent.
     loop = WorkerLoop(resources, inbox, lambda fact: link.send(fact))
     times.note("memory")
-    # Not before: beside the pinning of host memory all of a start takes longer, and all that comes first.
-    # Of one that replaces another the model is in host memory most likely, and somebody waits for it.
+    # Not before: pinning slows down everything else. A worker that replaces another one has its model in host
+    # memory most likely, and requests wait for it.
     borrower.device_is_up(
         staging, wait=partial(_wait_for_calm, first_tokens), pins_first=setup.predecessor is None
     )
@@ -154,13 +155,13 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
 
 
 def _wait_for_calm(first_tokens: FirstTokens) -> None:
-    """Return when those who waited for this worker have come, and have their first tokens."""
+    """Wait until the requests that waited for this worker have their first tokens."""
     time.sleep(PINNING_DELAY_S)
     first_tokens.give_way(MAX_PINNING_DELAY_S)()
 
 
 def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
-    """Return slots for loads that come before host memory is pinned, if it is to be; None: they pin it."""
+    """Return buffers for loads that start before host memory is pinned; None: loads pin it themselves."""
     if setup.kind != "cuda":
         return None
     libraries = KernelCache.directory(Path(setup.kernels_path)) if HAS_TRITON else None
@@ -190,11 +191,11 @@ def _snapshots(
     if setup.snapshots_path is None:
         return None
     name, device = runtime.name, runtime.device
-    if device.type == "cpu":  # how fast it is follows from that, too
+    if device.type == "cpu":  # speed depends on it
         name = f"{name}, {torch.get_num_threads()} threads"
     try:
         directory = SnapshotDirectory.open(Path(setup.snapshots_path), setup.snapshot_bytes)
-    except SnapshotError as error:  # which the gateway has met as well, and tells of
+    except SnapshotError as error:  # the gateway reports it
         log.warning("fallback snapshots=off reason=`%s`", str(error).replace("`", ""))
         return None
     parts_of = no_parts if graphs is None else graphs.parts_of
@@ -208,7 +209,6 @@ def _snapshot_graphs(
     launches: StepLaunches,
     cache: KernelCache | None,
 ) -> SnapshotGraphs | None:
-    """Return what keeps the graphs of engines, where another process could use them."""
     if setup.snapshots_path is None or not runtime.has_fixed_addresses:
         return None
     try:
@@ -221,7 +221,11 @@ def _snapshot_graphs(
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:
     return Introduction(
-        *(setup.worker, os.getpid(), setup.kind, runtime.name, runtime.budget_bytes),
+        setup.worker,
+        os.getpid(),
+        setup.kind,
+        runtime.name,
+        runtime.budget_bytes,
         shares_workspace=runtime.shares_workspace,
     )
 

@@ -1,4 +1,4 @@
-"""Says why a model broke, and whether more is lost with it. Drops nothing and logs nothing."""
+"""Describes why a model failed, and whether the device is lost with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hearth.core.errors import EngineFailed, HearthError
 from hearth.core.types import ModelId
 
-#: Errors of CUDA's driver that break the context, in the words of `system/cuda/driver.py`.
+#: Driver errors that break the context, as `system/cuda/driver.py` names them.
 _FATAL_CODES = (
     "CUDA_ERROR_ASSERT",
     "CUDA_ERROR_CONTEXT_IS_DESTROYED",
@@ -34,16 +34,14 @@ _FATAL_CODES = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a model cannot be hosted any more."""
-
     label: str
     reason: str
-    is_fatal: bool = False  #: the device's context is broken, and with it every model in this process
-    trace: str = ""  #: for the log; empty where the reason says it all
+    is_fatal: bool = False  #: the device's context is broken: every model in this process is lost
+    trace: str = ""  #: for the log; empty if the reason suffices
 
 
 class ModelBroke(Exception):
-    """A model broke that was to give way, and not the one that it was done for."""
+    """A model failed while giving way to another one."""
 
     def __init__(self, model: ModelId, error: Exception) -> None:
         super().__init__(f"`{model}`: {error!r}")
@@ -52,15 +50,15 @@ class ModelBroke(Exception):
 
 @contextmanager
 def blaming(model: ModelId) -> Iterator[None]:
-    """Have whatever breaks be this model's fault, and not that of the one it is done for."""
+    """Blame this model for errors, not the one that the work is done for."""
     try:
         yield
-    except Exception as error:  # it is only renamed: the step loop handles it as it does all others
+    except Exception as error:  # only wrapped: the step loop handles it
         raise ModelBroke(model, error) from error
 
 
 def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:
-    """Return which model broke when something was done for this one, and how."""
+    """Return the model that failed in work done for `model`, and how."""
     if isinstance(error, ModelBroke):
         error.__traceback__ = None  # as in `failure_of`
         return error.model, failure_of(error.error)
@@ -68,14 +66,11 @@ def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return what is said of an error, and have it let go of its frames.
-
-    They hold the model's memory, which is to be given back.
-    """
+    """Describe an error, and drop its traceback: frames hold the model's memory, which must be freed."""
     trace = "" if isinstance(error, HearthError) else "".join(traceback.format_exception(error))
     error.__traceback__ = None
-    label, reason = EngineFailed.label, f"its engine broke: {error!r}"
-    if isinstance(error, HearthError):  # it says itself what is wrong
+    label, reason = EngineFailed.label, f"its engine failed: {error!r}"
+    if isinstance(error, HearthError):  # its message suffices
         label, reason = error.label, str(error)
     return Failure(label, reason, _is_fatal(error), trace)
 

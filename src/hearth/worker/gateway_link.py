@@ -1,7 +1,7 @@
 """The worker's end of its connection to the gateway: a handshake, then orders in and facts out.
 
-One thread receives, one sends. Sending blocks while the gateway does not read, and with it whoever makes
-facts: what a worker may be ahead of its gateway is what fits into the socket.
+One thread receives, one sends. Sending blocks while the gateway does not read, so a worker is ahead of its
+gateway by no more than the socket holds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from hearth.core.errors import ServiceError
 from hearth.core.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
 from hearth.core.types import WorkerId
 
-#: How long the gateway may take to answer before it is thought to be no gateway.
+#: How long the gateway may take to answer.
 GREETING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Facts that a worker tells of itself."""
-
     worker: WorkerId
     pid: int
     kind: Literal["cpu", "cuda"]
@@ -35,12 +33,11 @@ class GatewayLink:
     """A connection to the gateway. One thread receives, one sends, both only after `greet`."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """`connection` may take `GREETING_S` for anything until the handshake is done."""
+        """`connection` has a timeout of `GREETING_S` until the handshake is done."""
         self._connection = connection
         self._incoming = connection.makefile("rb", buffering=1 << 16)
 
     def may_wait(self) -> None:
-        """Let both directions take any time from now on."""
         self._connection.settimeout(None)
 
     def send(self, fact: Fact) -> None:
@@ -48,7 +45,7 @@ class GatewayLink:
         self._connection.sendall(wire.frame(fact))
 
     def receive(self) -> Order | None:
-        """Return the next order; None at the end. Raises ServiceError for what is none."""
+        """Return the next order; None at the end. Raises ServiceError for anything else."""
         body = self.receive_body()
         return None if body is None else wire.order_of(body)
 
@@ -62,7 +59,6 @@ class GatewayLink:
 
 
 def connect(host: str, port: int) -> GatewayLink:
-    """Return a link to whoever listens there, to be greeted next."""
     try:
         connection = socket.create_connection((host, port), timeout=GREETING_S)
     except OSError as error:
@@ -72,10 +68,9 @@ def connect(host: str, port: int) -> GatewayLink:
 
 
 def greet(link: GatewayLink, introduction: Introduction, secret: bytes) -> None:
-    """Prove to the gateway that this worker knows the secret, and have it prove the same.
+    """Prove to the gateway that this worker knows the secret, and verify that the gateway does.
 
-    Raises:
-        ServiceError: another version, another secret, or the gateway wants none of it.
+    Raises ServiceError if versions or secrets differ, or the gateway refuses the worker.
     """
     nonce = wire.new_nonce()
     try:
@@ -105,7 +100,7 @@ def greet(link: GatewayLink, introduction: Introduction, secret: bytes) -> None:
 def _challenge(link: GatewayLink) -> Challenge:
     body = link.receive_body(wire.MAX_GREETING_BYTES)
     if body is None:
-        raise ServiceError("the gateway closed the connection before it said anything")
+        raise ServiceError("the gateway closed the connection without a greeting")
     challenge = wire.challenge_of(body)
     wire.check_challenge(challenge)
     return challenge

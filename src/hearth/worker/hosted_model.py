@@ -1,11 +1,8 @@
-"""One model on a worker, from the order to host it to the last byte given back. Steps no engine by itself.
+"""One model on a worker, from the order to host it until its last byte is given back. Steps no engine.
 
-It goes through the states of `hosting_state.py`. Where models take turns, all of one is loaded in its turn
-only, and others may take from it whenever it is not its turn, also while it has requests. While it waits,
-bytes of it may come ahead; its state stays as it is.
-
-Requests are taken from the beginning and wait, in their order, for the engine and their first step. A model
-may come, go and come again: each stay has a number, its `hosting`, and news of an earlier stay are stale.
+It goes through the states of `hosting_state.py`. Where models take turns, a model is loaded whole in its turn
+only, and other models may take its memory outside of its turn. Each stay on the worker has a number, its
+`hosting`: news of an earlier stay are stale.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from hearth.core.messages import HostModel, ModelLoaded, RungBytes, StartRequest
 from hearth.core.types import Hold, ModelId, RequestId
 from hearth.engine.engine import Engine
 from hearth.memory.pool import Pool, Space
-from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.memory.eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import TOKENIZER
@@ -51,10 +47,11 @@ from hearth.worker.model_load import (
     start_thread,
 )
 from hearth.worker.model_snapshots import SnapshotLook
+from hearth.worker.pending_requests import PendingRequests
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
-#: Kinds of states, asked for many times a step.
+#: Tuples for `isinstance`, which is called many times a step.
 _WITH_ENGINE = (Loading, Loaded, Incomplete, Retired)
 _TAKING = (Loading, Loaded, Incomplete)  #: requests
 _UNDER_WAY = (Assembling, Loading)
@@ -64,8 +61,6 @@ _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None
 
 @dataclass(frozen=True, slots=True)
 class _LoadTimes:
-    """The times of a load before its bytes and beside them, as `ModelLoaded` has them."""
-
     open_s: float
     place_s: float
     assemble_s: float
@@ -73,7 +68,10 @@ class _LoadTimes:
 
 
 class HostedModel:
-    """Mutable; the step thread alone calls it. `post` is called by other threads."""
+    """The states of one model. Mutable; the step thread alone calls it. `post` is called by other threads.
+
+    Knows its requests as pending ones and by its engine; `Runs` moves each request on and owns its end.
+    """
 
     def __init__(
         self,
@@ -82,15 +80,15 @@ class HostedModel:
         pool: Pool,
         post: Callable[[int, HostingNews], None],
     ) -> None:
-        """`post(hosting, news)`: `hosting` is the number of the stay that the news are of."""
+        """`post(hosting, news)`: `hosting` is the number of the stay."""
         self.order = order
         self.hold = Hold.WARM  #: while it has no requests
         self.has_turn = True  #: always, unless models take turns; written by `Turns`
-        self.waiting: list[StartRequest] = []  #: for an engine with memory
+        self.pending = PendingRequests()
         self.state: HostingState = Finding(time.perf_counter())
-        self.look: SnapshotLook | None = None  #: for a snapshot of its engine; None: there was none
+        self.look: SnapshotLook | None = None  #: the result of looking for a snapshot; None: not looked for
         self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
-        self.first_load: ModelLoaded | None = None  #: of its engine; None: not all of it was ever there
+        self.first_load: ModelLoaded | None = None  #: None: it was never whole
         self._borrowed: BorrowedModel | None = None  #: the model as it was found
         self._ahead: LoadAhead | None = None  #: while it waits for its turn, and is one of the next
         self._untold: list[LoadRecord] = []  #: of bytes that came ahead, since all of it was there
@@ -152,32 +150,27 @@ class HostedModel:
 
     @property
     def has_work(self) -> bool:
-        """True if the engine has something to compute or to wait for."""
         return (served := self.served) is not None and served.engine.has_work
 
     @property
     def is_computing(self) -> bool:
-        """True if a step is in flight; it reads the model's weights and writes its KV."""
+        """True if a step is in flight: it reads the model's weights and writes its KV."""
         return (served := self.served) is not None and served.engine.is_computing
 
     @property
     def takes_requests(self) -> bool:
-        """True if requests go to the engine; else they wait."""
+        """True if requests can go to the engine; else they are queued."""
         return isinstance(self.state, _TAKING)
 
     @property
     def effective_hold(self) -> Hold:
-        """How the model is held now, whose requests may also wait for an engine, a grammar or an adapter.
-
-        It is being loaded for its turn, not while first bytes come ahead of it.
-        """
-        has_held = (served := self.served) is not None and bool(served.unchecked or served.held)
-        has_requests = self.has_work or bool(self.waiting) or has_held
+        """How the model is held now. Pending requests count as requests, prefetches not as a load."""
+        has_requests = self.has_work or bool(self.pending)
         is_loading, has_turn = self.load_under_way is not None, self.has_turn
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
     def is_same(self, order: HostModel) -> bool:
-        """True if an order asks for just what this model was found and its engine made for."""
+        """True if the engine of this model fits an order."""
         return _identity(self.order) == _identity(order)
 
     def _wrong(self, what: str) -> AssertionError:
@@ -185,46 +178,16 @@ class HostedModel:
 
     # Requests.
 
-    def queue_until_ready(self, request: StartRequest) -> bool:
-        """Keep a request until there is an engine with memory; False if there is one."""
+    def expect(self, request: StartRequest) -> None:
+        """Have a load under way prepare for a request."""
         if (load := self.load_under_way) is not None:
             load.expect(request)
-        if self.takes_requests:
-            return False
-        self.waiting.append(request)
-        return True
-
-    def take_waiting(self) -> list[StartRequest]:
-        """Return the requests that wait for the engine, in their order; they wait no more."""
-        taken, self.waiting = self.waiting, []
-        return taken
-
-    def add(self, run: int, request: EngineRequest) -> None:
-        """Start a request that was checked by the engine's intake."""
-        match self.state:
-            case Loading(served) | Loaded(served) | Incomplete(served):
-                served.unchecked.discard(run)
-                served.engine.add(request)
-            case _:
-                raise self._wrong("has checked a request")
-
-    def hold_back(self, run: int, request: EngineRequest) -> None:
-        """Keep a request that was checked by the engine's intake until its adapter is there."""
-        match self.state:
-            case Loading(served) | Loaded(served) | Incomplete(served):
-                served.unchecked.discard(run)
-                served.held[run] = request
-            case _:
-                raise self._wrong("has checked a request")
 
     def cancel(self, run: int) -> None:
-        """End one of the model's requests, wherever it is."""
-        self.waiting = [request for request in self.waiting if request.run != run]
+        self.pending.discard(run)
         if (load := self.load_under_way) is not None:
             load.forget(run)
         if (served := self.served) is not None:
-            served.unchecked.discard(run)
-            served.held.pop(run, None)
             served.engine.cancel(RequestId(str(run)))
 
     # The way to being loaded.
@@ -311,7 +274,10 @@ class HostedModel:
         if self._borrowed is None:
             raise self._wrong("was never found")
         load = ModelLoad(
-            *(self._borrowed, spec, space, self._resources),
+            self._borrowed,
+            spec,
+            space,
+            self._resources,
             prepare=lambda part: pool.prepare(name, part),
             prepare_rest=lambda: pool.prepare_rest(name),
             post=lambda news: post(hosting, news),
@@ -321,7 +287,7 @@ class HostedModel:
             engine=engine,
             is_beside=is_beside,
         )
-        for request in self.waiting:
+        for request in self.pending.queued:
             load.expect(request)
         return load
 
@@ -371,7 +337,7 @@ class HostedModel:
         """Note that the engine is there. Returns the news if all bytes are as well."""
         match self.state:
             case Assembling(spec, load):
-                news.engine.tells_first = True  # its books follow in `HostedModels.settle`
+                news.engine.settles_later = True  # `ModelSteps.settle` finishes its books
                 self.state = Loading(ServedModel(spec, news.engine), load)
                 self.look, self.first_load = news.look, None
                 self.memory = None if news.look is None else news.look.memory
@@ -483,7 +449,7 @@ class HostedModel:
                 raise self._wrong("cannot be retired")
 
     def close(self) -> None:
-        """End it for good: nobody computes with its memory any more, which is left to the pool."""
+        """End it for good. No step uses its memory, which is left to the pool."""
         self._is_closed.set()
         self.stop_loading()
         if (served := self.served) is not None:
@@ -492,13 +458,12 @@ class HostedModel:
 
 
 def _identity(order: HostModel) -> tuple[object, ...]:
-    """Return all of an order that a model cannot be hosted again with, if it is another."""
+    """Return the fields of an order that must agree for a model to be hosted again."""
     where = (order.where, order.digest, order.weight, order.slot)
     return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)
 
 
 def _sum_rungs(records: Sequence[LoadRecord]) -> tuple[RungBytes, ...]:
-    """Return what each rung has delivered in some loads together."""
     uses = [(rung, use) for record in records for rung, use in record.rungs.items()]
     return tuple(
         RungBytes(

@@ -1,24 +1,19 @@
-"""The models of a worker as they come, stay, are retired and go. Knows no requests and talks to nobody.
+"""The models of a worker as they come, stay, are retired and go. Knows no requests and sends no facts.
 
-The step thread owns all of it. A method that brings a model to the point where all of it is there returns the
-news of it.
+A method that completes the load of a model returns its `ModelLoaded`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hearth.core.errors import DeviceError
 from hearth.core.messages import HostModel, ModelLoaded, PrepareModel
 from hearth.core.types import Hold, ModelId
-from hearth.engine.engine import Engine, StepOutcome, StepOutputs
-from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
+from hearth.engine.engine import Engine
 from hearth.worker.adapter_load import PostAdapterNews
 from hearth.worker.adapters import WorkerAdapters
-from hearth.worker.failure import ModelBroke
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import Finding, ServedModel
 from hearth.worker.model_load import EngineReady, FrontLoaded, HostingNews, ModelFound
@@ -29,17 +24,17 @@ from hearth.worker.watched_load import WeightsLoaded
 
 #: How many of those that wait for their turn come to host memory meanwhile.
 NUM_CLIMBING = 2
-#: Engines of retired models that are kept for their return. What they have besides the pool's memory, graphs
-#: above all, is some tens of MB each.
+#: Engines of retired models that are kept. Besides pool memory each takes some tens of MB, mostly for graphs.
 MAX_RETIRED = 16
-#: Steps of every model in a row that had nothing to compute, before somebody has to give way.
-MAX_VAIN_ROUNDS = 8
 
 log = logging.getLogger(__name__)
 
 
 class HostedModels:
-    """Mutable; the step thread alone calls it. `post` is called by other threads."""
+    """All models of a worker. Mutable; the step thread alone calls it. `post` is called by other threads.
+
+    Knows no request: it asks only whether a model has any, and `Runs` owns each request and its end.
+    """
 
     def __init__(
         self,
@@ -53,23 +48,23 @@ class HostedModels:
         )
         self.adapters = WorkerAdapters(resources, self.reclaimer, self.hosted, post_adapter)
         self.turns = Turns(
-            *(resources.turns, self.hosted, self.reclaimer.pool, self.reclaimer.reload_costs),
+            resources.turns,
+            self.hosted,
+            self.reclaimer.pool,
+            self.reclaimer.reload_costs,
             self.adapters.running_bytes,
         )
         self._resources, self._post = resources, post
-        #: Retired models whose engine waits for them, the longest retired first.
+        #: Retired models with their engine, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}
-        self._readiness = StepReadiness()
         #: The last one that found no room for bytes ahead of its turn, and the generation of memory then.
         self._vain_front: tuple[ModelId, int] | None = None
-        #: Steps of each model since one computed something, and no adapter was coming, that computed nothing.
-        self._num_vain = Counter[ModelId]()
-        self._is_prepared = False  #: for some start, and so in what all have in common
+        self._is_prepared = False  #: for some model, which covers what all starts share
 
     # Coming and going.
 
     def prepare(self, order: PrepareModel) -> None:
-        """Have ready what the start of a model needs that may be hosted some day."""
+        """Prepare kernels and snapshots for a model that may be hosted later."""
         resources = self._resources
         if resources.kernels is not None:
             resources.kernels.prepare(order)
@@ -78,7 +73,7 @@ class HostedModels:
         self._is_prepared = True
 
     def host(self, order: HostModel) -> ModelLoaded | None:
-        """Take a model in; a retired one comes back with its engine, if that is still of use."""
+        """Host a model; a retired one comes back with its engine, if that fits the order."""
         model, post = order.model, self._post
         assert model not in self.hosted, f"`{model}` is hosted already"
         self.reclaimer.reload_costs.hosted(model, order.weight)
@@ -92,14 +87,17 @@ class HostedModels:
         if retired is not None:
             retired.close()
         self.hosted[model] = HostedModel(
-            *(order, self._resources, self.reclaimer.pool), lambda hosting, news: post(hosting, model, news)
+            order,
+            self._resources,
+            self.reclaimer.pool,
+            lambda hosting, news: post(hosting, model, news),
         )
         self.turns.hosted(self.hosted[model])
         self.hosted[model].find()
         return None
 
     def _follow_displaced(self) -> None:
-        """Let go of engines of retired models that were built at addresses which others have now."""
+        """Close engines of retired models whose addresses now belong to others."""
         for model in self.reclaimer.pool.take_displaced():
             if (retired := self._retired.pop(model, None)) is not None:
                 retired.close()
@@ -107,7 +105,6 @@ class HostedModels:
                 hosted.displaced()
 
     def load_in_turn(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Load a model as below, unless it has to wait for its turn."""
         return self.load(hosted) if hosted.has_turn else None
 
     def load(self, hosted: HostedModel) -> ModelLoaded | None:
@@ -116,7 +113,7 @@ class HostedModels:
         if isinstance(hosted.state, Finding) or hosted.is_loading:
             return None
         try:
-            return self._announced(hosted.load(self.reclaimer.place, is_beside=bool(self._busy())))
+            return self._announced(hosted.load(self.reclaimer.place, is_beside=bool(self.busy())))
         except DeviceError:
             is_any_loading = any(one.is_loading for one in self.hosted.values())
             # Adapters in use may be in the way: until this has its place, they take no more requests.
@@ -128,13 +125,8 @@ class HostedModels:
         return None
 
     def _engines(self) -> dict[ModelId, Engine]:
-        """Return the engines of all models that have one, retired ones included."""
         all_models = {**self._retired, **self.hosted}
         return {model: one.served.engine for model, one in all_models.items() if one.served is not None}
-
-    def deferred(self) -> list[HostedModel]:
-        """Return the models that found no place and may find one now."""
-        return [self.hosted[model] for model in self.reclaimer.policy.deferred()]
 
     def found(self, hosted: HostedModel, news: ModelFound) -> ModelLoaded | None:
         hosted.found(news)
@@ -147,7 +139,7 @@ class HostedModels:
         return self._announced(loaded)
 
     def limit_torch(self) -> None:
-        """Have torch keep to what the engines that there are were measured to need."""
+        """Limit torch to what the present engines were measured to need."""
         if self._resources.torch_limit is not None:
             models = {**self._retired, **self.hosted}
             self._resources.torch_limit.follow(
@@ -158,7 +150,7 @@ class HostedModels:
         return self._announced(hosted.weights_loaded(news))
 
     def retire(self, model: ModelId) -> None:
-        """Take back all memory of an idle model but its weights, which stay until somebody needs it."""
+        """Take back all memory of an idle model but its weights, which stay until another model needs it."""
         hosted = self.hosted[model]
         if (served := hosted.served) is not None:
             served.engine.flush()  # what was under way when its requests ended
@@ -177,7 +169,7 @@ class HostedModels:
         log.info("model_retired model=%s", model)
 
     def drop(self, model: ModelId) -> None:
-        """Have all of a model go, also of a retired one; one that is unknown has nothing."""
+        """Drop a hosted or retired model entirely. Unknown models are ignored."""
         hosted = self.hosted.pop(model, None) or self._retired.pop(model, None)
         if hosted is not None:
             hosted.close()
@@ -226,112 +218,32 @@ class HostedModels:
         self.reclaimer.policy.note_freed()
         return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None
 
-    # Requests.
-
-    def request_came(self, hosted: HostedModel) -> None:
-        """Note that somebody asked for a model."""
-        self.reclaimer.reload_costs.asked(hosted.model, time.monotonic())
-        if hosted.hold is Hold.RETAINED:
-            hosted.hold = Hold.WARM
-
     def set_hold(self, model: ModelId, hold: Hold) -> None:
-        """Note how a model is held while it has no requests. One that has just failed is gone already."""
+        """Set how a model is held while it has no requests. A model that just failed is ignored."""
         if (hosted := self.hosted.get(model)) is not None:
             hosted.hold = hold
             self.turns.held(hosted)
             self.reclaimer.policy.note_freed()
 
-    def cancel(self, hosted: HostedModel, run: int) -> None:
-        """End one of a model's requests now, wherever it is."""
-        hosted.cancel(run)
-        self.reclaimer.request_cancelled(hosted)
-
-    # Steps.
-
-    def ready(self) -> dict[ModelId, ServedModel]:
-        """Return the models that may step now."""
-        busy = {
-            model: one for model, one in self._busy().items() if not self.reclaimer.adapters.lacking(model)
-        }
-        generation = self.reclaimer.policy.generation
-        return {model: busy[model] for model in self._readiness.ready(self._views(busy), generation)}
-
-    def step(self, model: ModelId, served: ServedModel) -> StepOutcome:
-        """Step one of the models that are ready, with the KV that it needs; `settle` has to follow."""
-        self.reclaimer.before_step(model, served)
-        return served.engine.step()
-
-    def settle(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
-        """Finish the books of a step, and take back KV: what nobody waits for, once its tokens are told."""
-        served.engine.settle()
-        self.reclaimer.after_step(model, served, outcome)
-        # When an adapter that is coming is there, its requests may compute, or its memory be taken.
-        if outcome.has_run or self.reclaimer.adapters.is_any_coming:
-            self._num_vain.clear()
-        else:
-            self._num_vain[model] += 1
-        if not outcome.has_run and not outcome.preempted:
-            self._readiness.starved(model, self.reclaimer.policy.generation)
-
     def turn_over(self, hosted: HostedModel) -> None:
-        """Note that a model's turn is over: what it has is lent, also while its last step is in flight."""
+        """Let others take the memory of a model whose turn is over, even while its last step is in flight."""
         self.reclaimer.policy.stop_deferring(hosted.model)
         self.reclaimer.policy.note_freed()
 
-    def rest(self, hosted: HostedModel) -> StepOutcome:
-        """Have a model whose turn is over rest. Returns what came of the step that was in flight."""
-        outcome = StepOutcome(StepOutputs(), (), (), has_run=False)
-        if (served := hosted.served) is not None and hosted.takes_requests:
-            outcome = served.engine.flush()
-            self.reclaimer.after_step(hosted.model, served, outcome)
-            self.reclaimer.policy.note_freed()
-        return outcome
-
-    def look_again(self) -> None:
-        """Let models step that had nothing to compute: something has come from outside."""
-        self._readiness.recheck()
-
-    def hopeless(self) -> ModelBroke | None:
-        """Return a model that waits for KV which nobody is going to give back, when no model is ready.
-
-        None: there is no such model, or there will be news that may change it.
-        """
-        if any(isinstance(one.state, Finding) or one.is_loading for one in self.hosted.values()):
-            return None
-        if self.reclaimer.adapters.is_any_coming:
-            return None
-        busy = self._busy()
-        model = self._readiness.hopeless(self._views(busy))
-        return None if model is None else ModelBroke(model, self.reclaimer.kv_shortage(model, busy[model]))
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if models that are short of KV take the same blocks from each other, and none computes.
-
-        Not before all that may step have tried again since the last adapter that was coming is there: one
-        that has had little of the device steps many times in a row.
-        """
-        ready = self.ready() if self._num_vain else {}
-        return bool(ready) and all(self._num_vain[model] > MAX_VAIN_ROUNDS for model in ready)
-
-    def _busy(self) -> dict[ModelId, ServedModel]:
+    def busy(self) -> dict[ModelId, ServedModel]:
         servings = ((model, one.served) for model, one in self.hosted.items() if one.has_turn)
         return {model: one for model, one in servings if one is not None and one.engine.has_work}
-
-    def _views(self, busy: dict[ModelId, ServedModel]) -> list[BusyModel]:
-        return [self._view(self.hosted[model]) for model in busy]
-
-    @staticmethod
-    def _view(hosted: HostedModel) -> BusyModel:
-        load = hosted.load_under_way
-        return BusyModel(hosted.model, hosted.is_loaded, load is not None and load.can_follow)
 
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:
             log.info(
                 "model_loaded model=%s load_s=%.3f open_s=%.3f place_s=%.3f kernels_s=%.3f assemble_s=%.3f",
-                *(loaded.model, loaded.total_s, loaded.open_s, loaded.place_s),
-                *(loaded.kernels_s, loaded.assemble_s),
+                loaded.model,
+                loaded.total_s,
+                loaded.open_s,
+                loaded.place_s,
+                loaded.kernels_s,
+                loaded.assemble_s,
             )
             self.reclaimer.reload_costs.learn_load(
                 loaded.model,

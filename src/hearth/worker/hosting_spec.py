@@ -1,4 +1,4 @@
-"""A model as a worker will host it: what it is computed in, and what it takes. Takes nothing."""
+"""How a worker will host a model: its dtype and its memory. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -20,28 +20,22 @@ from hearth.store.format.widen_dtype import served_layout
 
 @dataclass(frozen=True, slots=True)
 class HostingSpec:
-    """A model as it will be hosted."""
-
     manifest: Manifest
-    model: ModelSpec  #: what its engine has to know
+    model: ModelSpec
     layout: Layout  #: as served
     shape: Shape
-    floor_blocks: int  #: of KV, that the model is promised, without the sink
+    floor_blocks: int  #: of KV, promised to the model, without the sink
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the tensors as stored, without the padding between them."""
+        """Bytes of the tensors as stored, without padding."""
         return sum(spec.nbytes for spec in self.manifest.tensors)
 
 
 def hosting_spec(
     order: HostModel, manifest: Manifest, tokenizer_json: Path | None, device: torch.device
 ) -> HostingSpec:
-    """Return how a model is hosted as an order asks for it, with the tokenizer that guides go by.
-
-    Raises:
-        ModelError: the order asks for what the model was not made for.
-    """
+    """Return how a model is hosted by an order. Raises ModelError if the order exceeds what it supports."""
     dtype = computed_dtype(manifest.dtype, device.type)
     layout = served_layout(manifest, dtype)
     spec = ModelSpec(
@@ -72,7 +66,7 @@ def _context(order: HostModel, manifest: Manifest) -> int:
     most = manifest.arch.max_positions
     if not 1 < order.max_context <= most:
         raise ModelError(
-            f"the context of `{order.model}` must be from 2 to what it was made for, {most}; "
+            f"the context of `{order.model}` must be from 2 to {most}, which the model supports; "
             f"given: {order.max_context}"
         )
     return order.max_context

@@ -22,20 +22,16 @@ import torch
 from hearth.core.types import SamplingTable
 from hearth.engine.engine import Engine
 from hearth.models.weights import TensorPlace, bind
-from hearth.policy.batch.plan import EngineRequest
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_load import ModelLoad
 
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model with its engine. Mutable; written by the step thread."""
+    """A model with its engine, which has its requests. Mutable; written by the step thread."""
 
     spec: HostingSpec
     engine: Engine
-    unchecked: set[int] = field(default_factory=set)  #: runs whose grammar is being compiled
-    #: Requests that wait for their adapter, by run; all else that they need is there.
-    held: dict[int, EngineRequest] = field(default_factory=dict)
     #: Bytes of the tables that lie in the pool; written by the `Reclaimer`.
     pooled_tables: dict[SamplingTable, int] = field(default_factory=dict)
 

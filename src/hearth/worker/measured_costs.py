@@ -1,4 +1,4 @@
-"""The cost profile of a model, of what its worker has measured. Runs and times nothing itself."""
+"""The cost profile of a model, from what its worker has measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from hearth.core.messages import ModelLoaded
 from hearth.core.types import ModelId, Rung
-from hearth.engine.step_samples import StepSamples
+from hearth.engine.step_times import StepSamples
 from hearth.models.buffers import name_of
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.snapshot import cost_profile
@@ -43,12 +43,12 @@ def measured_costs(
     padded: StepSamples,
     device_name: str,
 ) -> MeasuredProfile:
-    """Return the costs of a model: of its first load here, the rungs' rates and its steps.
+    """Return the costs of a model: its first load, the rungs' rates and its steps.
 
-    `padded`: steps of padding, for kinds that no request has made.
+    `padded`: steps of padding, for kinds that no request has run.
     """
     spec = served.spec
-    found = software(served.engine.runner.kv.device.type)
+    found = software(served.engine.runner.layers.kv.device.type)
     unmeasured = [rung for rung in Rung if rung not in rates]
     assumed = {f"bytes_per_s.{rung}": "nothing came from it here: a usual rate" for rung in unmeasured}
     shape = MeasuredShape(
@@ -85,7 +85,6 @@ def measured_costs(
 
 
 def _steps(served: StepSamples, padded: StepSamples) -> list[MeasuredStep]:
-    """Return the times of steps: those of requests, and of padding where there are none of the kind."""
     known = {(step.num_tokens, step.num_rows) for step in served.typical()}
     steps = [
         *served.typical(),

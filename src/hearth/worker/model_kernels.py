@@ -1,4 +1,4 @@
-"""The kernels of the models that a worker hosts or may host some day, made ready beside its steps."""
+"""Prepares the kernels of models that a worker hosts or may host, while it runs steps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages
 from hearth.store.format.manifest import Manifest
 from hearth.worker.step_rehearsal import first_step_keys, other_keys, rehearse
 
-#: For so long the rehearsal for a kind of models gives way, in all.
+#: How long the rehearsal of one list of kernels gives way, in all.
 MAX_PAUSE_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class ModelKernels:
-    """Kernels on a worker's CUDA device. Any thread calls it; one of its own prepares for other models."""
+    """Kernels on a worker's CUDA device. Any thread may call it; its own thread prepares other models."""
 
     def __init__(
         self,
@@ -41,24 +41,23 @@ class ModelKernels:
         give_way: Callable[[float], Callable[[], None]],
         learn: Callable[[CapturedGraph], None] | None = None,
     ) -> None:
-        """`describe` reads the description of a model in a directory, and keeps it for its first start.
+        """`describe` reads a model's description from a directory, and keeps it for its first start.
 
-        `give_way` returns what rehearsals call while others come first, for so many seconds in all; `learn`
-        is shown the graphs of them.
+        `give_way(most_s)` returns a function that rehearsals call to let requests go first. `learn` is given
+        each rehearsed graph.
         """
         self._give_way, self._learn = give_way, learn or _forget
         self._warmup, self._device, self._describe = KernelWarmup(cache), device, describe
-        self._rehearsed: set[str] = set()  #: lists of kernels whose first steps were rehearsed, or failed to
+        self._rehearsed: set[str] = set()  #: lists of kernels that were rehearsed, or failed
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
         self._thread.submit(prepare_to_load)
         self._thread.submit(_prune, cache)
 
     def compile(self, manifest: Manifest, limits: StepLimits) -> None:
-        """Bring a model's kernels onto the device. If they were never compiled, that comes first: seconds."""
+        """Load a model's kernels onto the device. Compiling new ones takes seconds."""
         self._warmup.compile(self._needs(manifest, limits))
 
     def prepare(self, order: PrepareModel) -> None:
-        """Do the same on a thread for a model that nobody waits for."""
         self._thread.submit(self._prepare, order)
 
     def _prepare(self, order: PrepareModel) -> None:
@@ -66,15 +65,15 @@ class ModelKernels:
             manifest = self._describe(Path(order.directory))
             self.compile(manifest, order.limits)
             self._rehearse(self._needs(manifest, order.limits))
-        except (HearthError, OSError) as error:  # whoever asks for the model is told
+        except (HearthError, OSError) as error:  # the first request reports it
             log.warning("model_not_prepared model=%s reason=%s", order.model, error)
-        except Exception:  # the thread's top: the next model may do better
+        except Exception:  # the thread's top: go on with the next model
             log.exception("model_not_prepared model=%s", order.model)
 
     def _rehearse(self, needs: KernelNeeds) -> None:
-        """Rehearse the first steps, once for each list; not where a kernel would have to be compiled here.
+        """Rehearse the first steps, once per list of kernels, if all are compiled.
 
-        All others are rehearsed behind the first steps of all models.
+        Other steps are rehearsed after the first steps of all models.
         """
         if (key := list_key(needs)) in self._rehearsed or not self._warmup.load(needs):
             return
@@ -85,7 +84,7 @@ class ModelKernels:
     def _rehearse_others(self, needs: KernelNeeds) -> None:
         try:
             self._capture(needs, other_keys)
-        except Exception:  # the thread's top: steps load what they need themselves
+        except Exception:  # the thread's top: steps load kernels themselves
             log.exception("steps_not_rehearsed")
 
     def _capture(self, needs: KernelNeeds, keys_of: Callable[[Runner], Sequence[GraphKey]]) -> None:
@@ -96,8 +95,7 @@ class ModelKernels:
         return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)
 
 
-def _forget(graph: CapturedGraph) -> None:
-    """Keep nothing of a graph: no snapshot has any."""
+def _forget(graph: CapturedGraph) -> None: ...
 
 
 def _prune(cache: KernelCache) -> None:

@@ -19,10 +19,9 @@ from functools import partial
 from hearth.core.errors import ModelError
 from hearth.core.messages import HostModel, StartRequest
 from hearth.engine.assemble import Memory, assemble
-from hearth.engine.engine import Engine
+from hearth.engine.engine import Engine, StepMarks
 from hearth.engine.graph_capture import GraphCapture
-from hearth.engine.runner import Runner
-from hearth.engine.step_marks import StepMarks
+from hearth.engine.layer_runner import LayerRunner
 from hearth.engine.step_shape import StepShape
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange
@@ -200,7 +199,7 @@ class ModelLoad:
             if self._watched is not None:
                 self._watched.cancel()
             if self._engine is not None:
-                self._engine.runner.follow(None)
+                self._engine.runner.layers.follow(None)
             return self._engine
 
     def _prepare(self, engine: Engine | None) -> None:
@@ -232,14 +231,14 @@ class ModelLoad:
                 engine.runner.fill_tables()  # under the lock: it touches the space
             self.ready_s = time.perf_counter()
             if self._watched is not None and (gate := self._watched.gate()) is not None:
-                engine.runner.follow(gate)
+                engine.runner.layers.follow(gate)
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
         if is_new:
-            self._capture_first(engine.runner)
+            self._capture_first(engine.runner.layers)
 
-    def _capture_first(self, runner: Runner) -> None:
+    def _capture_first(self, runner: LayerRunner) -> None:
         """Capture the first steps of requests that wait, which would be launched kernel by kernel.
 
         So they take the step thread some 15 ms each, and restored graphs have to be tried beside such a step
@@ -251,14 +250,14 @@ class ModelLoad:
         try:
             self._map_ahead.wait()  # for kernels check that there is memory
             while (shape := self._next_shape(runner, captured)) is not None:
-                runner.stand_in(shape, GraphCapture, launches.give_way, launches.get_behind)
+                runner.capture_substitutes(shape, GraphCapture, launches.give_way, launches.get_behind)
                 captured.add(shape)
         except Exception:  # whatever it is: the steps run without
             if not self._is_cancelled:  # else the memory is gone
                 log.exception("first_steps_not_captured")
                 self._post(FirstStepsUncaptured())
 
-    def _next_shape(self, runner: Runner, captured: Collection[StepShape]) -> StepShape | None:
+    def _next_shape(self, runner: LayerRunner, captured: Collection[StepShape]) -> StepShape | None:
         """Return the next step to be captured for all requests that have come so far; None: there is none.
 
         What would come too late is not captured: it takes the interpreter from the step that runs without.

@@ -1,8 +1,7 @@
-"""Shows by a worker's beacon whose step is under way, which runs it has, and how it advances. Judges nothing.
+"""Shows in a worker's beacon which step is under way, its runs, and how it advances.
 
-The device computes steps in the order in which they were launched. So the step under way is the oldest that
-was launched and is not known to be done, whichever model the host waits for: if the worker dies or hangs, it
-is in that one.
+The device computes steps in launch order. So the step under way is the oldest launched one that is not known
+to be done: if the worker dies or hangs, it is in that one.
 """
 
 from __future__ import annotations
@@ -14,27 +13,25 @@ from dataclasses import dataclass
 
 from hearth.core.beacon import Beacon
 from hearth.core.types import ModelId, RequestId
-from hearth.worker.step_launches import StepLaunches
+from hearth.worker.background import StepLaunches
 
 
 class WorkerMarks:
     """The steps of all models of a worker. Mutable; written by the step thread alone."""
 
     def __init__(self, beacon: Beacon | None = None, launches: StepLaunches | None = None) -> None:
-        """`beacon` None: nobody looks. `launches` is told when each step is launched."""
+        """`beacon` None: none is watched. `launches` is told of each launch."""
         self.beacon = beacon or Beacon()
         self.launches = launches or StepLaunches()
         self._num_begun = 0
-        #: By number, one for each step that is not known to be done, oldest first.
+        #: Steps that are not known to be done, by number, oldest first.
         self._under_way: dict[int, _BegunStep] = {}
-        self._shown: int | None = None  #: the number of the step that the beacon shows; None: it shows none
+        self._shown: int | None = None  #: number of the step in the beacon; None: it shows none
 
     def of(self, model: ModelId) -> ModelMarks:
-        """Return what the engine of a model tells."""
         return ModelMarks(model, self)
 
     def begun(self, marks: ModelMarks, request_ids: Sequence[RequestId]) -> int:
-        """Note a step that is launched now; return its number."""
         number = self._num_begun
         self._num_begun += 1
         self._under_way[number] = _BegunStep(marks, request_ids)
@@ -46,7 +43,7 @@ class WorkerMarks:
         self.launches.ended()
 
     def done(self, number: int) -> None:
-        """Note that a step is done, and so are those that were launched before it, whoever waits for them."""
+        """Note that a step is done, and with it all that were launched before."""
         while self._under_way and (oldest := next(iter(self._under_way))) <= number:
             del self._under_way[oldest]
         self._show()
@@ -72,10 +69,8 @@ class WorkerMarks:
 
 @dataclass(frozen=True, slots=True)
 class _BegunStep:
-    """A step that was launched."""
-
     marks: ModelMarks
-    request_ids: Sequence[RequestId]  #: of its rows, which are numbers of runs
+    request_ids: Sequence[RequestId]  #: run numbers
 
 
 class ModelMarks:
@@ -83,10 +78,10 @@ class ModelMarks:
 
     def __init__(self, model: ModelId, worker: WorkerMarks) -> None:
         self.model = model
-        self.longest_s = 0.0  #: between two marks of a step so far
+        self.longest_s = 0.0  #: the longest time between two marks of a step
         self._worker = worker
-        self._numbers: deque[int] = deque()  #: of its steps that were not waited for, oldest first
-        self._since_s: float | None = None  #: when the last mark of a step was passed; None: no step is made
+        self._numbers: deque[int] = deque()  #: of steps that were not waited for, oldest first
+        self._since_s: float | None = None  #: time of the last mark in a step; None: between steps
 
     def begun(self, request_ids: Sequence[RequestId]) -> None:
         self._since_s = time.perf_counter()
@@ -111,7 +106,7 @@ class ModelMarks:
         self._worker.closed(self)
 
     def _measure(self) -> None:
-        if self._since_s is not None:  # else graphs are captured between steps
+        if self._since_s is not None:  # else a capture between steps
             now_s = time.perf_counter()
             self.longest_s = max(self.longest_s, now_s - self._since_s)
             self._since_s = now_s

@@ -1,4 +1,4 @@
-"""The snapshots of the models that a worker hosts: looked for when an engine is put together. Makes none."""
+"""Finds the snapshot of a model while its engine is assembled. Makes none."""
 
 from __future__ import annotations
 
@@ -29,22 +29,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLook:
-    """The result of looking for a model's snapshot."""
-
-    fingerprint: Fingerprint | None  #: of the start; None: it could not be found out
+    fingerprint: Fingerprint | None  #: of the start; None: unknown
     outcome: SnapshotOutcome
-    reason: str | None = None  #: why none is used; None: one is, or there is none
-    memory: MemoryProfile | None = None  #: None: none is used
-    lacks_adapters: bool = False  #: the one that is used has not the graphs of steps with adapters
+    reason: str | None = None  #: why none is used; None: one is, or none exists
+    memory: MemoryProfile | None = None
+    lacks_adapters: bool = False  #: it has no graphs of steps with adapters
 
 
 def no_parts(engine: Engine) -> SnapshotParts | None:
-    """Keep nothing of an engine but its profiles."""
+    """Keep only profiles of an engine."""
     return None
 
 
 class ModelSnapshots:
-    """Snapshots of one worker's device. Any thread calls it."""
+    """Snapshots of one worker's device. Any thread may call it."""
 
     def __init__(
         self,
@@ -55,7 +53,7 @@ class ModelSnapshots:
         device_bytes: int,
         parts_of: Callable[[Engine], SnapshotParts | None] = no_parts,
     ) -> None:
-        """`parts_of` returns what is kept of an engine besides profiles; None: nothing."""
+        """`parts_of` returns what snapshots keep of an engine besides profiles; None: nothing."""
         self.device_name, self.parts_of = device_name, parts_of
         self._directory, self._config, self._device = directory, config, device
         self._device_bytes = device_bytes
@@ -63,18 +61,18 @@ class ModelSnapshots:
     def look(
         self, spec: HostingSpec, space: Space, engine: Engine, discarded: Callable[[str], None]
     ) -> SnapshotLook:
-        """Look for the snapshot of a model whose engine has been put together, and restore what it holds.
+        """Look for the snapshot of a model with an assembled engine, and restore it.
 
-        `discarded` is called, by any thread and with the reason, if that turns out to be wrong later.
+        `discarded` is called with the reason, on any thread, if the snapshot turns out to be wrong later.
         """
         try:
             fingerprint = self._fingerprint(spec, space)
-        except Exception as error:  # whatever it is: no start depends on a snapshot
+        except Exception as error:  # no start depends on a snapshot
             log.exception("snapshot_not_looked_for model=%s", spec.manifest.digest)
-            return SnapshotLook(None, SnapshotOutcome.REFUSED, f"what it depends on is not known: {error!r}")
+            return SnapshotLook(None, SnapshotOutcome.REFUSED, f"its dependencies are unknown: {error!r}")
 
         def discard(reason: str) -> None:
-            # It is not used any more in any case, and told of again by the next start.
+            # It is unused from here on in any case; the next start reports it again.
             with suppress(OSError):
                 self._directory.discard(fingerprint)
             discarded(reason)
@@ -93,10 +91,10 @@ class ModelSnapshots:
             return SnapshotLook(fingerprint, SnapshotOutcome.DISCARDED, str(error))
         except SnapshotError as error:
             return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, str(error))
-        except Exception as error:  # whatever it is: no start depends on a snapshot
+        except Exception as error:  # no start depends on a snapshot
             log.exception("snapshot_not_restored model=%s", spec.manifest.digest)
             engine.runner.drop_restored()
-            return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, f"restoring it broke: {error!r}")
+            return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, f"restoring it failed: {error!r}")
         if not differences:
             return SnapshotLook(fingerprint, SnapshotOutcome.MISSING)
         reason = "it was made for another start: " + "; ".join(map(str, differences))
@@ -104,11 +102,11 @@ class ModelSnapshots:
 
     @property
     def lacks_graphs(self) -> bool:
-        """True if steps are captured, and what is captured cannot be kept."""
+        """True if steps are captured but graphs cannot be kept."""
         return self._device.type == "cuda" and self._graphs() == "unkept"
 
     def prepare(self) -> None:
-        """Find out what all starts here have in common, which takes a while, once: no start waits for it."""
+        """Find out once, ahead of all starts, what they have in common. That is slow."""
         software(self._device.type)
 
     def save(self, fingerprint: Fingerprint, sections: Mapping[str, bytes]) -> Path:
@@ -116,14 +114,14 @@ class ModelSnapshots:
         return self._directory.save(fingerprint, sections)
 
     def _graphs(self) -> str:
-        """Say whether there are graphs, and whether they are kept: if not, whoever could keep them has to."""
+        """Return whether steps are captured, and whether their graphs are kept."""
         if self._config.graphs == "off":
             return "off"
         return "unkept" if self.parts_of is no_parts else "on"
 
     def _fingerprint(self, spec: HostingSpec, space: Space) -> Fingerprint:
         manifest, model, found = spec.manifest, spec.model, software(self._device.type)
-        # All of the configuration that steps depend on: the rest shares memory and time out.
+        # Only the configuration that steps depend on.
         limits = {**asdict(model.limits), "max_context": model.max_context}
         return Fingerprint(
             manifest=str(manifest.digest),
@@ -144,9 +142,9 @@ class ModelSnapshots:
 
 
 def _addresses(space: Space, slot: int | None) -> str:
-    """Return where the ranges of a model's memory begin; what lies where in them follows from its shape.
+    """Return where a model's memory ranges begin; their content follows from its shape.
 
-    First the slot that it was given, if any: a model that is deployed again should have the same.
+    The assigned slot comes first: a model deployed again should get the same one.
     """
     ranges = {"weights": min(place.base.data_ptr() + place.offset for place in space.places.values())}
     for one in fields(space):

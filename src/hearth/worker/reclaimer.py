@@ -1,6 +1,5 @@
-"""Carries out what `policy/memory/reclaim.py` orders when a model needs memory. Decides nothing.
-
-All of it happens on the step thread, between steps. It loads nothing and steps nothing.
+"""Executes the orders of `policy/memory/reclaim.py` when a model needs memory, between steps. Decides
+nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +41,60 @@ from hearth.worker.hosting_state import ServedModel
 log = logging.getLogger(__name__)
 
 
+class HostedBooks:
+    """The KV and tables of all models with an engine, as the policy reads them: its `ModelBooks`."""
+
+    def __init__(
+        self, hosted: Mapping[ModelId, HostedModel], pool: Pool, due_in_s: Callable[[ModelId], float]
+    ) -> None:
+        self._hosted, self._pool, self._due_in_s = hosted, pool, due_in_s
+
+    def models(self) -> list[ModelId]:
+        return [model for model, hosted in self._hosted.items() if hosted.takes_requests]
+
+    def kv_of(self, model: ModelId) -> KvView:
+        served = self.served(model)
+        engine, spec, blocks = served.engine, served.spec, served.engine.batcher.blocks
+        hold = self._hosted[model].effective_hold
+        is_paused = hold is Hold.PAUSED
+        return KvView(
+            hold=hold,
+            has_work=engine.has_work,
+            block_bytes=spec.shape.block_bytes,
+            floor_blocks=0 if is_paused else spec.floor_blocks,
+            max_blocks=spec.shape.max_blocks - 1,  # without the sink
+            num_blocks=blocks.num_blocks,
+            num_available=blocks.num_available,
+            reserve_blocks=0 if is_paused else engine.elastic.reserve_blocks(engine.batcher.num_running),
+            due_in_s=self._due_in_s(model) if is_paused else 0.0,
+        )
+
+    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
+        return self._pool.kv.growth_bytes(model, num_blocks)
+
+    def extents(self, model: ModelId) -> list[range]:
+        return self._pool.kv.extents(model)
+
+    def cached_to_spare(self, model: ModelId) -> int:
+        return self.served(model).engine.batcher.kv.cached_to_spare()
+
+    def tables_of(self, model: ModelId) -> TablesView:
+        served = self.served(model)
+        tables, pooled = served.engine.tables, dict(served.pooled_tables)
+        needed = tables.needed_bytes()
+        return TablesView(
+            needed, pooled, [table for table in needed if table not in pooled and tables.has(table)]
+        )
+
+    def served(self, model: ModelId) -> ServedModel:
+        """Return a model that has an engine: the policy asks for no other."""
+        served = self._hosted[model].served
+        assert served is not None, f"`{model}` has no engine: {self._hosted[model].state}"
+        return served
+
+
 class Reclaimer:
-    """Mutable; the step thread alone calls it. Shows the policy KV and tables of all models: `ModelBooks`."""
+    """The memory of all models and adapters. Mutable; the step thread alone calls it."""
 
     def __init__(
         self,
@@ -52,26 +103,28 @@ class Reclaimer:
         due_in_s: Callable[[ModelId], float],
         engines: Callable[[], Mapping[ModelId, Engine]] = dict,
     ) -> None:
-        """`hosted` are the hosted models, kept by whoever calls.
+        """`hosted` is owned by the caller. `due_in_s`: seconds until a paused model's next token is due.
 
-        `due_in_s` says in how many seconds a token of a paused model is due. `engines` returns those of all
-        models that have one, also of retired ones.
+        `engines` returns all engines, those of retired models included.
         """
         self.pool = new_pool(self.eviction_terms)
         self.adapters = AdapterResidency(
             self._adapter_cost, self._is_active, lambda: self.policy.is_short, self._is_whole
         )
         self.pieces = AdapterPieces(self.pool, self.adapters, engines)
-        self.policy = ReclaimPolicy(self, keeps_addresses=self.pool.keeps_addresses, adapters=self.adapters)
+        self._books = HostedBooks(hosted, self.pool, due_in_s)
+        self.policy = ReclaimPolicy(
+            self._books, keeps_addresses=self.pool.keeps_addresses, adapters=self.adapters
+        )
         self.reload_costs = DeviceReloadCosts()
         self._hosted, self._due_in_s = hosted, due_in_s
-        self.num_spilled_tables = 0  #: so far: tables for which the pool had no room
-        self.num_dropped_adapters = 0  #: so far: those that gave way
+        self.num_spilled_tables = 0  #: tables that did not fit the pool, so far
+        self.num_dropped_adapters = 0  #: adapters evicted, so far
 
     def eviction_terms(self, model: ModelId) -> EvictionTerms:
-        """Return how the pool is to treat a model's weights; one that is not hosted is retained.
+        """Return how the pool treats a model's weights. A model that is not hosted is retained.
 
-        The weights of a paused model are wanted for sure, so their cost falls with the time until then.
+        The weights of a paused model are certain to be used, so their cost depends on the time until then.
         """
         hosted = self._hosted.get(model)
         hold, is_loading, is_computing = Hold.RETAINED, False, False
@@ -88,11 +141,7 @@ class Reclaimer:
     # Weights.
 
     def place(self, model: ModelId, spec: HostingSpec) -> Space:
-        """Return a place for all weights of a model that is promised one.
-
-        Raises:
-            DeviceError: what is promised cannot be had.
-        """
+        """Return a place for all weights of a model. Raises DeviceError if its promise cannot be kept."""
         missing_bytes = self._run(self.policy.make_room(model, lambda: self._missing_bytes(model, spec)))
         if missing_bytes:
             raise DeviceError(self._shortage(model, spec, missing_bytes))
@@ -101,9 +150,9 @@ class Reclaimer:
         return space
 
     def _missing_bytes(self, model: ModelId, spec: HostingSpec) -> int:
-        """Return the bytes that have to come free before a model is placed.
+        """Return the bytes that must be freed before a model is placed.
 
-        Adapters in use give nothing back for now, so the KV that models are promised must be left beside.
+        Adapters in use free nothing now, so promised KV must fit beside them.
         """
         shape = spec.shape
         missing_bytes = self.pool.missing_bytes(model, shape)
@@ -116,10 +165,9 @@ class Reclaimer:
     def place_front(
         self, model: ModelId, spec: HostingSpec, front_bytes: Callable[[int, int], int]
     ) -> Space | None:
-        """Return a place for the first weights that a model lacks which waits for its turn.
+        """Return a place for the first missing weights of a model before its turn; None: there is no room.
 
-        Only weights give way that cost less. `front_bytes` says how many, by the bytes that are missing and
-        that are free. None: there is no room for them.
+        Only cheaper weights are evicted. `front_bytes(missing, free)` says how many bytes to place.
         """
         missing_bytes = spec.shape.stored.num_bytes - self.pool.resident_bytes(model)
         lack_bytes = front_bytes(missing_bytes, missing_bytes) - self.pool.free_bytes
@@ -130,7 +178,6 @@ class Reclaimer:
         return self.pool.place_front(model, spec.shape, num_bytes) if num_bytes else None
 
     def retire(self, hosted: HostedModel) -> None:
-        """Have an idle model give back all but its weights."""
         if (served := hosted.served) is not None:
             served.engine.batcher.kv.remove_all()
             served.pooled_tables.clear()
@@ -139,7 +186,6 @@ class Reclaimer:
         self.policy.note_freed()
 
     def drop(self, model: ModelId) -> None:
-        """Give back all memory of a model that nobody computes with any more."""
         self.pool.drop(model)
         self.policy.forget(model)
         self.policy.note_freed()
@@ -147,15 +193,17 @@ class Reclaimer:
     # KV.
 
     def before_step(self, model: ModelId, served: ServedModel) -> None:
-        """Give a model the tables and the KV that its next step wants, as far as KV is to be had."""
-        self._run(self.policy.before_step(model, served.engine.elastic, served.engine.kv_use()))
+        """Give a model tables and KV for its next step, as far as KV is available."""
+        self._run(self.policy.before_step(model, served.engine.elastic, served.engine.batcher.kv.use()))
 
     def after_step(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
-        """Take back the KV that a model has not used for long, or does not use now that it is idle."""
+        """Take back KV that a model has not used for long, or that it does not need while idle."""
         engine = served.engine
         has_ended = bool(outcome.failures or outcome.outputs.finished)
         orders = self.policy.after_step(
-            *(model, engine.elastic, engine.kv_use()),
+            model,
+            engine.elastic,
+            engine.batcher.kv.use(),
             has_work=engine.has_work,
             has_let_go=has_ended or bool(outcome.preempted),
         )
@@ -163,7 +211,7 @@ class Reclaimer:
         self._run(self.policy.drop_tables(model))
 
     def request_cancelled(self, hosted: HostedModel) -> None:
-        """Take back what only a request needed that was cancelled; its KV is its engine's again."""
+        """Take back the tables that only a cancelled request needed."""
         if hosted.served is not None:
             self._run(self.policy.drop_tables(hosted.model))
         self.policy.note_freed()
@@ -171,9 +219,9 @@ class Reclaimer:
     # Adapters.
 
     def place_adapter(self, adapter: AdapterId, sizes: Sequence[int], *, may_take: bool) -> bool:
-        """Give an adapter pieces of these sizes; False: there is no room. `may_take`: others may give way.
+        """Give an adapter pieces of these sizes; False: there is no room.
 
-        Else it comes early, and models that have no place yet get theirs first.
+        `may_take`: evict for it. Else it is a prefetch, and models without a place come first.
         """
         if not may_take and sum(sizes) + self._unplaced_bytes() > self.pool.free_bytes:
             return False
@@ -183,70 +231,24 @@ class Reclaimer:
         return self.reload_costs.adapter_cost_per_byte(adapter, time.monotonic())
 
     def _is_active(self, model: ModelId) -> bool:
-        """True if a model has its engine and its turn."""
         hosted = self._hosted.get(model)
         return hosted is not None and hosted.takes_requests and hosted.has_turn
 
     def _is_whole(self, model: ModelId) -> bool:
-        """True if all weights of a model are there or on their way."""
+        """True if all weights of a model are on the device or under way."""
         hosted = self._hosted.get(model)
         return hosted is not None and (hosted.is_loaded or hosted.is_loading)
 
     def _unassembled_bytes(self) -> int:
-        """Return the KV that models are promised which have no engine yet."""
+        """Return the KV promised to models without an engine."""
         hosted = self._hosted.values()
         return sum(one.order.kv_floor_bytes for one in hosted if one.has_turn and not one.takes_requests)
 
     def _unplaced_bytes(self) -> int:
-        """Return what models are promised that have no place yet."""
+        """Return the memory promised to models without a place."""
         hosted = [one for one in self._hosted.values() if one.has_turn]
         unplaced = [one.order for one in hosted if not one.takes_requests and not one.is_loading]
         return sum(order.own_bytes + order.workspace_bytes for order in unplaced)
-
-    # What the policy reads.
-
-    def models(self) -> list[ModelId]:
-        return [model for model, hosted in self._hosted.items() if hosted.takes_requests]
-
-    def kv_of(self, model: ModelId) -> KvView:
-        served = self._served(model)
-        engine, spec, blocks = served.engine, served.spec, served.engine.batcher.blocks
-        hold = self._hosted[model].effective_hold
-        is_paused = hold is Hold.PAUSED
-        return KvView(
-            hold=hold,
-            has_work=engine.has_work,
-            block_bytes=spec.shape.block_bytes,
-            floor_blocks=0 if is_paused else spec.floor_blocks,
-            max_blocks=spec.shape.max_blocks - 1,  # the sink is no block of the book
-            num_blocks=blocks.num_blocks,
-            num_available=blocks.num_available,
-            reserve_blocks=0 if is_paused else engine.reserve_blocks,
-            due_in_s=self._due_in_s(model) if is_paused else 0.0,
-        )
-
-    def growth_bytes(self, model: ModelId, num_blocks: int) -> int:
-        return self.pool.kv.growth_bytes(model, num_blocks)
-
-    def extents(self, model: ModelId) -> list[range]:
-        return self.pool.kv.extents(model)
-
-    def cached_to_spare(self, model: ModelId) -> int:
-        return self._served(model).engine.batcher.kv.cached_to_spare()
-
-    def tables_of(self, model: ModelId) -> TablesView:
-        served = self._served(model)
-        engine, pooled = served.engine, dict(served.pooled_tables)
-        needed = engine.needed_tables()
-        spilled = [table for table in needed if table not in pooled and engine.has_table(table)]
-        return TablesView(needed, pooled, spilled)
-
-    def _served(self, model: ModelId) -> ServedModel:
-        """Return a model with its engine; the policy asks for none that has no engine."""
-        served = self._hosted[model].served
-        if served is None:
-            raise LookupError(f"`{model}` has no engine: {self._hosted[model].state}")
-        return served
 
     # What it orders.
 
@@ -267,7 +269,7 @@ class Reclaimer:
                 return self._spill_table(model, table)
             case DropTable(model, table):
                 self.pool.tables.drop(model, table)
-                return self._served(model).pooled_tables.pop(table)
+                return self._books.served(model).pooled_tables.pop(table)
             case PlaceAdapter():
                 return self._place_adapter(order)
             case DropAdapter(adapter):
@@ -283,14 +285,14 @@ class Reclaimer:
         return sum(order.sizes) if is_placed else 0
 
     def _place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> int:
-        if table in self._served(model).pooled_tables:  # too small by now
+        if table in self._books.served(model).pooled_tables:  # too small by now
             self._lift_table(model, table)
         memory = self.pool.tables.place(model, table, num_bytes)
         self._follow_moves()
         if memory is None:
             return 0
-        served = self._served(model)
-        served.engine.place_table(table, memory)
+        served = self._books.served(model)
+        served.engine.runner.place_table(table, memory)
         served.pooled_tables[table] = num_bytes
         return num_bytes
 
@@ -301,17 +303,17 @@ class Reclaimer:
         return self._lift_table(model, table)
 
     def _lift_table(self, model: ModelId, table: SamplingTable) -> int:
-        """Have a table lie outside of the pool; return how many bytes came free there."""
-        served = self._served(model)
+        """Move a table out of the pool; return the bytes freed there."""
+        served = self._books.served(model)
         with blaming(model):
-            served.engine.place_table(table, None)
+            served.engine.runner.place_table(table, None)
         num_bytes = served.pooled_tables.pop(table, 0)
         if num_bytes:
             self.pool.tables.drop(model, table)
         return num_bytes
 
     def _grow(self, model: ModelId, num_blocks: int, ahead_blocks: int) -> int:
-        engine = self._served(model).engine
+        engine = self._books.served(model).engine
         extents = self.pool.kv.grow(model, num_blocks, ahead_blocks)
         self._follow_moves()
         for extent in extents:
@@ -320,7 +322,7 @@ class Reclaimer:
 
     def _clear(self, order: ClearKv) -> int:
         model, extent = order.model, order.extent
-        engine = self._served(model).engine
+        engine = self._books.served(model).engine
         with blaming(model):
             if not order.may_forget and engine.batcher.blocks.cached_among(extent):
                 return 0
@@ -351,7 +353,7 @@ class Reclaimer:
     def _follow_moves(self) -> None:
         for model, places in self.pool.take_moved().items():
             with blaming(model):
-                self._served(model).rebind(places)
+                self._books.served(model).rebind(places)
 
     def _shortage(self, model: ModelId, spec: HostingSpec, lack_bytes: int) -> str:
         usage, shape = self.pool.usage(), spec.shape
@@ -362,16 +364,15 @@ class Reclaimer:
         return (
             f"`{model}` needs {shape.served.num_bytes} bytes for weights, {shape.workspace_bytes} for the "
             f"workspace and {shape.tables_bytes} for tables, {lack_bytes} more than can be freed of "
-            f"{usage.budget_bytes}; others have: {held or 'nothing'}; drop another model, or raise "
+            f"{usage.budget_bytes}; other models have: {held or 'nothing'}; drop another model, or raise "
             "`service.memory_bytes`"
         )
 
     def kv_shortage(self, model: ModelId, served: ServedModel) -> DeviceError:
-        """Return what is said of a model that waits for KV in vain."""
-        use, spec, usage = served.engine.kv_use(), served.spec, self.pool.usage()
+        use, spec, usage = served.engine.batcher.kv.use(), served.spec, self.pool.usage()
         return DeviceError(
             f"`{model}` has {use.num_blocks} blocks of KV of {spec.shape.block_bytes} bytes, wants "
             f"{use.num_wanted} and is promised {spec.floor_blocks} in all, but {usage.free_bytes} "
-            f"of {usage.budget_bytes} bytes are free and nobody can give way; drop another model, or raise "
+            f"of {usage.budget_bytes} bytes are free and no model can give way; drop another model, or raise "
             "`service.memory_bytes`"
         )

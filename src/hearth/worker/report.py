@@ -1,7 +1,4 @@
-"""Reports a worker's memory: all of it when asked, and whose weights are there when that changes.
-
-Takes no memory and decides nothing.
-"""
+"""Reports a worker's memory: all of it on a ping, and which weights are on the device when that changes."""
 
 from __future__ import annotations
 
@@ -18,71 +15,51 @@ from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.memory.pool import Holding
 from hearth.system.garbage import LATE_COLLECTIONS
-from hearth.worker.adapters import WorkerAdapters
 from hearth.worker.hosted_model import HostedModel
-from hearth.worker.reclaimer import Reclaimer
-from hearth.worker.torch_limit import TorchLimit
-from hearth.worker.turns import Turns
+from hearth.worker.hosted_models import HostedModels
+from hearth.worker.hosting_state import ServedModel
+from hearth.worker.runtime import HostingResources
 
-#: How long a change may wait while steps are made.
+#: How long a change may wait while steps run.
 INTERVAL_S = 0.1
 
 
 class Reports:
     """Mutable; the step thread alone calls it."""
 
-    def __init__(
-        self,
-        reclaimer: Reclaimer,
-        hosted: Mapping[ModelId, HostedModel],
-        turns: Turns,
-        adapters: WorkerAdapters,
-        is_unstaged: Callable[[], bool],
-        torch_limit: TorchLimit | None = None,
-        *,
-        lacks_kept_graphs: bool = False,
-    ) -> None:
-        """`hosted` are the hosted models, kept by whoever calls. `torch_limit`: None: torch has none.
-
-        `is_unstaged`: loads have to pin host memory themselves. `lacks_kept_graphs`: snapshots have none.
-        """
-        self._reclaimer, self._hosted, self._turns, self._adapters = reclaimer, hosted, turns, adapters
-        self._is_unstaged, self._torch_limit = is_unstaged, torch_limit
-        self._lacks_kept_graphs = lacks_kept_graphs
-        #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
-        #: whoever counts them never counts back.
-        self._slow_models: set[ModelId] = set()
-        self._uncaptured_models: set[ModelId] = set()  #: whose steps are not replayed; likewise
-        self._interpreted_models: set[ModelId] = set()  #: whose graphs were restored in Python; likewise
-        self._cramped_models: set[ModelId] = set()  #: whose products of eight bits lack scratch; likewise
-        self.num_uncaptured_starts = 0  #: starts of models whose first steps could not be captured ahead
-        self._told: dict[ModelId, int] = {}
-        self._told_s = 0.0
+    def __init__(self, models: HostedModels, resources: HostingResources) -> None:
+        self._models, self._resources = models, resources
+        #: By fallback: the models that ever took it. Models that are gone stay in: these are counters.
+        self._fallback_models: dict[str, set[ModelId]] = {name: set() for name in _MODEL_FALLBACKS}
+        self.num_uncaptured_starts = 0  #: model starts without captured first steps
+        self._sent: dict[ModelId, int] = {}
+        self._sent_s = 0.0
 
     def residency(self, *, is_due: bool) -> DeviceResidency | None:
-        """Return whose weights are there; None if that was told, or a report was made a moment ago."""
+        """Return which weights are on the device; None: unchanged, or reported a moment ago."""
         now_s = time.monotonic()
-        if not is_due and now_s < self._told_s + INTERVAL_S:
+        if not is_due and now_s < self._sent_s + INTERVAL_S:
             return None
-        self._told_s = now_s
-        all_bytes = {one.model: self._there(one) for one in self._reclaimer.pool.usage().holdings}
+        self._sent_s = now_s
+        all_bytes = {one.model: self._there(one) for one in self._models.reclaimer.pool.usage().holdings}
         there = {model: num_bytes for model, num_bytes in all_bytes.items() if num_bytes}
-        if there == self._told:
+        if there == self._sent:
             return None
-        self._told = there
+        self._sent = there
         return DeviceResidency(there)
 
     def _there(self, holding: Holding) -> int:
-        """Return the bytes, as stored, that are there: not what has its memory but is still to come."""
-        hosted = self._hosted.get(holding.model)
+        """Return the bytes of weights on the device, as stored, without those still under way."""
+        hosted = self._models.hosted.get(holding.model)
         return hosted.there_bytes if hosted is not None and hosted.is_loading else holding.stored_bytes
 
     def pong(self, number: int) -> Pong:
-        usage = self._reclaimer.pool.usage()
-        self._slow_models |= {model for model, one in self._hosted.items() if _attends_slowly(one)}
-        self._interpreted_models |= {model for model, one in self._hosted.items() if _is_interpreted(one)}
-        self._uncaptured_models |= {model for model, one in self._hosted.items() if _is_uncaptured(one)}
-        self._cramped_models |= {model for model, one in self._hosted.items() if _has_little_scratch(one)}
+        usage = self._models.reclaimer.pool.usage()
+        served = {model: one.served for model, one in self._models.hosted.items() if one.served is not None}
+        for name, is_taken in _MODEL_FALLBACKS.items():
+            self._fallback_models[name] |= {model for model, one in served.items() if is_taken(one)}
+        graphs = [one.engine.runner.layers.graphs for one in served.values()]
+        snapshots, torch_limit = self._resources.snapshots, self._resources.torch_limit
         return Pong(
             number=number,
             budget_bytes=usage.budget_bytes,
@@ -92,46 +69,53 @@ class Reports:
             moved_bytes=usage.moved_bytes,
             fallbacks={
                 **usage.fallbacks,
+                **{name: len(models) for name, models in self._fallback_models.items()},
                 "late_collections": LATE_COLLECTIONS.num,
-                "tables": self._reclaimer.num_spilled_tables,
+                "tables": self._models.reclaimer.num_spilled_tables,
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
-                "prompt_attention": len(self._slow_models),
-                "eight_bit_products": len(self._cramped_models),
-                "graphs": len(self._uncaptured_models),
                 "first_steps_not_captured": self.num_uncaptured_starts,
-                "staging": int(self._is_unstaged()),
-                "graphs_not_restored": sum(map(_num_unrestored, self._hosted.values())),
-                "graphs_restored_in_python": len(self._interpreted_models),
-                "snapshots_without_graphs": int(self._lacks_kept_graphs),
+                "staging": int(self._resources.borrower.is_unstaged),
+                "graphs_not_restored": sum(one.num_unrestored for one in graphs if one is not None),
+                "snapshots_without_graphs": int(snapshots is not None and snapshots.lacks_graphs),
             },
             models=tuple(self._uses(usage.holdings)),
-            torch_limit_bytes=None if self._torch_limit is None else self._torch_limit.num_bytes,
-            is_torch_limit_measured=self._torch_limit is not None and self._torch_limit.is_measured,
-            adapters=tuple(self._adapters.usages()),
-            num_adapter_evictions=self._reclaimer.num_dropped_adapters,
+            torch_limit_bytes=None if torch_limit is None else torch_limit.num_bytes,
+            is_torch_limit_measured=torch_limit is not None and torch_limit.is_measured,
+            adapters=tuple(self._models.adapters.usages()),
+            num_adapter_evictions=self._models.reclaimer.num_dropped_adapters,
         )
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
         by_model = {one.model: one for one in holdings}
-        names = sorted({*by_model, *self._hosted})
+        names = sorted({*by_model, *self._models.hosted})
         return [self._use(name, by_model.get(name) or Holding(name, 0, 0, 0, 0, 0, 0)) for name in names]
 
     def _use(self, model: ModelId, holding: Holding) -> ModelUse:
-        hosted = self._hosted.get(model)
-        num_bytes = (holding.weights_bytes, holding.total_bytes, holding.shared_bytes, holding.kv_bytes)
-        if hosted is None:
-            return ModelUse(model, Hold.RETAINED, False, *num_bytes)
+        hosted = self._models.hosted.get(model)
         use = ModelUse(
-            *(model, hosted.effective_hold, True, *num_bytes),
-            num_waiting=len(hosted.waiting) + (0 if hosted.served is None else len(hosted.served.held)),
+            model,
+            Hold.RETAINED,
+            is_hosted=False,
+            weights_bytes=holding.weights_bytes,
+            total_bytes=holding.total_bytes,
+            shared_bytes=holding.shared_bytes,
+            kv_bytes=holding.kv_bytes,
+        )
+        if hosted is None:
+            return use
+        use = msgspec.structs.replace(
+            use,
+            hold=hosted.effective_hold,
+            is_hosted=True,
+            num_waiting=len(hosted.pending.queued) + len(hosted.pending.held),
             coming_bytes=_coming_bytes(holding, hosted),
-            is_in_turn=self._turns.is_in_turn(model),
-            due_s=self._turns.next_due_in_s(model),
+            is_in_turn=self._models.turns.is_in_turn(model),
+            due_s=self._models.turns.next_due_in_s(model),
         )
         if (served := hosted.served) is None:
             return use
-        usage, graphs = served.engine.usage, served.engine.runner.graphs
+        usage, graphs = served.engine.usage, served.engine.runner.layers.graphs
         return msgspec.structs.replace(
             use,
             num_running=usage.num_running,
@@ -146,38 +130,27 @@ class Reports:
         )
 
 
-def _num_unrestored(hosted: HostedModel) -> int:
-    graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
-    return 0 if graphs is None else graphs.num_unrestored
+def _is_uncaptured(served: ServedModel) -> bool:
+    """True if steps are launched kernel by kernel, because captures are not possible."""
+    layers = served.engine.runner.layers
+    return layers.kv.is_cuda and layers.graphs is None and capture_obstacle(torch.__version__) is not None
 
 
-def _is_interpreted(hosted: HostedModel) -> bool:
-    """Return True if graphs of the model were restored node by node, in Python."""
-    graphs = None if hosted.served is None else hosted.served.engine.runner.graphs
+def _is_interpreted(served: ServedModel) -> bool:
+    graphs = served.engine.runner.layers.graphs
     return graphs is not None and graphs.num_interpreted > 0
 
 
-def _attends_slowly(hosted: HostedModel) -> bool:
-    """Return True if another kernel than the fastest attends over the model's prompts."""
-    if (served := hosted.served) is None:
-        return False
-    return prompt_kernel_of(served.spec.model).slow_reason is not None
-
-
-def _is_uncaptured(hosted: HostedModel) -> bool:
-    """Return True if the model's steps are launched kernel by kernel, because they cannot be captured."""
-    if (served := hosted.served) is None or served.engine.runner.kv.device.type != "cuda":
-        return False
-    return served.engine.runner.graphs is None and capture_obstacle(torch.__version__) is not None
-
-
-def _has_little_scratch(hosted: HostedModel) -> bool:
-    """Return True if the model's products of eight bits lack scratch to be as fast as they could."""
-    return hosted.served is not None and hosted.served.engine.runner.decoder.sharing_obstacle() is not None
+_MODEL_FALLBACKS: Mapping[str, Callable[[ServedModel], bool]] = {
+    "prompt_attention": lambda served: prompt_kernel_of(served.spec.model).slow_reason is not None,
+    "eight_bit_products": lambda served: served.engine.runner.layers.decoder.sharing_obstacle() is not None,
+    "graphs": _is_uncaptured,
+    "graphs_restored_in_python": _is_interpreted,
+}
 
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:
-    """Return the bytes of weights, as served, that a load under way still has to bring."""
+    """Return the bytes of weights, as served, that a load under way still has to copy."""
     if not hosted.is_loading or not holding.stored_bytes:
         return 0
     there_bytes = holding.weights_bytes * hosted.there_bytes // holding.stored_bytes

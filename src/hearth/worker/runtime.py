@@ -1,13 +1,14 @@
 """Brings up a worker's device before the first model: threads, context, libraries, memory.
 
-All of it takes a second or so, which no request should wait for. Memory comes last, and takes least of it:
-so a worker that replaces another is all but up when that one's memory is free. It hosts nothing.
+That takes about a second, which no request should wait for. Memory comes last and is quick, so a worker that
+replaces another is almost up when that one's memory becomes free.
 """
 
 from __future__ import annotations
 
 import logging
 import platform
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from hearth.core.config import EngineConfig
 from hearth.core.errors import ConfigError, DeviceError
 from hearth.core.messages import WorkerSetup
+from hearth.core.types import ModelId
 from hearth.engine.graph_capture import use_library_memory
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import PAGE_BYTES, CudaPages, can_map
@@ -26,22 +28,23 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.transfer.borrower import Borrower
 from hearth.store.transfer.loader import Loader
 from hearth.system.host_memory import machine_bytes
-from hearth.worker.first_tokens import FirstTokens
+from hearth.worker.background import FirstTokens
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
-from hearth.worker.start_times import StartTimes
-from hearth.worker.torch_limit import SPARE_BYTES, TorchLimit
 
-#: Memory on a device besides the pool: graphs of engines, what is sent for a step, the sampler's temporaries.
-#: torch may take this much, and a share of the budget, until it has been measured.
+#: For needs of requests that no measurement saw, such as sorting the logits of a large batch.
+SPARE_BYTES = 2 << 30
+#: Device memory besides the pool: graphs, uploads, the sampler's temporaries. Until it is measured, torch may
+#: take this much, and a share of the budget.
 UNBOOKED_BYTES, UNBOOKED_SHARE = SPARE_BYTES, 0.1
-#: Memory of libraries that captured steps use, beside the pool and torch: cuBLAS takes some 32 MiB of it.
+#: Library memory that captured steps use, besides the pool and torch: cuBLAS takes some 32 MiB.
 LIBRARY_BYTES = 64 << 20
-#: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.
+#: Share of the machine's memory for all workers together.
 _CPU_SHARE = 0.5
 
 _CPU_INFORMATION = Path("/proc/cpuinfo")
@@ -51,42 +54,38 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A device that is up, and its memory."""
-
     device: torch.device
     name: str  #: for people
-    device_bytes: int  #: all of the device's memory
+    device_bytes: int  #: of the whole device
     budget_bytes: int  #: of the pool
-    new_pool: Callable[[EvictionTermsOf], Pool]  #: takes the memory, or raises DeviceError
-    shares_workspace: bool  #: the pool is sure to need one workspace for all models
+    new_pool: Callable[[EvictionTermsOf], Pool]  #: allocates the memory, or raises DeviceError
+    shares_workspace: bool  #: all models share one workspace
     torch_limit: TorchLimit | None = None  #: None: torch is not limited
-    #: All that captured steps point at lies at the same addresses in every process.
+    #: Captured steps refer to the same addresses in every process.
     has_fixed_addresses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class HostingResources:
-    """Device, configuration and sources that all models of a worker are hosted with."""
+    """The device, configuration and sources shared by all models of a worker."""
 
     device: torch.device
     config: EngineConfig
     new_pool: Callable[[EvictionTermsOf], Pool]
     borrower: Borrower
     loader: Loader
-    turns: TurnRules | None = None  #: by which models that do not fit together take turns; None: they do not
-    kernels: ModelKernels | None = None  #: None: the device runs none that have to be compiled
-    marks: WorkerMarks = field(default_factory=WorkerMarks)  #: told how the steps of all models advance
-    snapshots: ModelSnapshots | None = None  #: None: none are made or used
+    turns: TurnRules | None = None  #: None: models take no turns
+    kernels: ModelKernels | None = None  #: None: nothing to compile on this device
+    marks: WorkerMarks = field(default_factory=WorkerMarks)
+    snapshots: ModelSnapshots | None = None  #: None: snapshots are off
     torch_limit: TorchLimit | None = None  #: None: torch is not limited
-    first_tokens: FirstTokens = field(default_factory=FirstTokens)  #: that requests of all models wait for
+    first_tokens: FirstTokens = field(default_factory=FirstTokens)
 
 
 def start(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> Runtime:
-    """Bring the device up, but for the memory of the pool. `times` is told how long that took.
+    """Bring up the device, except for the pool's memory, and note how long each part took.
 
-    Raises:
-        ConfigError: the device can never be had as it was asked for.
-        DeviceError: it cannot be had now.
+    Raises ConfigError if the device can never be used as configured, DeviceError if it cannot be used now.
     """
     if setup.num_threads is not None:
         torch.set_num_threads(setup.num_threads)
@@ -119,7 +118,7 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> 
             f"`service.memory_bytes` must be at most the {total_bytes} bytes of {device}, given: "
             f"{setup.budget_bytes}; lower it"
         )
-    # Read once, when nothing of ours is there: from here on the pool's own books count.
+    # Read once, before anything is allocated: later the pool keeps the books.
     budget_bytes = setup.budget_bytes or int(free_bytes * config.memory_fraction) // setup.num_sharing
     most_bytes = UNBOOKED_BYTES + int(budget_bytes * UNBOOKED_SHARE)
     name = torch.cuda.get_device_name(device)
@@ -127,10 +126,14 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> 
         log.warning("fallback pool=arena reason=`%s cannot map memory by pages`", device)
         _multiply(device, torch.bfloat16)
         times.note("products")
-        # The pool is torch's as well.
+        # The pool is allocated by torch as well.
         limit = TorchLimit(most_bytes + budget_bytes, partial(_limit_torch, total_bytes, device))
         return Runtime(
-            *(device, name, total_bytes, budget_bytes, partial(_new_arena, device, budget_bytes)),
+            device,
+            name,
+            total_bytes,
+            budget_bytes,
+            partial(_new_arena, device, budget_bytes),
             shares_workspace=False,
             torch_limit=limit,
         )
@@ -140,7 +143,10 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig, times: StartTimes) -> 
     _multiply(device, torch.bfloat16)
     times.note("products")
     return Runtime(
-        *(device, name, total_bytes, budget_bytes // PAGE_BYTES * PAGE_BYTES),
+        device,
+        name,
+        total_bytes,
+        budget_bytes // PAGE_BYTES * PAGE_BYTES,
         new_pool=lambda terms: MappedPool(CudaPages(device, budget_bytes), terms, fallbacks=fallbacks),
         shares_workspace=True,
         torch_limit=limit,
@@ -154,20 +160,19 @@ def _new_arena(device: torch.device, budget_bytes: int, eviction_terms: Eviction
 
 
 def _multiply(device: torch.device, dtype: torch.dtype) -> None:
-    """Have the library of products come up, as it does with the first one."""
+    """Load the library of matrix products, as the first product does."""
     tile = torch.zeros(128, 128, dtype=dtype, device=device)
     torch.mm(tile, tile)[0, 0].item()
 
 
 def _take_library_memory(device: torch.device) -> Mapping[str, int]:
-    """Have captured steps find what libraries need at fixed addresses; return what could not be as wished."""
+    """Put library memory of captured steps at fixed addresses; return the fallbacks taken."""
     library = LibraryMemory(CudaPages(device, LIBRARY_BYTES))
     use_library_memory(library.torch_pool())
     return {"library_address": library.num_fallbacks}
 
 
 def _check_free(budget_bytes: int, device: torch.device) -> None:
-    """Refuse a budget that the device has not now: whoever holds the rest may end."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     if budget_bytes > free_bytes:
         raise DeviceError(
@@ -177,12 +182,12 @@ def _check_free(budget_bytes: int, device: torch.device) -> None:
 
 
 def _limit_torch(total_bytes: int, device: torch.device, num_bytes: int) -> None:
-    """Have torch give back what it keeps to itself before it takes more than so much of the device."""
+    """Make torch free its cache before it takes more than this of the device."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes), device)
 
 
 def processor_name(information: str, machine: str) -> str:
-    """Return the name of a processor by what /proc/cpuinfo says: processors of one name are equally fast."""
+    """Return a processor's name from /proc/cpuinfo. Processors with the same name are equally fast."""
     told: dict[str, str] = {}  # of the first processor
     for line in information.splitlines():
         name, _, value = line.partition(":")
@@ -192,3 +197,45 @@ def processor_name(information: str, machine: str) -> str:
     # ARM's are named by two numbers.
     numbers = [told[one] for one in ("CPU implementer", "CPU part") if one in told]
     return " ".join([machine, *numbers])
+
+
+class StartTimes:
+    def __init__(self) -> None:
+        self._began_s = self._noted_s = time.perf_counter()
+        self.seconds: dict[str, float] = {}  #: by part, in order
+
+    @property
+    def total_s(self) -> float:
+        return self._noted_s - self._began_s
+
+    def note(self, part: str) -> None:
+        now_s = time.perf_counter()
+        self.seconds[part], self._noted_s = now_s - self._noted_s, now_s
+
+    def __str__(self) -> str:
+        parts = (f"{part}_s={seconds:.3f}" for part, seconds in self.seconds.items())
+        return " ".join((f"total_s={self.total_s:.3f}", *parts))
+
+
+class TorchLimit:
+    """How much of the device torch may take besides the pool. Mutable; the step thread alone calls it.
+
+    If every engine's model has a memory profile, it is their sum and `SPARE_BYTES`, else a guess. A profile
+    contains all that torch held while it was measured, so the sum is never too small. Too large a limit costs
+    nothing.
+    """
+
+    def __init__(self, guess_bytes: int, set_limit: Callable[[int], None]) -> None:
+        """`set_limit` limits torch to so many bytes; called at once."""
+        self._guess_bytes, self._set_limit = guess_bytes, set_limit
+        self.num_bytes, self.is_measured = guess_bytes, False
+        set_limit(guess_bytes)
+
+    def follow(self, profiles: Mapping[ModelId, MemoryProfile | None]) -> None:
+        measured = [profile.torch_bytes for profile in profiles.values() if profile is not None]
+        is_measured = bool(measured) and len(measured) == len(profiles)
+        num_bytes = sum(measured) + SPARE_BYTES if is_measured else self._guess_bytes
+        if (num_bytes, is_measured) != (self.num_bytes, self.is_measured):
+            self.num_bytes, self.is_measured = num_bytes, is_measured
+            self._set_limit(num_bytes)
+            log.info("torch_limited num_bytes=%d is_measured=%s", num_bytes, is_measured)

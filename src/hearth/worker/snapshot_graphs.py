@@ -1,8 +1,7 @@
-"""The graphs of engines as parts of snapshots: packed where one is made, restored where one is used.
+"""Graphs of engines as parts of snapshots: packed when one is made, restored when one is used.
 
-They are restored by a thread of their own, beside the steps of all models, which gives way to whoever waits
-for a first token, and to launches of steps, unless these lack the graph. What it finds of kernels serves
-every model of the worker.
+Another thread restores them while models step. It gives way to first tokens, and to launches of steps unless
+these lack the graph. Kernels that it finds serve every model of the worker.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from hearth.engine.engine import Engine
 from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import CapturedGraph, StepGraphs
-from hearth.engine.runner import Runner
+from hearth.engine.layer_runner import LayerRunner
 from hearth.kernels.variants import loaded_functions
 from hearth.memory.cuda_pages import FIXED_ADDRESSES
 from hearth.snapshot.graph_names import graph_names, is_for_adapters
@@ -32,19 +31,18 @@ from hearth.snapshot.restored_graphs import RestoredGraphs, pack_graphs
 from hearth.snapshot.trial_mark import TrialMark
 from hearth.system.cuda.driver import CudaDriver
 from hearth.system.cuda.graphs import CudaGraphs
-from hearth.worker.first_tokens import FirstTokens
-from hearth.worker.step_launches import StepLaunches
+from hearth.worker.background import FirstTokens, StepLaunches
 
-#: For so long graphs of a model that has just come give way, in all. A step without them takes longer.
+#: How long the graphs of a new model give way, in all. Steps without them take longer.
 MAX_PAUSE_S = 2.0
-#: Graphs that are destroyed behind one launch, 0.3 ms each: those of a model that comes wait for all of them.
+#: Graphs that are destroyed behind one launch, 0.3 ms each. Those of a new model wait for all of them.
 NUM_DESTROYED = 4
 
 log = logging.getLogger(__name__)
 
 
 class SnapshotGraphs:
-    """Graphs in snapshots of the models on one CUDA device. Any thread calls it."""
+    """Graphs in snapshots of one CUDA device. Any thread may call it."""
 
     def __init__(
         self,
@@ -53,45 +51,40 @@ class SnapshotGraphs:
         kernel_cache: Path | None,
         launches: StepLaunches | None = None,
     ) -> None:
-        """`kernel_cache`: where native code is kept; None: nowhere. `launches`: that graphs give way to.
-
-        Raises:
-            DeviceError: the driver cannot tell of graphs.
-        """
+        """`kernel_cache`: directory of native code; None: not kept. Raises DeviceError if unsupported."""
         self._first_tokens, self._launches = first_tokens, launches or StepLaunches()
         self._driver = CudaGraphs(CudaDriver(device.index or 0))
         self._handles = KernelHandles(self._driver, loaded_functions)
-        self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: written and used by the thread alone
+        self._rebuild: Rebuild = InterpretedRebuild(self._driver)  #: used by the thread alone
         self._thread = ThreadPoolExecutor(1, "hearth-graphs", lambda: torch.cuda.set_device(device))
         self._thread.submit(self._load_native_code, kernel_cache)
 
     def learn(self, graph: CapturedGraph) -> None:
-        """Find the kernels of libraries that a graph is made of, captured here and never to be run."""
+        """Find the library kernels of a graph that is never run."""
         self._handles.learn(graph.raw_cuda_graph())
 
     def give_way(self, most_s: float) -> Callable[[], None]:
-        """Return what waits while graphs are to come, or somebody waits for a first token.
+        """Return a function that waits while graphs are restored or a request has no first token.
 
-        All of its calls together wait for at most so long from now on.
+        All its calls together wait at most `most_s` from now on.
         """
         until_s, tokens = time.monotonic() + most_s, self._first_tokens.give_way(most_s)
 
         def wait() -> None:
             if (left_s := until_s - time.monotonic()) > 0.0:
                 with suppress(TimeoutError):
-                    self._thread.submit(int).result(left_s)  # behind all that the thread is to do
+                    self._thread.submit(int).result(left_s)  # behind all work of the thread
             tokens()
 
         return wait
 
     def parts_of(self, engine: Engine) -> EngineGraphs | None:
-        """Return the graphs of an engine; None: it runs none."""
-        runner = engine.runner
-        return None if runner.graphs is None else EngineGraphs(self, runner, runner.graphs)
+        layers = engine.runner.layers
+        return None if layers.graphs is None else EngineGraphs(self, layers, layers.graphs)
 
     def pack(self, graphs: StepGraphs) -> dict[str, bytes]:
         """Return sections of all captured graphs. Raises GraphUnreadable."""
-        captured = dict(graphs.captured)  # at once, and kept: the steps' thread may add some, or drop all
+        captured = dict(graphs.captured)  # a copy: the step thread may add some, or drop all
         handles = {key.name: graph.raw_cuda_graph() for key, graph in captured.items()}
         binaries = {function: binary for binary, function in loaded_functions().items()}
         return pack_graphs(self._driver, handles, binaries, FIXED_ADDRESSES)
@@ -101,23 +94,28 @@ class SnapshotGraphs:
         sections: Mapping[str, memoryview],
         mark: TrialMark,
         discard: Callable[[str], None],
-        runner: Runner,
+        layers: LayerRunner,
     ) -> RestoredGraphs:
-        """Return the graphs of a snapshot for a runner, none of them restored yet. Raises GraphUnreadable.
+        """Return the graphs of a snapshot, none of them restored yet. Raises GraphUnreadable.
 
-        Those of steps with adapters come once the runner has one: they take as much memory as the others.
+        Graphs of steps with adapters follow once there is one: they take as much memory as the others.
         """
-        go_on = partial(self._go_on, weakref.ref(runner))  # the runner has the graphs, not they the runner
+        go_on = partial(self._go_on, weakref.ref(layers))  # graphs do not own their owner
         return RestoredGraphs(
-            *(self._handles, sections, mark, discard, is_for_adapters, go_on), destroy=self._destroy
+            self._handles,
+            sections,
+            mark,
+            discard,
+            is_later=is_for_adapters,
+            go_on=go_on,
+            destroy=self._destroy,
         )
 
-    def start(self, graphs: RestoredGraphs, runner: Runner) -> None:
-        """Have the thread restore graphs."""
-        self._thread.submit(self._restore, graphs, runner)
+    def start(self, graphs: RestoredGraphs, layers: LayerRunner) -> None:
+        self._thread.submit(self._restore, graphs, layers)
 
     def _destroy(self, graphs: list[object]) -> None:
-        """Have the thread destroy graphs: 80 of them would hold up the steps of all models for 30 ms."""
+        """Destroy graphs on the thread: destroying 80 of them would stop all steps for 30 ms."""
         self._thread.submit(self._empty, graphs)
 
     def _empty(self, graphs: list[object]) -> None:
@@ -125,23 +123,23 @@ class SnapshotGraphs:
             self._launches.get_behind()
             del graphs[-NUM_DESTROYED:]
 
-    def _go_on(self, runner: weakref.ref[Runner], graphs: RestoredGraphs) -> None:
-        if (found := runner()) is not None:
+    def _go_on(self, layers: weakref.ref[LayerRunner], graphs: RestoredGraphs) -> None:
+        if (found := layers()) is not None:
             self.start(graphs, found)
 
     def _load_native_code(self, kernel_cache: Path | None) -> None:
-        """Compile what makes graphs, or find it compiled, while a worker starts and before any graph."""
+        """Compile or load the code that builds graphs, while a worker starts."""
         try:
             self._rebuild = NativeRebuild.load(self._driver, kernel_cache) or self._rebuild
-        except Exception:  # the thread's top: the interpreter serves
+        except Exception:  # the thread's top: Python code is used instead
             log.exception("fallback restore=interpreted")
 
-    def _restore(self, graphs: RestoredGraphs, runner: Runner) -> None:
+    def _restore(self, graphs: RestoredGraphs, layers: LayerRunner) -> None:
         tokens = self._first_tokens.give_way(MAX_PAUSE_S)
 
         def give_way() -> None:
             tokens()
-            if not graphs.is_any_wanted:  # else steps run without their graph, which costs them more
+            if not graphs.is_any_wanted:  # else steps run without their graph, which costs more
                 self._launches.get_behind()
 
         def between_layers() -> None:
@@ -149,15 +147,15 @@ class SnapshotGraphs:
                 self._launches.give_way()
 
         def rehearse(name: str) -> None:
-            # Each with memory of its own: torch refuses to fill that of a graph which is gone.
-            graph = runner.rehearse(name, GraphCapture(), between_layers)
+            # Each with its own memory: torch refuses to reuse that of a dropped graph.
+            graph = layers.rehearse(name, GraphCapture(), between_layers)
             if graph is not None:
                 between_layers()
                 self.learn(graph)
 
         try:
             graphs.restore(self._rebuild, rehearse, give_way)
-        except Exception:  # the thread's top: the next model may do better
+        except Exception:  # the thread's top: go on with the next model
             log.exception("graphs_not_restored")
             graphs.stop()
 
@@ -165,18 +163,18 @@ class SnapshotGraphs:
 class EngineGraphs:
     """The graphs of one engine, as `SnapshotParts`."""
 
-    def __init__(self, shared: SnapshotGraphs, runner: Runner, graphs: StepGraphs) -> None:
-        self._shared, self._runner, self._graphs = shared, runner, graphs
+    def __init__(self, shared: SnapshotGraphs, layers: LayerRunner, graphs: StepGraphs) -> None:
+        self._shared, self._layers, self._graphs = shared, layers, graphs
 
     def save(self) -> Mapping[str, bytes]:
         return self._shared.pack(self._graphs)
 
     def lacks_adapters(self, sections: Collection[str]) -> bool:
-        return not self._runner.sizes.all_names(has_adapters=True) <= set(graph_names(sections))
+        return not self._layers.sizes.all_names(has_adapters=True) <= set(graph_names(sections))
 
     def restore(
         self, sections: Mapping[str, memoryview], mark: TrialMark, discard: Callable[[str], None]
     ) -> None:
-        restored = self._shared.restored(sections, mark, discard, self._runner)
+        restored = self._shared.restored(sections, mark, discard, self._layers)
         self._graphs.restore_from(restored)
-        self._shared.start(restored, self._runner)
+        self._shared.start(restored, self._layers)

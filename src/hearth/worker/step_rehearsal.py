@@ -1,13 +1,11 @@
-"""Rehearses the first steps of models that may be hosted some day. Runs none of them, and keeps nothing.
+"""Captures the first steps of models that may be hosted later, so that their kernels are loaded. Runs none.
 
-The first launch of a kernel in a process has torch or cuBLAS load it, some milliseconds each time, and the
-first step of a process launches dozens: it took 0.1 s, while somebody waited for a first token. So steps of
-all prompt sizes are captured ahead, once for all models that need the same kernels, and behind the first
-steps of all models the other sizes: then graphs are captured or restored without a wait for kernels. So is
-what tries restored graphs beside a step, which has kernels of its own.
+The first launch of a kernel in a process has torch or cuBLAS load it, which takes milliseconds, and the first
+step of a process launches dozens: it took 0.1 s of a first token. So steps of all prompt sizes are captured
+ahead, once for all models with the same kernels, then the other sizes, and the kernels of graph trials.
 
-Kernels check that there is memory where they are to read. Captured ones never do, so one page is mapped at
-all of the addresses: whatever the size of a model, its rehearsal takes 16 MiB.
+Kernels check that there is memory at the addresses that they read. A captured kernel never runs, so one page
+is mapped at all addresses: a rehearsal takes 16 MiB, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import torch
 from hearth.core.types import RequestId, SamplingParams
 from hearth.engine.dry_run import DryMemory, KernelNeeds, dry_runner
 from hearth.engine.graph_capture import GraphCapture
+from hearth.engine.graph_trial import rehearse_trial
 from hearth.engine.graphs import CapturedGraph
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import GraphKey, StepPart
@@ -40,11 +39,11 @@ def rehearse(
     learn: Callable[[CapturedGraph], None],
     keys_of: Callable[[Runner], Sequence[GraphKey]],
 ) -> None:
-    """Have all kernels of some steps loaded on the device, whose Triton kernels are there already.
+    """Load all library kernels of some steps. Their Triton kernels must be on the device.
 
     `keys_of` returns the parts of these steps: `first_step_keys` or `other_keys`. Any one thread may call
-    it, beside all steps; `give_way` waits while others need the interpreter more. `learn` is shown each
-    graph, which is gone then. The first of `pages` is lent to it for as long.
+    this while steps run; `give_way` waits while others need the interpreter. `learn` is given each graph,
+    which is dropped then. The first of `pages` is used meanwhile.
     """
     began_s = time.perf_counter()
     with aliased_memory(pages, device) as memory:
@@ -53,19 +52,19 @@ def rehearse(
         keys = keys_of(runner)
         for key in keys:
             give_way()
-            if (graph := runner.rehearse(key.name, GraphCapture())) is not None:
+            if (graph := runner.layers.rehearse(key.name, GraphCapture())) is not None:
                 learn(graph)
         if keys:
             give_way()
-            runner.rehearse_trial(GraphCapture())
+            rehearse_trial(runner.layers, runner.sampler, GraphCapture())
         runner.synchronize()
         del runner  # before its memory
     log.info("steps_rehearsed sizes=%d seconds=%.3f", len(keys), time.perf_counter() - began_s)
 
 
 def first_step_keys(runner: Runner) -> list[GraphKey]:
-    """Return the parts that the first steps of a request alone consist of, the smallest first."""
-    sizes = runner.sizes
+    """Return the parts of the first steps of a single request, smallest first."""
+    sizes = runner.layers.sizes
     if not sizes.decode:
         return []
     return [
@@ -76,15 +75,14 @@ def first_step_keys(runner: Runner) -> list[GraphKey]:
 
 
 def other_keys(runner: Runner) -> list[GraphKey]:
-    """Return all other parts of steps without adapters, the smallest first."""
     first = set(first_step_keys(runner))
-    keys = {key for shape in runner.sizes.all_shapes() for key in shape.keys} - first
+    keys = {key for shape in runner.layers.sizes.all_shapes() for key in shape.keys} - first
     return sorted(keys, key=lambda key: (key.size, key.name))
 
 
 @contextmanager
 def aliased_memory(pages: Pages, device: torch.device) -> Iterator[DryMemory]:
-    """Lend memory all of which is one page, but for tables: they are written."""
+    """Yield memory that is one page throughout, except for tables, which are written."""
     address, num_mapped = pages.reserve(None), 0
 
     def take(num_bytes: int) -> torch.Tensor:
@@ -103,7 +101,6 @@ def aliased_memory(pages: Pages, device: torch.device) -> Iterator[DryMemory]:
 
 
 def _plan() -> StepPlan:
-    """Return a step of one short prompt."""
     request, tokens = RequestId("rehearsal"), (0,)
     admission = Admission(request, 0, tokens, len(tokens), 0, SamplingParams(temperature=0.0))
     row = Row(request, 0, 0, len(tokens), tokens, samples=True)

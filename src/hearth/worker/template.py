@@ -1,15 +1,12 @@
 """The process that workers are forked from: `python -m hearth.worker.template`.
 
-It has imported torch and all else that a worker needs, which takes seconds, and done nothing with it, so that
-a worker forked from it is up in a moment. What would not survive a fork it must not have: a second thread, or
-a device that was opened; it looks before each. It logs nothing and starts no pool of threads, so a worker has
-those as a new process does; random numbers are seeded anew there. Hosts nothing.
+It has imported everything that a worker needs, which takes seconds, so a forked worker is up in a moment. It
+must have nothing that does not survive a fork: it checks for a second thread and an open device before each.
 
-Its standard input is a socket, with which it ends. It says there that it is ready, and answers each request
-for a worker, both by a `TemplateAnswer`. A request brings the descriptors of a worker: standard input,
-output, error, and its beacon. The worker is forked by a process between that ends at once, whereupon the
-kernel makes it a child of the gateway, which has asked for that. So a worker is nothing to the template any
-more, and to the gateway it is as if spawned. One that was started before its service is told where to log.
+Its standard input is a socket; it ends when that closes. It answers each request for a worker with a
+`TemplateAnswer`. A request carries the worker's descriptors: standard input, output, error, and its beacon.
+The worker is forked by an intermediate process that ends at once, so that the kernel makes it a child of the
+gateway.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ import msgspec
 
 from hearth.core.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer
 from hearth.system.die_with_parent import die_with_parent
-from hearth.worker.open_files import close_all_but
+from hearth.worker.process import close_all_but
 
-#: Devices that a driver opens when it is initialised, and that a forked process cannot go on with.
+#: Devices that a driver opens when it is initialised. A forked process cannot use them.
 DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")
-#: Where numpy's library of products reads how many threads to start when it is loaded. A worker computes
-#: nothing with it; torch's own reads the same variable, and has to find what the user has chosen.
+#: Where numpy's BLAS reads its number of threads when it is loaded. A worker does not use it, but torch's own
+#: reads the same variable, and must find the user's value.
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 _CUDA_ERROR_NOT_INITIALIZED = 3
 _COMMAND, _WORKER_COMMAND = b"hearth.worker.template", b"hearth.worker"
@@ -45,7 +42,7 @@ def main() -> NoReturn:
     die_with_parent()
     keep_only((0, 1, 2))
     gateway = socket.socket(fileno=0)
-    if _is_abandoned(gateway):  # before the kernel could be told to end this one, too
+    if _is_abandoned(gateway):  # before `die_with_parent` took effect
         os._exit(0)
     began_s = time.perf_counter()
     become_worker = import_worker()
@@ -69,16 +66,15 @@ def main() -> NoReturn:
 
 
 def _is_abandoned(gateway: socket.socket) -> bool:
-    """True if nobody will ask for workers any more."""
     try:
         return not gateway.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:  # nobody has asked for anything yet
+    except BlockingIOError:  # no request yet
         return False
 
 
 def import_worker() -> Callable[[], NoReturn]:
-    """Import all that a worker needs, without a thread being started, and return what a worker runs."""
-    gc.disable()  # there is no garbage, and looking for it takes a tenth of the time
+    """Import everything that a worker needs without starting a thread; return a worker's main function."""
+    gc.disable()  # there is no garbage, and collections would take a tenth of the time
     chosen = os.environ.get(_NUMPY_THREADS)
     os.environ[_NUMPY_THREADS] = "1"
     import numpy  # noqa: F401 # before torch, and before the variable is what it was
@@ -90,16 +86,16 @@ def import_worker() -> Callable[[], NoReturn]:
     from hearth.snapshot.software import own_sources
     from hearth.worker.__main__ import main as become_worker
 
-    with suppress(OSError):  # a worker tells of it
-        own_sources()  # while the files are those that were imported
-    gc.freeze()  # or the first collection of every worker would copy the pages of all that is imported
+    with suppress(OSError):  # a worker reports it
+        own_sources()  # while the files are still those that were imported
+    gc.freeze()  # else the first collection in each worker would copy all imported pages
     gc.enable()
     return become_worker
 
 
 def obstacle() -> str | None:
-    """Say why no worker can be forked from this process; None: one can."""
-    import torch  # it is there already
+    """Return why no worker can be forked from this process; None: one can."""
+    import torch  # imported already
 
     opened = {name for name in map(_opened, os.listdir("/proc/self/fd")) if name.startswith(DEVICES)}
     if opened:
@@ -115,10 +111,10 @@ def obstacle() -> str | None:
 
 
 def _is_driver_initialised() -> bool:
-    """True if CUDA's driver is up in this process. Asking neither loads nor initialises it."""
+    """True if CUDA's driver is initialised here. Asking neither loads nor initialises it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:  # nobody has loaded it
+    except OSError:  # not loaded
         return False
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED)
 
@@ -126,15 +122,14 @@ def _is_driver_initialised() -> bool:
 def _opened(descriptor: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # that of the list itself
+    except OSError:  # the descriptor of the listing itself
         return ""
 
 
 def _forked(
     descriptors: Sequence[int], gateway: socket.socket, become_worker: Callable[[], NoReturn]
 ) -> TemplateAnswer:
-    """Fork a worker that becomes a child of the gateway, and return what is to be said of it."""
-    if len(descriptors) <= TEMPLATE_BEACON:  # of those that cannot be opened the kernel leaves the last out
+    if len(descriptors) <= TEMPLATE_BEACON:  # the kernel drops those that cannot be opened
         return TemplateAnswer(0, f"it can open only {len(descriptors)} of a worker's descriptors")
     if (why := obstacle()) is not None:
         return TemplateAnswer(0, why)
@@ -143,7 +138,7 @@ def _forked(
         between = os.fork()
         if between == 0:
             _fork_and_end(teller, descriptors, gateway, become_worker)
-        _, status = os.waitpid(between, 0)  # from here on the worker is the gateway's
+        _, status = os.waitpid(between, 0)  # now the worker is the gateway's child
         if status != 0:
             return TemplateAnswer(0, "it cannot fork, the log says why")
         return TemplateAnswer(int(os.read(told, 16)))
@@ -155,27 +150,27 @@ def _forked(
 def _fork_and_end(
     teller: int, descriptors: Sequence[int], gateway: socket.socket, become_worker: Callable[[], NoReturn]
 ) -> NoReturn:
-    """Fork the worker, tell its number and end, in the process between."""
+    """Fork the worker, report its pid and end: runs in the intermediate process."""
     try:
         pid = os.fork()
         if pid:
             os.write(teller, b"%d" % pid)
             os._exit(0)
-        gateway.detach()  # 0 is to be the standard input of the worker, which nobody else may close
+        gateway.detach()  # 0 becomes the worker's standard input: closing this object must not close it
         keep_only(descriptors)
         seed_anew()
         _show_as_worker()
         become_worker()
-    except BaseException:  # whatever it is: neither of the two may go on as a second template
+    except BaseException:  # neither process may go on as a second template
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
 def keep_only(descriptors: Sequence[int]) -> None:
-    """Number descriptors from 0 on, and close all others.
+    """Renumber descriptors from 0 on, and close all others.
 
-    They come in the order in which the kernel numbered them, so none of them is written over unread.
+    The kernel numbered them in ascending order, so none is overwritten before it is copied.
     """
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
@@ -183,14 +178,14 @@ def keep_only(descriptors: Sequence[int]) -> None:
 
 
 def seed_anew() -> None:
-    """Have torch draw other numbers than in all other workers. Python's `random` sees to that by itself."""
+    """Seed torch's generator again; Python's `random` does that by itself."""
     import torch
 
     torch.default_generator.seed()
 
 
 def _show_as_worker() -> None:
-    """Have the command of this process read as that of any worker, where `ps` and others look."""
+    """Show the command line of a worker in `ps`."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, num_bytes = (
         int(fields[45]),

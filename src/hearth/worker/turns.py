@@ -1,6 +1,6 @@
-"""Tells the policy of turns what happens on this worker, and its models whose turn it is. Moves no byte.
+"""Tells the turn policy what happens on this worker, and the models whose turn it is. Moves no bytes.
 
-Where no turns are taken it does nothing, and every model always has its turn.
+If models take no turns it does nothing, and every model always has its turn.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ from hearth.worker.hosting_state import Finding
 
 log = logging.getLogger(__name__)
 
-#: So long a decision stands where any token may make another one of it, and so long where none does: what
-#: others take of weights to grow by is not told. With eight models a decision takes as long as the host needs
-#: for a small model's step.
+#: How long a decision stands if any token may change it, and how long at most: weights that others take to
+#: grow are not reported here. With eight models a decision takes as long as the host needs for a small step.
 SETTLED_S, MAX_SETTLED_S = 0.005, 0.05
-#: One that begins after less has not waited for a turn, and one that ends idle made room for nobody: as long
-#: as all models fit there is nothing to tell.
+#: Shorter waits are logged at debug level: as long as all models fit, there is nothing to report.
 TOLD_WAIT_S = 0.05
 
 
@@ -49,32 +47,31 @@ class Turns:
         reload_costs: DeviceReloadCosts,
         adapter_bytes: Callable[[ModelId], int],
     ) -> None:
-        """`rules`: None if no turns are taken. `hosted` are the hosted models, kept by whoever calls.
+        """`rules` None: models take no turns. `hosted`: the hosted models, owned by the caller.
 
         `adapter_bytes`: as in `TurnPolicy`.
         """
         self._hosted, self._reload_costs = hosted, reload_costs
         self._policy: TurnPolicy | None = None
         if rules is not None:
-            # Mapped pages keep addresses, and are those that all models share the workspace in.
+            # Pools that keep addresses share one workspace among all models.
             self._policy = TurnPolicy(
                 pool.budget_bytes,
                 shares_workspace=pool.keeps_addresses,
                 rules=rules,
                 adapter_bytes=adapter_bytes,
             )
-        #: When each model that is in turn began, or that waits began to wait.
+        #: When the turn of each model began, or its wait.
         self._since_s: dict[ModelId, float] = {}
-        self._settled_s = -math.inf  #: until when the last decision stands
+        self._settled_s = -math.inf  #: the last decision stands until then
 
     # What happens.
 
-    def look_again(self) -> None:
-        """Note that something has happened: the next decision may be another one."""
+    def recheck(self) -> None:
+        """Decide again soon: something has happened."""
         self._settled_s = -math.inf
 
     def hosted(self, hosted: HostedModel) -> None:
-        """Note a model that is hosted from now on; it waits for its turn until somebody asks for it."""
         if self._policy is not None:
             order = hosted.order
             promise = Promise(order.own_bytes, order.workspace_bytes, order.standing_bytes)
@@ -82,22 +79,23 @@ class Turns:
             hosted.has_turn = False
 
     def held(self, hosted: HostedModel) -> None:
-        """Note how a model is held: one that is pinned wants a turn always, once it is found."""
+        """Tell how a model is held: a pinned one always wants a turn, once it is found."""
         if self._policy is not None and not isinstance(hosted.state, Finding):
             is_pinned = hosted.hold is Hold.PINNED
             self._policy.pin(hosted.model, time.monotonic(), is_pinned=is_pinned)
             self._note_wait(hosted.model)
 
     def arrived(self, order: StartRequest, waited_s: float) -> None:
-        """Note a request that came here so long ago.
+        """Tell of a request that came `waited_s` ago. Telling twice is harmless.
 
-        A model wants no turn for it before it is found: nobody is to give way to a model that cannot come.
-        So the requests that came until then are to be told once more when it is. To be told of one twice does
-        no harm.
+        Ignored while the model is being looked up: others must not give way to a model that may be missing.
+        So tell again once it is found.
         """
         if self._policy is not None and not isinstance(self._hosted[order.model].state, Finding):
             self._policy.arrived(
-                *(order.model, RequestId(str(order.run)), order.pace),
+                order.model,
+                RequestId(str(order.run)),
+                order.pace,
                 now_s=time.monotonic(),
                 age_s=order.age_s + waited_s,
                 num_tokens=len(order.output),
@@ -105,29 +103,25 @@ class Turns:
             self._note_wait(order.model)
 
     def sent(self, model: ModelId, request_ids: Collection[RequestId]) -> None:
-        """Note that requests were sent a token each."""
         if self._policy is not None and self._policy.sent(model, request_ids, time.monotonic()):
-            self.look_again()
+            self.recheck()
 
     def ended(self, model: ModelId, run: int) -> None:
-        """Note that a request has ended, however it did."""
         if self._policy is not None:
             self._policy.ended(model, RequestId(str(run)))
             self._note_wait(model)
-            self.look_again()
+            self.recheck()
 
     def loaded(self, model: ModelId) -> None:
-        """Note that all of a model is there."""
         if self._policy is not None:
             self._policy.loaded(model, time.monotonic())
-            self.look_again()
+            self.recheck()
 
     def forget(self, model: ModelId) -> None:
-        """Forget a model that is hosted no longer."""
         if self._policy is not None:
             self._policy.forget(model)
             self._since_s.pop(model, None)
-            self.look_again()
+            self.recheck()
 
     # Whose turn it is.
 
@@ -136,7 +130,7 @@ class Turns:
         return time.monotonic() < self._settled_s
 
     def decide(self) -> list[TurnChange]:
-        """Return whose turns end and begin now, in that order."""
+        """Return the turns that end and begin now, in that order."""
         now_s = time.monotonic()
         if self._policy is None:
             self._settled_s = math.inf
@@ -155,7 +149,7 @@ class Turns:
         return changes
 
     def timeout_s(self) -> float | None:
-        """Return in how many seconds another decision may follow though nothing happens; None: never."""
+        """Return the seconds until another decision may follow without an event; None: never."""
         if self._policy is None or math.isinf(self._policy.wake_s):
             return None
         return max(0.0, self._policy.wake_s - time.monotonic())
@@ -164,34 +158,29 @@ class Turns:
         return self._policy is not None and self._policy.is_in_turn(model)
 
     def next_due_in_s(self, model: ModelId) -> float | None:
-        """Return in how many seconds the next token of a model is due; None: it has no requests."""
+        """Return the seconds until the next token of a model is due; None: it has no requests."""
         if self._policy is None or math.isinf(due_s := self._policy.due_s(model)):
             return None
         return due_s - time.monotonic()
 
     def due_in_s(self, model: ModelId) -> float:
-        """Return in how many seconds a model that waits for its turn has to have it; 0: it should already.
-
-        So it is with a pinned model without requests, of which no token is due.
-        """
+        """Return the seconds until a waiting model must have its turn; 0: it is late, or only pinned."""
         return max(0.0, self.next_due_in_s(model) or 0.0)
 
     def next_in_line(self) -> list[ModelId]:
-        """Return the models that wait for their turn, the next one first."""
         return [] if self._policy is None else self._policy.next_in_line(time.monotonic())
 
     def early(self, line: Sequence[ModelId]) -> ModelId | None:
-        """Return the one of those in line whose first bytes should cross ahead of its turn, if any."""
+        """Return the model in line whose first bytes should be copied before its turn, if any."""
         if self._policy is None:
             return None
         return self._policy.next_prefetch(line, lambda model: self._hosted[model].can_cross)
 
     def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
-        """Return how many of the bytes that a model lacks should cross at once ahead of its turn."""
+        """Return how many missing bytes of a model to copy at once before its turn."""
         return 0 if self._policy is None else self._policy.front_bytes(missing_bytes, free_bytes)
 
     def _note_wait(self, model: ModelId) -> None:
-        """Note since when a model waits for its turn, or that it wants none any more."""
         if self._policy is None or self._policy.is_in_turn(model):
             return
         if self._policy.wants_turn(model):
@@ -200,21 +189,20 @@ class Turns:
             self._since_s.pop(model, None)
 
     def _weights(self, model: ModelId) -> WeightsView:
-        """Return how long a model takes to load, by what its bytes took before.
+        """Return how long a model takes to load, by the rates of earlier loads.
 
-        What a load under way has brought so far is not looked at.
+        Progress of a load under way is ignored.
         """
         hosted = self._hosted[model]
         spec = hosted.spec
         num_bytes = hosted.order.own_bytes if spec is None else spec.shape.stored.num_bytes
         byte_s = self._reload_costs.load_s_per_byte(model)
-        # One that lacks nothing but its mapping, or its engine, is not there either.
+        # A model that lacks only its mapping or its engine is not loaded either.
         missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - hosted.there_bytes)
         return WeightsView(missing_bytes * byte_s, num_bytes * byte_s)
 
 
 def _log_change(change: TurnChange, seconds: float) -> None:
-    """Log a turn that began after a wait of so long, or ended after so long."""
     match change:
         case BeginTurn(model):
             level = logging.INFO if seconds >= TOLD_WAIT_S else logging.DEBUG

@@ -1,7 +1,7 @@
-"""The step loop of a worker: orders in, turns and steps of busy models, facts out. Opens no socket.
+"""The step loop of a worker: orders in, turns and steps of models, facts out.
 
-One thread runs it and owns all engines. Others post what they have into its inbox: orders of the gateway and
-news of models that are opened and loaded. With nothing to do it sleeps there, at most until a turn may end.
+One thread runs it and owns all engines. Other threads post to its inbox: orders of the gateway, and news of
+models that are looked up and loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
@@ -34,12 +35,10 @@ from hearth.core.messages import (
     RunFailed,
     Shutdown,
     SnapshotLooked,
-    SnapshotMade,
     StartRequest,
     Welcome,
 )
 from hearth.core.types import AdapterId, ModelId, SnapshotOutcome, TurnEnd
-from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
 from hearth.system import garbage
 from hearth.worker.adapter_load import AdapterNews
@@ -61,28 +60,25 @@ from hearth.worker.report import Reports
 from hearth.worker.runs import CheckedRequest, Runs
 from hearth.worker.runtime import HostingResources
 from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
+from hearth.worker.steps import ModelSteps
 from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
 
 log = logging.getLogger(__name__)
 
 
 class DeviceLost(Exception):
-    """Every model in this process is lost."""
+    """The device's context is broken: every model in this process is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNews:
-    """News of a hosted model."""
-
-    hosting: int  #: which stay of the model they are of: those of an earlier one are stale
+    hosting: int  #: the stay; news of an earlier one are stale
     model: ModelId
     news: HostingNews
 
 
 @dataclass(frozen=True, slots=True)
 class NewsOfAdapter:
-    """News of an adapter that was asked for."""
-
     adapter: AdapterId
     news: AdapterNews
 
@@ -91,121 +87,136 @@ Message = Order | ModelNews | NewsOfAdapter | CheckedRequest | SnapshotWritten
 Inbox = SimpleQueue[Message]
 
 
+class LoopState(Enum):
+    MESSAGE = auto()  #: a message has come: it is handled before anything else
+    STEP = auto()  #: a model has its turn, weights and KV for a step
+    RECHECK = auto()  #: a model failed, or a snapshot advanced: messages first, then look at all models again
+    IDLE = auto()  #: nothing can advance until a message comes, a turn may end or a snapshot is due
+
+
 class WorkerLoop:
-    """Mutable; `run` is called by one thread, which owns all of it."""
+    """Mutable; `run` is called by one thread, which owns everything here."""
 
     def __init__(self, resources: HostingResources, inbox: Inbox, send: Callable[[Fact], None]) -> None:
-        """`send` may block: then no step is made."""
+        """`send` may block; no step runs meanwhile."""
         self._inbox, self._send = inbox, send
-        self._sharing = StepSharing()
         self._models = HostedModels(
             resources,
             lambda hosting, model, news: inbox.put(ModelNews(hosting, model, news)),
             lambda adapter, news: inbox.put(NewsOfAdapter(adapter, news)),
         )
+        self._steps = ModelSteps(self._models)
         self._hosted = self._models.hosted
         self._turns = self._models.turns
         self._adapters = self._models.adapters
-        self._reports = Reports(
-            *(self._models.reclaimer, self._hosted, self._turns, self._adapters),
-            is_unstaged=lambda: resources.borrower.is_unstaged,
-            torch_limit=resources.torch_limit,
-            lacks_kept_graphs=resources.snapshots is not None and resources.snapshots.lacks_graphs,
+        self._reports = Reports(self._models, resources)
+        self._maker = SnapshotMaker(
+            resources.snapshots,
+            resources.device,
+            self._hosted,
+            rates=self._models.reclaimer.reload_costs.measured_rates,
+            threads=resources.loader.threads,
+            post=inbox.put,
         )
-        self._maker = self._snapshot_maker(resources)
         self._runs = Runs(self._models, resources.first_tokens, self._load_in_turn, inbox.put, send)
-        #: Those that may step now, between the look for them and the step: what is dropped must not be here.
+        #: Models that may step, from the check to the step. Nothing else may hold a dropped engine.
         self._ready: dict[ModelId, ServedModel] = {}
 
     def run(self) -> None:
-        """Work until it is told to shut down. Raises DeviceLost, and OSError when nobody listens any more."""
-        while self._take_orders():
-            self._step()
+        """Work until told to shut down. Raises DeviceLost, and OSError once the gateway is gone."""
+        is_running = True
+        while is_running:
+            match self._next_state():
+                case LoopState.STEP:
+                    self._step()
+                case LoopState.MESSAGE | LoopState.IDLE:
+                    is_running = self._take_message()
+                case LoopState.RECHECK:
+                    pass
 
-    def _take_orders(self) -> bool:
-        """Carry out what has come, sleeping while no model is busy; False at the end."""
-        while (message := self._next_message()) is not None:
-            if isinstance(message, Shutdown):
-                return False
-            self._models.look_again()
-            self._turns.look_again()
-            self._handle(message)
-            del message  # it may hold the engine of a model that is dropped while this sleeps
-            self._load_deferred()
-            self._serve_adapters()
+    def _next_state(self) -> LoopState:
+        """Advance all that needs no message, until a model is ready to step or nothing more can be done."""
+        if not self._inbox.empty():
+            return LoopState.MESSAGE
+        if self._turns.is_settled() and self._is_any_ready():
+            return LoopState.STEP
+        self._take_turns()
+        self._load_deferred()  # adapters in their way may be out of use by now
+        self._serve_adapters()
+        if not self._prefetch():
+            return LoopState.RECHECK
+        if self._is_any_ready():
+            return LoopState.STEP
+        if self._end_deadlock() or self._advance_snapshot():
+            return LoopState.RECHECK
+        self._send_residency(is_due=True)
+        return LoopState.IDLE
+
+    def _take_message(self) -> bool:
+        """Handle the next message, sleeping until it comes or a deadline passes; False: shut down."""
+        try:
+            message = self._inbox.get(timeout=self._timeout_s() if self._inbox.empty() else None)
+        except Empty:  # a turn may end, a snapshot be made, or garbage be collected
+            if self._may_collect():
+                garbage.collect()
+            return True
+        if isinstance(message, Shutdown):
+            return False
+        self._steps.recheck()
+        self._turns.recheck()
+        self._handle(message)
+        del message  # it may hold the engine of a model that is dropped below
+        self._load_deferred()
+        self._serve_adapters()
         return True
 
-    def _next_message(self) -> Message | None:
-        """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
-        while self._inbox.empty():
-            if self._turns.is_settled() and self._is_any_ready():
-                return None
-            self._take_turns()
-            self._load_deferred()  # adapters that are in their way may be in use no more
-            self._serve_adapters()
-            if not self._look_ahead():
-                continue
-            if self._is_any_ready():
-                return None
-            if (broke := self._models.hopeless()) is not None:
-                if not self._give_up_adapter(broke.model):
-                    self._fail(broke.model, failure_of(broke.error))
-                continue
-            if self._advance_snapshot():
-                continue
-            self._tell_residency(is_due=True)  # before it sleeps
-            try:
-                return self._inbox.get(timeout=self._timeout_s())
-            except Empty:  # a turn may end now, or nobody has asked for long enough
-                if self._may_collect():
-                    garbage.collect()
-        return self._inbox.get()
+    def _end_deadlock(self) -> bool:
+        """Fail a model that can never get its KV, or an adapter in its favour; False: there is none."""
+        if (broke := self._steps.hopeless()) is None:
+            return False
+        if not self._give_up_adapter(broke.model):
+            self._fail(broke.model, failure_of(broke.error))
+        return True
 
     def _is_any_ready(self) -> bool:
-        self._ready = self._models.ready()
+        self._ready = self._steps.ready()
         return bool(self._ready)
 
     def _timeout_s(self) -> float | None:
-        """Return how long to sleep at most."""
-        quiet_s = None if self._maker is None or self._runs else self._maker.timeout_s()
+        quiet_s = None if self._runs else self._maker.timeout_s()
         waits_s = (self._turns.timeout_s(), quiet_s, garbage.QUIET_S if self._may_collect() else None)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _may_collect(self) -> bool:
-        """Return True if garbage should be looked for, as soon as nothing has come for a while."""
         return not self._runs and garbage.is_due()
 
     def _step(self) -> None:
-        """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
+        """Run one step of the next model. If that fails, the model is dropped and the others go on."""
         ready, self._ready = self._ready, {}
-        urgent = [model for model, served in ready.items() if served.engine.batcher.has_newcomer]
-        computed = [model for model in urgent if len(ready) > 1 and ready[model].engine.computes_first_tokens]
-        model = self._sharing.next(ready, urgent, computed)
+        model = self._steps.next(ready)
         began_s = time.perf_counter()
         try:
-            outcome = self._models.step(model, ready[model])
-        except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
+            outcome = self._steps.step(model, ready[model])
+        except Exception as error:  # it concerns one model, or `_fail` raises
             broken, failure = blame(model, error)
         else:
-            self._runs.tell_step(model, outcome, time.perf_counter() - began_s)
+            self._runs.send_step(model, outcome, time.perf_counter() - began_s)
             try:
-                self._models.settle(model, ready[model], outcome)
+                self._steps.settle(model, ready[model], outcome)
             except Exception as error:  # as above
                 broken, failure = blame(model, error)
             else:
                 self._stepped(model, time.perf_counter() - began_s)
                 return
-        del ready  # the last of it besides the worker's own
-        self._fail(broken, failure)  # if it is another one, this one tries again
+        del ready  # the last reference besides the worker's own
+        self._fail(broken, failure)  # if another model is to blame, this one steps again
 
     def _stepped(self, model: ModelId, step_s: float) -> None:
-        """Go on after a step that was told, and whose books are finished."""
-        if self._maker is not None:
-            self._maker.saw_request()
-        self._sharing.stepped(model, step_s)
-        self._tell_residency(is_due=False)
+        self._maker.saw_request()
+        self._steps.stepped(model, step_s)
+        self._send_residency(is_due=False)
         self._load_deferred()
-        if self._models.is_stuck:
+        if self._steps.is_stuck:
             self._give_up_adapter(model)
         self._serve_adapters()
 
@@ -226,7 +237,8 @@ class WorkerLoop:
             case ForgetAdapter(adapter):
                 self._adapters.forget(adapter)
             case MakeSnapshot():
-                self._make_snapshot(message)
+                if (refused := self._maker.order(message)) is not None:
+                    self._send(refused)
             case StartRequest():
                 self._start(message)
             case CancelRequest(run):
@@ -240,35 +252,34 @@ class WorkerLoop:
             case NewsOfAdapter(adapter, news):
                 self._take_adapter_news(adapter, news)
             case SnapshotWritten():
-                self._snapshot_written(message)
+                self._maker.written(message)
+                self._models.limit_torch()
+                self._send(message.made)
             case Welcome() | Shutdown():
-                raise ServiceError(f"a worker at work is not told {type(message).__name__}")
+                raise ServiceError(f"unexpected message: {type(message).__name__}")
             case _:
                 assert_never(message)
 
     def _retire(self, model: ModelId) -> None:
-        """Retire a model; one that has just failed is gone already."""
         if model in self._hosted:
             self._forget_requests(model)
             self._try(model, lambda: self._models.retire(model))
 
     def _drop(self, model: ModelId) -> None:
-        """Have all of a model go, also of a retired one; one that is unknown has nothing."""
         self._forget_requests(model)
         self._models.drop(model)
 
     def _forget_requests(self, model: ModelId) -> None:
         self._runs.cancel_all(model)
-        self._sharing.forget(model)
+        self._steps.forget(model)
 
     def _start(self, order: StartRequest) -> None:
         hosted = self._hosted.get(order.model)
         if hosted is None:
-            reason = f"`{order.model}` is not on this worker; it was dropped or has failed"
+            reason = f"`{order.model}` is not on this worker: it was dropped, or it failed"
             self._send(RunFailed(order.run, ServiceError.label, reason))
             return
-        if self._maker is not None:
-            self._maker.saw_request()
+        self._maker.saw_request()
         self._runs.start(order, hosted)
 
     # News of models, and their loads.
@@ -286,19 +297,19 @@ class WorkerLoop:
         match news:
             case ModelFound():
                 self._try(model, lambda: self._models.found(hosted, news))
-                for order in hosted.waiting:
+                for order in hosted.pending.queued:
                     self._runs.want_turn(order)
             case EngineReady():
                 if news.look is not None:
                     outcome, reason, lacks = news.look.outcome, news.look.reason, news.look.lacks_adapters
                     self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason, lacks))
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
-                self._runs.begin_waiting(hosted)
+                self._runs.begin_queued(hosted)
             case HostClimbed():
                 hosted.climbed(news)
             case FrontLoaded():
                 self._try(model, lambda: self._models.front_loaded(hosted, news))
-                self._runs.begin_waiting(hosted)
+                self._runs.begin_queued(hosted)
             case Progressed(num_bytes, num_layers):
                 self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
             case AlmostLoaded():
@@ -313,32 +324,28 @@ class WorkerLoop:
                 assert_never(news)
 
     def _load_deferred(self) -> None:
-        """Load the models that found no place and may find one now."""
-        for hosted in self._models.deferred():
-            if self._hosted.get(hosted.model) is hosted:  # else one before it made it fail
-                self._load(hosted)
+        for hosted in self._hosted_of(self._models.reclaimer.policy.deferred()):
+            self._load(hosted)
 
     def _load(self, hosted: HostedModel) -> None:
-        """Load what a model lacks, if it is known yet, and have the requests that waited for it begin."""
-        self._tell_loaded(self._start_load(hosted))
-        self._runs.begin_waiting(hosted)
+        self._send_loaded(self._start_load(hosted))
+        self._runs.begin_queued(hosted)
 
     def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
-        """Load what a model lacks, if it is known yet and does not come already; if nothing is, say so."""
+        """Load what a model lacks, unless that is under way. Returns the news if nothing is missing."""
         if hosted.is_loaded or hosted.is_loading:
             return None
         return self._attempt(hosted.model, lambda: self._models.load(hosted))
 
     def _load_in_turn(self, hosted: HostedModel) -> None:
-        """Load what a model lacks, unless it has to wait for its turn."""
         self._try(hosted.model, lambda: self._models.load_in_turn(hosted))
 
     def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
-        """Do something for a model, and tell if all of it is there then."""
-        self._tell_loaded(self._attempt(model, act))
+        """Do something for a model, and report it as loaded if that completes it."""
+        self._send_loaded(self._attempt(model, act))
 
     def _attempt(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> ModelLoaded | None:
-        """Do something for a model; whatever breaks is one model's alone, or `_fail` says otherwise."""
+        """Do something for a model. An error fails that model alone, or the one that gave way for it."""
         try:
             return act()
         except Exception as error:  # as above
@@ -346,26 +353,26 @@ class WorkerLoop:
         self._fail(broken, failure)
         if broken == model:
             return None
-        # It was to give way for this one, which has no place yet.
+        # Another model failed while giving way; this one has no place yet.
         return self._attempt(model, lambda: self._models.load(self._hosted[model]))
 
-    def _tell_loaded(self, loaded: ModelLoaded | None) -> None:
+    def _send_loaded(self, loaded: ModelLoaded | None) -> None:
         if loaded is not None:
             self._send(loaded)
-            self._tell_residency(is_due=True)
+            self._send_residency(is_due=True)
             self._runs.set_unchecked_aside(self._hosted[loaded.model])
 
-    def _tell_residency(self, *, is_due: bool) -> None:
+    def _send_residency(self, *, is_due: bool) -> None:
         if (fact := self._reports.residency(is_due=is_due)) is not None:
             self._send(fact)
 
     # Turns.
 
     def _take_turns(self) -> None:
-        """Have turns end and begin, as the policy decides now.
+        """End and begin turns as the policy decides.
 
-        Those that begin are loaded before the last steps of those that end are waited for: bytes cross
-        meanwhile, but for those that go where such a step still reads or writes.
+        Models whose turn begins load before the last steps of ending ones are waited for, so copies overlap
+        those steps, except where a step still uses the memory.
         """
         while changes := self._turns.decide():
             ends = {change.model: change.why for change in changes if isinstance(change, EndTurn)}
@@ -376,62 +383,58 @@ class WorkerLoop:
             for hosted in self._hosted_of(ends):
                 self._end_turn(hosted, ends[hosted.model])
             for hosted in self._hosted_of(begins):
-                self._tell_turn(hosted, None)
-                self._tell_loaded(loaded[hosted.model])
-                self._runs.begin_waiting(hosted)
+                self._send_turn(hosted, None)
+                self._send_loaded(loaded[hosted.model])
+                self._runs.begin_queued(hosted)
             self._adapters.look_again()
 
-    def _look_ahead(self) -> bool:
-        """Have models come nearer that wait for their turn; False: one broke, so look at all again."""
+    def _prefetch(self) -> bool:
+        """Prefetch models that wait for their turn; False: a model failed, so check all again."""
         try:
             self._models.look_ahead()
-        except ModelBroke as error:  # it was to forget an adapter that gave way
+        except ModelBroke as error:  # while it gave up an adapter
             self._fail(*blame(error.model, error))
             return False
         return True
 
     def _hosted_of(self, models: Iterable[ModelId]) -> Iterator[HostedModel]:
-        """Yield those of the models that have not failed meanwhile."""
         return (hosted for model in models if (hosted := self._hosted.get(model)) is not None)
 
     def _end_turn(self, hosted: HostedModel, why: TurnEnd) -> None:
         began_s = time.perf_counter()
         try:
-            outcome = self._models.rest(hosted)
-        except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
+            outcome = self._steps.flush(hosted)
+        except Exception as error:  # it concerns one model, or `_fail` raises
             self._fail(*blame(hosted.model, error))
             return
-        self._runs.tell_step(hosted.model, outcome, time.perf_counter() - began_s)
-        self._tell_turn(hosted, why)
+        self._runs.send_step(hosted.model, outcome, time.perf_counter() - began_s)
+        self._send_turn(hosted, why)
 
-    def _tell_turn(self, hosted: HostedModel, ended: TurnEnd | None) -> None:
+    def _send_turn(self, hosted: HostedModel, ended: TurnEnd | None) -> None:
         num_requests = len(self._runs.of(hosted.model))
         self._send(ModelTurn(hosted.model, hosted.order.hosting, ended, num_requests))
 
     # Adapters.
 
     def _serve_adapters(self) -> None:
-        """Have adapters come that requests wait for, and those requests start whose adapter is there."""
+        """Load adapters that requests wait for, and start requests whose adapter is there."""
         while self._adapters.is_due:
             try:
-                self._runs.start_adapted()  # first: an adapter that nobody uses would give way to the next
+                self._runs.start_adapted()  # first: an adapter without requests could be evicted for the next
                 for failed in self._adapters.advance():
                     self._fail_runs(failed)
                 self._runs.start_adapted()
-            except ModelBroke as error:  # one that was to give way, or to be told of an adapter
+            except ModelBroke as error:  # while it gave way, or added an adapter
                 self._fail(*blame(error.model, error))
                 self._adapters.look_again()
                 continue
             return
 
     def _give_up_adapter(self, short: ModelId) -> bool:
-        """Have the youngest adapter in use give way, with its requests, to a model that is stuck.
-
-        False: none is in use.
-        """
+        """Fail the requests of the youngest adapter in use, for a stuck model; False: none is in use."""
         try:
             failed = self._adapters.give_up(short)
-        except ModelBroke as error:  # it was to forget the adapter; its own room may do
+        except ModelBroke as error:  # while it gave up the adapter; its own memory may suffice
             self._fail(*blame(error.model, error))
             return True
         if failed is not None:
@@ -441,9 +444,9 @@ class WorkerLoop:
     def _take_adapter_news(self, adapter: AdapterId, news: AdapterNews) -> None:
         try:
             told = self._adapters.take_news(adapter, news)
-        except ModelBroke as error:  # it was to be told where its adapter is, or to forget it
+        except ModelBroke as error:  # while it added or removed the adapter
             self._fail(*blame(error.model, error))
-            self._take_adapter_news(adapter, news)  # which others wait for, and were not told
+            self._take_adapter_news(adapter, news)  # other models still have to be told
             return
         match told:
             case AdapterLoaded() as loaded:
@@ -452,34 +455,17 @@ class WorkerLoop:
                 self._fail_runs(failed)
 
     def _fail_runs(self, failed: FailedRuns) -> None:
-        """End requests whose adapter cannot be had; others of their model are not affected."""
+        """Fail requests whose adapter is unavailable. Other requests of their model go on."""
         if failed.failure.is_fatal:
-            raise DeviceLost(f"the device is lost, under an adapter: {failed.failure.reason}")
+            raise DeviceLost(f"the device failed while loading an adapter: {failed.failure.reason}")
         for run in failed.runs:
             self._runs.fail(run, failed.failure.label, failed.failure.reason)
 
     # Snapshots.
 
-    def _snapshot_maker(self, resources: HostingResources) -> SnapshotMaker | None:
-        if resources.snapshots is None:
-            return None
-        return SnapshotMaker(
-            *(resources.snapshots, resources.device, self._hosted),
-            rates=self._models.reclaimer.reload_costs.measured_rates,
-            threads=resources.loader.threads,
-            post=self._inbox.put,
-        )
-
-    def _make_snapshot(self, order: MakeSnapshot) -> None:
-        if self._maker is None:
-            failure = "its worker keeps none, its log says why"
-            self._send(SnapshotMade(order.model, order.hosting, failure=failure))
-        else:
-            self._maker.order(order)
-
     def _advance_snapshot(self) -> bool:
-        """Do a little for a snapshot that was ordered, if nobody has requests; False: there is none to do."""
-        if self._maker is None or self._runs:
+        """Do one piece of work for an ordered snapshot, if there are no requests; False: nothing to do."""
+        if self._runs:
             return False
         try:
             facts = self._maker.advance()
@@ -490,23 +476,15 @@ class WorkerLoop:
             self._send(fact)
         return facts is not None
 
-    def _snapshot_written(self, news: SnapshotWritten) -> None:
-        if self._maker is not None:
-            self._maker.written(news)
-            self._models.limit_torch()
-        self._send(news.made)
-
     # Failures.
 
     def _fail(self, model: ModelId, failure: Failure) -> None:
-        """Have a model leave, and the others go on. Raises DeviceLost where they cannot."""
-        log.error(
-            "model_failed model=%s label=%s reason=%s%s",
-            *(model, failure.label, failure.reason, failure.trace and "\n" + failure.trace),
-        )
+        """Drop a model, and go on with the others. Raises DeviceLost if they are lost, too."""
+        trace = failure.trace and "\n" + failure.trace
+        log.error("model_failed model=%s label=%s reason=%s%s", model, failure.label, failure.reason, trace)
         if failure.is_fatal:
-            raise DeviceLost(f"the device is lost, under `{model}`: {failure.reason}")
+            raise DeviceLost(f"the device failed while running `{model}`: {failure.reason}")
         hosted = self._hosted.get(model)
         self._drop(model)
-        if hosted is not None:  # else it is retired, and nobody has to be told
+        if hosted is not None:  # else it is retired, and the gateway does not track it
             self._send(HostingFailed(model, hosted.order.hosting, failure.label, failure.reason))

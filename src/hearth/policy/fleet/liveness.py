@@ -2,7 +2,7 @@
 
 The step thread answers between steps, and a step may take minutes on few cores. So a worker is silent only
 while it neither sends anything nor passes a mark: at each layer on a CPU, at the end of each step elsewhere
-(`engine/step_marks.py`).
+(`engine/engine.py`).
 
 The limit follows from the past: prompts of a next step are at most `GROWTH` times those of a measured one
 (`policy/batch/prompt_allowance.py`), so that the time between marks stays below `TIMES_LONGEST` times the

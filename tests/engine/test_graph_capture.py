@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hearth.engine.capture_ahead import CaptureAhead, capture_sizes
+from hearth.engine.graph_capture import CaptureAhead, capture_sizes
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from tests.engine.harness import ask, engine_for, greedy, prompts_for
 
@@ -92,13 +92,13 @@ def test_steps_that_another_thread_has_captured_give_the_same_tokens() -> None:
     asked = prompts_for(100, [1, 3, 17, 40, 5])
     expected = [answer.tokens for answer in ask(lazy, asked, greedy(8))]
 
-    thread = threading.Thread(target=capture_sizes, args=(ahead.runner,))
+    thread = threading.Thread(target=capture_sizes, args=(ahead.runner.layers,))
     thread.start()
     thread.join()
-    graphs = ahead.runner.graphs
+    graphs = ahead.runner.layers.graphs
     assert graphs is not None
     captured = dict(graphs.captured)
-    assert set(captured) == {key for shape in ahead.runner.sizes.all_shapes() for key in shape.keys}
+    assert set(captured) == {key for shape in ahead.runner.layers.sizes.all_shapes() for key in shape.keys}
 
     assert [answer.tokens for answer in ask(ahead, asked, greedy(8))] == expected
     assert graphs.captured == captured, "nothing was left to be captured"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from hearth.worker import heaps
+from hearth.worker import process
+from hearth.worker.process import Predecessor
 
 #: In a process of its own, as heaps stay as they are. Prints how many bytes of a thread's heap can be used.
 _PROGRAM = """
 import ctypes, sys, threading
 
 if sys.argv[1] == "pieces":
-    from hearth.worker.heaps import grow_by_pieces
+    from hearth.worker.process import grow_by_pieces
     grow_by_pieces()
 
 def look():
@@ -43,5 +45,27 @@ def test_all_of_a_threads_heap_can_be_used_from_the_beginning() -> None:
 
 
 def test_a_c_library_without_such_heaps_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heaps.ctypes, "CDLL", lambda _: object())
-    heaps.grow_by_pieces()
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda _: object())
+    process.grow_by_pieces()
+
+
+def test_the_end_of_a_process_is_waited_for_and_seen() -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    predecessor = Predecessor(process.pid)
+    assert not predecessor.is_gone
+    waiting = threading.Thread(target=predecessor.wait, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    assert process.stdin is not None
+    process.stdin.close()
+    waiting.join(60.0)
+    assert not waiting.is_alive()
+    assert predecessor.is_gone
+    process.wait()
+    assert Predecessor(process.pid).is_gone, "it was reaped before"
+
+
+def test_nobody_is_waited_for_where_there_was_nobody() -> None:
+    assert Predecessor(None).is_gone
+    Predecessor(None).wait()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.engine.step_samples import MAX_KINDS, NUM_KEPT, StepSamples, TimedStep
+from hearth.engine.step_times import MAX_KINDS, NUM_KEPT, StepSamples, TimedStep
 
 steps = st.builds(
     TimedStep,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hearth.core.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
 from hearth.core.types import RequestId, SamplingParams, SamplingTable
-from hearth.engine.optional_table import TableRows
+from hearth.engine.sampling_tables import TableRows
 from tests.engine.harness import ROOMY, ask, engine_for, kv_bytes
 from tests.models.zoo import build
 
@@ -61,7 +61,7 @@ def test_a_table_is_as_large_as_those_who_need_it_and_not_as_the_slots() -> None
             engine.request(RequestId(f"penalised-{number}"), [1, 2], replace(PARAMS, logit_bias={7: 1.0}))
         )
         num_rows = 8 if number < 8 else 16
-        assert engine.needed_tables() == {
+        assert engine.tables.needed_bytes() == {
             SamplingTable.PENALTIES: bytes_of(penalty_buffers(num_rows, vocab_size)),
             SamplingTable.BIAS: bytes_of(bias_buffers(num_rows, vocab_size)),
         }
