@@ -13,9 +13,9 @@ from hearth.core.config import EngineConfig, StoreConfig
 from hearth.core.types import Rung
 from hearth.store.format.manifest import WEIGHTS
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader, whole
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.transfer import Loader, whole
 from tests.models.zoo import VARIANTS, build
 from tests.store.stored import converted, tiers_at
 

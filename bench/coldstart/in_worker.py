@@ -86,8 +86,8 @@ from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.store.format.manifest import read_manifest
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.loader import Load, Loader
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.transfer import Load, Loader
 from hearth.system.garbage import collect_when_idle
 from hearth.worker import __main__ as worker_main
 from hearth.worker import snapshot_maker

@@ -42,9 +42,9 @@ from hearth.memory.pool import EvictionTerms
 from hearth.memory.vmm import MappedPool
 from hearth.models.adapter import AdapterLayout
 from hearth.store.format.adapter_manifest import stored_bytes
-from hearth.store.transfer.borrower import BorrowedAdapter, Borrower
-from hearth.store.transfer.chunk_copies import ChunkCopies
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.copies import ChunkCopies
+from hearth.store.transfer.lease_client import BorrowedAdapter, Borrower
+from hearth.store.transfer.transfer import Loader
 from hearth.system.cuda.batches import ByteCopy
 from hearth.worker.adapter_load import (
     AdapterArriving,

@@ -34,7 +34,7 @@ from hearth.memory.cuda_pages import PAGE_BYTES
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.vmm import MappedPool
 from hearth.store.format.adapter_manifest import stored_bytes
-from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.lease_client import Borrower
 from hearth.system.cuda.batches import BatchedCopies, ByteCopy
 from hearth.worker.runtime import HostingResources
 

@@ -42,9 +42,9 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.tiers.segment import Segment
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.runtime import HostingResources
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 

@@ -38,10 +38,10 @@ from hearth.core.types import Hold, ModelId
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.pool import Shape as PoolShape
 from hearth.memory.vmm import MappedPool
-from hearth.store.transfer.borrower import BorrowedModel, Borrower
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import BorrowedModel, Borrower
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.map_ahead import MapAhead
-from hearth.worker.watched_load import (
+from hearth.worker.weights_transfer import (
     Destination,
     LoadNews,
     ModelBroken,

@@ -40,8 +40,8 @@ from hearth.store.format.read_adapter import AdapterBytes, read_adapter
 from hearth.store.format.source import ModelSource
 from hearth.store.format.widen_dtype import served_layout, stored_part, widen
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.loader import Load, Loader, LoadGate, whole
 from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.transfer import Load, Loader, LoadGate, whole
 from hearth.system.cpus import log_if_threads_spin, num_usable_cores
 from hearth.text.tokenizer import Tokenizer
 

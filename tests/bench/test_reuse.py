@@ -22,7 +22,7 @@ from bench.reuse.parts import PARTS, document, host_pages, measure
 from bench.reuse.setting import ARMS, PRESSURES, TINY, Aim, Part, Scale, Setting
 from bench.reuse.workload import DAY_S, LEVELS, Level, run_lengths, workload
 from hearth.models.layout import layout_of
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.transfer import Loader
 
 CPU = torch.device("cpu")
 SCALE = replace(TINY, levels=("L2",), num_warm_runs=2, num_runs=3)

@@ -12,7 +12,7 @@ import pytest
 from hearth.control.demand_reports import DemandReports
 from hearth.core.errors import StoreError
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import Lender
 from tests.store.stored import tiers_at, write_model
 
 

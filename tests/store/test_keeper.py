@@ -22,8 +22,8 @@ from hearth.core.types import Rung
 from hearth.store import keeper
 from hearth.store.format.manifest import CHUNK_BYTES, read_manifest
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lending import HostMeasured
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_messages import HostMeasured
 from hearth.system.garbage import MAX_YOUNG
 from tests.store.stored import converted
 from tests.worker.harness import folder, keeper_setup, keeping, process

@@ -17,10 +17,10 @@ from hearth.memory.arena import ArenaPool
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import WEIGHTS
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import AskedLoan, Borrower
-from hearth.store.transfer.chunk_copies import SingleCopies
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.copies import SingleCopies
+from hearth.store.transfer.lease_client import AskedLoan, Borrower
+from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.transfer import Loader
 from hearth.worker import adapter_load
 from hearth.worker.adapter_load import (
     AdapterBroken,

@@ -22,9 +22,9 @@ from hearth.core.types import AdapterId, Hold, ModelId, Rung
 from hearth.engine.engine import Engine
 from hearth.policy.batch.step_sharing import StepReadiness
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.transfer.borrower import AskedLoan, BorrowedAdapter, Borrower
-from hearth.store.transfer.chunk_copies import SingleCopies
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.copies import SingleCopies
+from hearth.store.transfer.lease_client import AskedLoan, BorrowedAdapter, Borrower
+from hearth.store.transfer.transfer import Loader
 from hearth.system.cuda.batches import ByteCopy
 from hearth.worker.adapter_pieces import AdapterPieces
 from hearth.worker.failure import ModelBroke

@@ -19,7 +19,7 @@ from hearth.core.types import WorkerId
 from hearth.memory.arena import ArenaPool
 from hearth.store.format.manifest import CHUNK_BYTES
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import Lender
 from hearth.worker import runtime
 from hearth.worker.__main__ import _start
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet

@@ -56,7 +56,7 @@ from hearth.worker.model_load import (
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.reclaimer import Reclaimer
-from hearth.worker.watched_load import WeightsLoaded
+from hearth.worker.weights_transfer import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
 from tests.worker.harness import BUDGET_BYTES, greedy
 from tests.worker.in_process import LoopGateway, working_in_process
@@ -724,7 +724,7 @@ def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_a
 def test_progress_is_told_by_bytes_and_layers(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hearth.worker.watched_load.PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hearth.worker.weights_transfer.PROGRESS_INTERVAL_S", 0.0)
     manifest = read_manifest(model)
     bench.gateway.host("a", model)
 

@@ -18,8 +18,8 @@ from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.format.manifest import CHUNK_BYTES
 from hearth.store.transfer import patient_loan
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.lending import Message
-from hearth.store.transfer.loan import Loan
+from hearth.store.transfer.lease import Loan
+from hearth.store.transfer.lease_messages import Message
 from tests.engine.harness import assert_greedy
 from tests.store.stored import PATIENCE_S
 from tests.worker.harness import folder, greedy, keeper_setup, keeping

@@ -14,8 +14,8 @@ from hearth.core.messages import WorkerSetup
 from hearth.core.types import WorkerId
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer import staging_buffers
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_server import Lender
 from hearth.system.native_code import NativeCodeUnavailable
 from hearth.worker import __main__ as worker
 from hearth.worker.first_tokens import FirstTokens

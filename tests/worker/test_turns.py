@@ -31,12 +31,12 @@ from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnChange, TurnPolicy, TurnRules, WeightsView
 from hearth.store.format.convert import convert
 from hearth.store.format.manifest import read_manifest
-from hearth.store.transfer.borrower import BorrowedModel, Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import BorrowedModel, Borrower
+from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
-from hearth.worker.load_ahead import LoadAhead
+from hearth.worker.prefetch import LoadAhead
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runs import _checked
 from hearth.worker.runtime import HostingResources

@@ -38,13 +38,13 @@ from hearth.memory.pool import EvictionTerms
 from hearth.store.format.convert import convert
 from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.store.transfer import patient_loan
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
 from hearth.worker.runs import _checked
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import ModelBroken
+from hearth.worker.weights_transfer import ModelBroken
 from tests.models.zoo import build, save, tiny
 from tests.store.stored import converted, flip
 from tests.text.conftest import byte_level

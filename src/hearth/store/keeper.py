@@ -24,7 +24,7 @@ from hearth.core.messages import KeeperPulse, KeeperSetup
 from hearth.store.books_probe import BooksProbe
 from hearth.store.tiers.read_hashed import is_native
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import Lender
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 

@@ -29,9 +29,9 @@ from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache, know_compiler
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import Borrower
 from hearth.store.transfer.staging_buffers import StagingBuffers
+from hearth.store.transfer.transfer import Loader
 from hearth.system.cuda.batches import native_calls
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle

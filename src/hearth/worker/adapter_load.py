@@ -15,9 +15,9 @@ from hearth.core.messages import AdapterOrder
 from hearth.core.types import AdapterId
 from hearth.memory.pool import PieceRun
 from hearth.models.layout import ByteRange
-from hearth.store.transfer.borrower import AskedLoan, BorrowedAdapter, Prefetch
+from hearth.store.transfer.destination import LoadPiece
+from hearth.store.transfer.lease_client import AskedLoan, BorrowedAdapter, Prefetch
 from hearth.store.transfer.patient_loan import PatientLoan, patiently
-from hearth.store.transfer.piece_copies import LoadPiece
 from hearth.store.transfer.record import LoadRecord
 from hearth.store.transfer.short_load import MAX_SHORT_CHUNKS, LastCopies, load_here
 from hearth.worker.failure import Failure, failure_of

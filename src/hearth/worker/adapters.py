@@ -19,7 +19,7 @@ from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage, Rung
 from hearth.core.types import AdapterId, ModelId
 from hearth.engine.engine import Engine
 from hearth.policy.memory.adapter_residency import Residence
-from hearth.store.transfer.borrower import BorrowedAdapter
+from hearth.store.transfer.lease_client import BorrowedAdapter
 from hearth.worker.adapter_load import (
     AdapterArriving,
     AdapterBroken,

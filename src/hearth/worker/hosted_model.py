@@ -24,7 +24,7 @@ from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.memory.eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import TOKENIZER
-from hearth.store.transfer.borrower import BorrowedModel
+from hearth.store.transfer.lease_client import BorrowedModel
 from hearth.store.transfer.record import LoadRecord
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.hosting_state import (
@@ -39,7 +39,6 @@ from hearth.worker.hosting_state import (
     Retired,
     ServedModel,
 )
-from hearth.worker.load_ahead import LoadAhead
 from hearth.worker.model_load import (
     EngineReady,
     FrontLoaded,
@@ -51,8 +50,9 @@ from hearth.worker.model_load import (
     start_thread,
 )
 from hearth.worker.model_snapshots import SnapshotLook
+from hearth.worker.prefetch import LoadAhead
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import WeightsLoaded
+from hearth.worker.weights_transfer import WeightsLoaded
 
 #: Kinds of states, asked for many times a step.
 _WITH_ENGINE = (Loading, Loaded, Incomplete, Retired)

@@ -25,7 +25,7 @@ from hearth.worker.model_load import EngineReady, FrontLoaded, HostingNews, Mode
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources
 from hearth.worker.turns import Turns
-from hearth.worker.watched_load import WeightsLoaded
+from hearth.worker.weights_transfer import WeightsLoaded
 
 #: How many of those that wait for their turn come to host memory meanwhile.
 NUM_CLIMBING = 2

@@ -27,7 +27,7 @@ from hearth.engine.step_shape import StepShape
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
-from hearth.store.transfer.borrower import BorrowedModel, Borrower
+from hearth.store.transfer.lease_client import BorrowedModel, Borrower
 from hearth.store.transfer.patient_loan import PatientLoan, patiently
 from hearth.store.transfer.record import LoadRecord
 from hearth.worker.failure import failure_of
@@ -35,7 +35,7 @@ from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.map_ahead import MapAhead
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import (
+from hearth.worker.weights_transfer import (
     Destination,
     LoadNews,
     ModelBroken,

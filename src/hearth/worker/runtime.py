@@ -26,8 +26,8 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.transfer import Loader
 from hearth.system.host_memory import machine_bytes
 from hearth.worker.first_tokens import FirstTokens
 from hearth.worker.model_kernels import ModelKernels

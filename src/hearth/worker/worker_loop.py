@@ -61,7 +61,7 @@ from hearth.worker.report import Reports
 from hearth.worker.runs import CheckedRequest, Runs
 from hearth.worker.runtime import HostingResources
 from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
-from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
+from hearth.worker.weights_transfer import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hearth.control.observe.host_reports import HostReports
 from hearth.control.observe.views import HostMemoryView
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import Lender
 from tests.store.stored import all_chunks, consume, tiers_at, write_model
 from tests.worker.harness import folder
 

@@ -19,10 +19,10 @@ from hearth.store.format.description import parse_description, read_description
 from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.store.format.peft import open_peft
 from hearth.store.format.verify import BadChunk, verify
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
-from hearth.store.transfer.piece_copies import LoadPiece
+from hearth.store.transfer.destination import LoadPiece
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.transfer import Loader
 from tests.models.zoo import build
 from tests.store.format.peft_files import write_peft
 from tests.store.stored import converted, flip, serving, signed, tiers_at

@@ -28,7 +28,7 @@ from hearth.store.tiers.upstream import (
     version_now,
     write_upstream,
 )
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import Lender
 from tests.store.stored import serving, stored_at, tiers_at, write_model
 
 DIGEST = "0123456789abcdef" * 2

@@ -24,17 +24,17 @@ from hearth.store.tiers.segment import Segment
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer import fetch as fetching
 from hearth.store.transfer import staged_loan as staged_loans
-from hearth.store.transfer.borrower import BorrowedModel, Borrower
 from hearth.store.transfer.fetch import NUM_FIRST_CELLS, HostChunk
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader, whole
-from hearth.store.transfer.loan import Loan
+from hearth.store.transfer.lease import Loan
+from hearth.store.transfer.lease_client import BorrowedModel, Borrower
+from hearth.store.transfer.lease_server import Lender
 from hearth.store.transfer.patient_loan import PatientLoan
 from hearth.store.transfer.staged_loan import StagedLoan, borrow_chunks
 from hearth.store.transfer.staging_buffers import StagingBuffers
+from hearth.store.transfer.transfer import Loader, whole
 from tests.models.zoo import build
 from tests.store.transfer.noted_driver import PATIENCE_S, NotedDriver, note_pins
-from tests.store.transfer.test_lending import eventually
+from tests.store.transfer.test_leases import eventually
 
 CELL_BYTES = 8 << 10
 NUM_CELLS = 2048  # the least that a configuration allows: 16 MiB

@@ -1,7 +1,7 @@
 """The rungs of one machine put together: models on disk, chunks in host memory, object storage behind them.
 
 One process owns them. They are bounded: the host segment by its cells, the disk by its quota; what goes first
-is decided by price (`chunk_prices.py`). Nothing is copied to a device here: that is `loader.py`.
+is decided by price (`chunk_prices.py`). Nothing is copied to a device here: that is `transfer.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 
 from hearth.store.tiers.segment import Segment
-from hearth.store.transfer.lending import Message, parse, send
+from hearth.store.transfer.lease_messages import Message, parse, send
 
 #: Bytes that are received at once: some hundred messages of one chunk each.
 RECEIVED_BYTES = 1 << 16

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from hearth.core.errors import LenderGone, LoadCancelled
 from hearth.store.format.manifest import StoredManifest
-from hearth.store.transfer.borrower import AskedLoan, Borrowed, Borrower
 from hearth.store.transfer.fetch import HostChunk
+from hearth.store.transfer.lease_client import AskedLoan, Borrowed, Borrower
 from hearth.store.transfer.staged_loan import BorrowedChunks, borrow_chunks
 
 T = TypeVar("T")

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from hearth.store.format.manifest import StoredManifest
-from hearth.store.transfer.chunk_copies import ChunkCopies
+from hearth.store.transfer.copies import ChunkCopies
+from hearth.store.transfer.destination import LoadPiece, PieceCopies
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loader import ChunkStream
-from hearth.store.transfer.piece_copies import LoadPiece, PieceCopies
 from hearth.store.transfer.record import LoadRecord, Tally
+from hearth.store.transfer.transfer import ChunkStream
 from hearth.system.cuda.batches import BatchedCopies
 
 #: Loads of more chunks take several calls of the driver, and so a thread that gives back meanwhile.

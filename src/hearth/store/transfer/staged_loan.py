@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from hearth.core.errors import LoadCancelled, StoreError
 from hearth.store.format.manifest import StoredManifest
-from hearth.store.transfer.borrower import AskedLoan, Borrowed, Borrower
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loan import Loan
+from hearth.store.transfer.lease import Loan
+from hearth.store.transfer.lease_client import AskedLoan, Borrowed, Borrower
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 #: Slots that are given back together: as many are filled meanwhile (`staging_buffers.NUM_SLOTS`).

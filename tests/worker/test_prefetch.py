@@ -18,7 +18,7 @@ from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import read_manifest
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import Prefetch
+from hearth.store.transfer.lease_client import Prefetch
 from tests.engine.harness import assert_greedy
 from tests.store.stored import PATIENCE_S, gated_tiers, tiers_at
 from tests.worker.in_process import LoopGateway, working_in_process

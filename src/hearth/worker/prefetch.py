@@ -13,7 +13,7 @@ from hearth.core.errors import HearthError, LoadCancelled
 from hearth.core.messages import HostModel
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange, Layout
-from hearth.store.transfer.borrower import BorrowedModel, Prefetch
+from hearth.store.transfer.lease_client import BorrowedModel, Prefetch
 from hearth.store.transfer.patient_loan import patiently
 from hearth.worker.map_ahead import MapAhead
 from hearth.worker.model_load import (
@@ -24,7 +24,7 @@ from hearth.worker.model_load import (
     start_thread,
 )
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import (
+from hearth.worker.weights_transfer import (
     Destination,
     LoadNews,
     ModelBroken,

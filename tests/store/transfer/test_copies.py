@@ -11,13 +11,13 @@ import torch
 
 from hearth.core.errors import DeviceError, LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
-from hearth.store.transfer import loader
-from hearth.store.transfer.chunk_copies import ChunkCopies, SingleCopies
+from hearth.store.transfer import transfer
+from hearth.store.transfer.copies import ChunkCopies, SingleCopies
+from hearth.store.transfer.destination import LoadPiece, PieceCopies
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loader import Load
-from hearth.store.transfer.piece_copies import LoadPiece, PieceCopies
 from hearth.store.transfer.record import LoadRecord, Tally
 from hearth.store.transfer.short_load import LastCopies, load_here
+from hearth.store.transfer.transfer import Load
 from hearth.system.cuda.batches import BatchedCopies, ByteCopy, batches_of
 from hearth.system.standing_threads import StandingThreads
 from tests.fake_cuda import FakeCuda, fake_cuda
@@ -184,7 +184,7 @@ def test_copies_are_queued_by_the_batch_as_chunks_come_and_not_more_at_once() ->
 def test_chunks_are_given_back_as_many_at_once_as_suits_their_stream(
     release_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "GIVE_BACK_S", PATIENCE_S)
+    monkeypatch.setattr(transfer, "GIVE_BACK_S", PATIENCE_S)
     setting, shelf = Setting("batched"), Shelf(release_batch=release_batch)
     setting.cuda.set_times(pass_ns=1_000_000)
     setting.begin(shelf).wait()

@@ -18,7 +18,7 @@ from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.tiers.upstream import version_now
 from hearth.store.transfer.fetch import Fetch, HostChunk
-from hearth.store.transfer.lending import (
+from hearth.store.transfer.lease_messages import (
     BytesCounted,
     CancelLoad,
     ChunkLent,

@@ -39,12 +39,11 @@ from hearth.store.format.manifest import TOKENIZER, WEIGHTS, Manifest, read_mani
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.tiers.segment import Segment
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer import lender as lender_module
-from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer import lease_server as lender_module
 from hearth.store.transfer.fetch import WINDOW, Fetch, HostChunk
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.lender_line import LenderLine
-from hearth.store.transfer.lending import (
+from hearth.store.transfer.lease import Loan
+from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_messages import (
     CancelLoad,
     ChunkLent,
     LenderHello,
@@ -56,8 +55,9 @@ from hearth.store.transfer.lending import (
     received,
     send,
 )
-from hearth.store.transfer.loader import Loader, whole
-from hearth.store.transfer.loan import Loan
+from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.lender_line import LenderLine
+from hearth.store.transfer.transfer import Loader, whole
 from hearth.system.standing_threads import Errand
 from tests.models.zoo import build
 from tests.store.stored import PATIENCE_S, GatedTiers, gated_tiers
@@ -222,7 +222,7 @@ def test_chunks_of_a_killed_borrower_are_taken_back(model: Path, tmp_path: Path,
 BORROWS = """
 import sys, time
 from pathlib import Path
-from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.lease_client import Borrower
 path, model, how = sys.argv[1:]
 borrower = Borrower(Path(path))
 borrowed = borrower.open(model)
@@ -565,7 +565,7 @@ def test_a_model_that_is_replaced_while_it_is_opened_is_not_borrowed(
     model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = replace(read_manifest(model), files=())
-    monkeypatch.setattr("hearth.store.transfer.borrower.read_description", lambda _: other)
+    monkeypatch.setattr("hearth.store.transfer.lease_client.read_description", lambda _: other)
     with lending(tmp_path, path):
         borrower = Borrower(path)
 
@@ -949,8 +949,8 @@ def test_a_model_that_was_described_is_opened_without_reading_a_file(
         described = borrower.describe(source)
         assert described.files, "it has no tokenizer to check"
         with monkeypatch.context() as patch:
-            patch.setattr("hearth.store.transfer.borrower.read_description", reads)
-            patch.setattr("hearth.store.transfer.borrower.damage_of", reads)
+            patch.setattr("hearth.store.transfer.lease_client.read_description", reads)
+            patch.setattr("hearth.store.transfer.lease_client.damage_of", reads)
             assert borrower.open(source).manifest is described
             tokenizer = borrower.text_file(described, source, TOKENIZER)
         assert tokenizer == source / TOKENIZER

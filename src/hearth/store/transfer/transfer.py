@@ -25,10 +25,10 @@ import torch
 from hearth.core.errors import LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import Manifest, StoredManifest
-from hearth.store.transfer.chunk_copies import ChunkCopies, copies_of
+from hearth.store.transfer.copies import ChunkCopies, copies_of
 from hearth.store.transfer.copy_stream import CopyStream
+from hearth.store.transfer.destination import LoadPiece, PieceCopies
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.piece_copies import LoadPiece, PieceCopies
 from hearth.store.transfer.record import LoadRecord, Tally
 from hearth.system.standing_threads import StandingThreads
 

@@ -10,8 +10,7 @@ from contextlib import suppress
 from hearth.core.errors import HearthError, LenderGone, LoadCancelled
 from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.fetch import RELEASE_BATCH, HostChunk
-from hearth.store.transfer.lender_line import LenderLine
-from hearth.store.transfer.lending import (
+from hearth.store.transfer.lease_messages import (
     CancelLoad,
     ChunkLent,
     LoadBegan,
@@ -20,6 +19,7 @@ from hearth.store.transfer.lending import (
     ReleaseChunks,
     error_of,
 )
+from hearth.store.transfer.lender_line import LenderLine
 
 
 class Loan:

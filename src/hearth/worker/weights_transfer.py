@@ -20,13 +20,13 @@ from hearth.models.weights import TensorPlace, WeightGate
 from hearth.policy.batch.step_sharing import MAX_HOLD_S
 from hearth.store.format.manifest import Manifest
 from hearth.store.format.widen_dtype import tell_widening, widen_in_place
-from hearth.store.transfer.borrower import BorrowedModel
+from hearth.store.transfer.destination import LoadPiece
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loader import Load, Loader, LoadGate, chunks_of
-from hearth.store.transfer.loan import Loan
+from hearth.store.transfer.lease import Loan
+from hearth.store.transfer.lease_client import BorrowedModel
 from hearth.store.transfer.patient_loan import PatientLoan
-from hearth.store.transfer.piece_copies import LoadPiece
 from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.transfer import Load, Loader, LoadGate, chunks_of
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.map_ahead import MapAhead
 

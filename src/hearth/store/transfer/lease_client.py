@@ -20,8 +20,8 @@ from hearth.store.format.file_stamp import FileStamp, stamp_of
 from hearth.store.format.manifest import TOKENIZER, Manifest, StoredManifest, damage_of, of_model
 from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.fetch import NUM_FIRST_CELLS
-from hearth.store.transfer.lender_line import LenderLine
-from hearth.store.transfer.lending import (
+from hearth.store.transfer.lease import Loan
+from hearth.store.transfer.lease_messages import (
     FetchChunks,
     LenderHello,
     LoadBegan,
@@ -37,7 +37,7 @@ from hearth.store.transfer.lending import (
     received,
     send,
 )
-from hearth.store.transfer.loan import Loan
+from hearth.store.transfer.lender_line import LenderLine
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 MAX_HELLO_BYTES = 4096

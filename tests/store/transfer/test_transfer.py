@@ -21,11 +21,11 @@ from hearth.core.errors import ChunkCorrupt, ChunkMissing, LoadCancelled, StoreE
 from hearth.core.types import Rung
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import Manifest
-from hearth.store.transfer.chunk_copies import SingleCopies
+from hearth.store.transfer.copies import SingleCopies
+from hearth.store.transfer.destination import LoadPiece
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loader import Load, Loader, LoadGate, chunks_of, whole
-from hearth.store.transfer.piece_copies import LoadPiece
 from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.transfer import Load, Loader, LoadGate, chunks_of, whole
 from hearth.system.cuda.batches import ByteCopy
 from tests.store.stored import (
     CHUNK_BYTES,

@@ -13,11 +13,11 @@ from hearth.core.errors import DeviceError
 from hearth.memory.pool import Gap
 from hearth.models.layout import ByteRange
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.transfer import Loader
 from hearth.system.standing_threads import StandingThreads
 from hearth.worker import map_ahead as mapping
 from hearth.worker.map_ahead import MapAhead
-from hearth.worker.watched_load import (
+from hearth.worker.weights_transfer import (
     AlmostLoaded,
     Destination,
     LoadNews,
