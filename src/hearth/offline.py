@@ -41,7 +41,7 @@ from hearth.store.format.source import ModelSource
 from hearth.store.format.widen_dtype import served_layout, stored_part, widen
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.record import LoadRecord
-from hearth.store.transfer.transfer import Load, Loader, LoadGate, whole
+from hearth.store.transfer.transfer import Loader, Transfer, TransferGate, whole
 from hearth.system.cpus import log_if_threads_spin, num_usable_cores
 from hearth.text.tokenizer import Tokenizer
 
@@ -157,7 +157,7 @@ class _ConvertedModel:
             is_cuda = device.type == "cuda"
             store = Tiers(store, is_pinned=is_cuda, keeps_chunks=is_cuda)
         self._tiers = store
-        self._load: Load | None = None
+        self._load: Transfer | None = None
         self._has_ended = threading.Event()  #: of the load
         self._captures: CaptureAhead | None = None
         try:
@@ -182,7 +182,7 @@ class _ConvertedModel:
         # Only now: whatever else goes to the device would have to queue behind the weights.
         load = self._start(stored_part(base, manifest))
         if self._dtype == manifest.dtype:
-            engine.runner.follow(LoadGate(load, manifest))
+            engine.runner.follow(TransferGate(load, manifest))
         else:
             load.wait()
             widen(base, manifest, layout)
@@ -191,7 +191,7 @@ class _ConvertedModel:
             self._captures = CaptureAhead(engine.runner, lambda: not self._has_ended.is_set())
         return engine
 
-    def _start(self, base: torch.Tensor) -> Load:
+    def _start(self, base: torch.Tensor) -> Transfer:
         model = self._model
         self._load = Loader(self._device).load(
             model.name,

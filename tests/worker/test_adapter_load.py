@@ -18,8 +18,8 @@ from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import WEIGHTS
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.copies import SingleCopies
-from hearth.store.transfer.lease_client import AskedLoan, Borrower
-from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.lease_client import LeaseClient, LeaseRequest
+from hearth.store.transfer.lease_server import LeaseServer
 from hearth.store.transfer.transfer import Loader
 from hearth.worker import adapter_load
 from hearth.worker.adapter_load import (
@@ -46,16 +46,18 @@ class Road:
 
     def __post_init__(self) -> None:
         self.stored = stored_adapter("llama-gqa")
-        self.borrowed = self.resources.borrower.open_adapter(self.stored.order.where)
+        self.opened = self.resources.lease_client.open_adapter(self.stored.order.where)
         *first, last = (part.end - part.begin for _, part in self.stored.layout.layers)
         #: All layers but the last one behind the other.
         self.runs = [run_in(torch.zeros(sum(sizes), dtype=torch.uint8), *sizes) for sizes in (first, [last])]
         self.pieces = [piece for run in self.runs for piece in run.split()]
 
-    def load(self, prepare: Callable[[], None] = lambda: None, asked: AskedLoan | None = None) -> AdapterNews:
+    def load(
+        self, prepare: Callable[[], None] = lambda: None, asked: LeaseRequest | None = None
+    ) -> AdapterNews:
         """Have the adapter come; return what is told of it."""
         load_adapter(
-            *(self.stored.order, self.borrowed, self.runs, prepare, self.resources),
+            *(self.stored.order, self.opened, self.runs, prepare, self.resources),
             *(lambda _, news: self.news.put(news), asked),
         )
         return self.news.get(timeout=PATIENCE_S)
@@ -76,11 +78,11 @@ class Road:
 def road(tmp_path: Path) -> Iterator[Road]:
     with (
         tiers_at(tmp_path / "tiers", num_cells=64) as tiers,
-        closing(Lender(tiers, tmp_path / "s")),
-        closing(Borrower(tmp_path / "s", is_pinned=False)) as borrower,
+        closing(LeaseServer(tiers, tmp_path / "s")),
+        closing(LeaseClient(tmp_path / "s", is_pinned=False)) as lease_client,
     ):
         resources = HostingResources(
-            CPU, EngineConfig(), lambda terms: ArenaPool(CPU, 1 << 20, terms), borrower, Loader(CPU)
+            CPU, EngineConfig(), lambda terms: ArenaPool(CPU, 1 << 20, terms), lease_client, Loader(CPU)
         )
         yield Road(tiers, resources, SimpleQueue())
 
@@ -116,12 +118,12 @@ def test_an_adapter_that_was_asked_for_ahead_is_not_asked_for_again(
     road: Road, max_short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter_load, "MAX_SHORT_CHUNKS", max_short)
-    asked = ask_for_adapter(road.borrowed, road.resources)
+    asked = ask_for_adapter(road.opened, road.resources)
     assert asked is not None
     until(lambda: road.num_leased > 0)
 
     with monkeypatch.context() as silent:
-        silent.setattr(Borrower, "_answer", lambda *_: pytest.fail("it was asked for already"))
+        silent.setattr(LeaseClient, "_answer", lambda *_: pytest.fail("it was asked for already"))
         assert isinstance(road.load(asked=asked), AdapterFilled)
 
     assert road.is_there()
@@ -132,7 +134,7 @@ def test_what_was_asked_for_goes_back_if_its_memory_cannot_be_prepared(road: Roa
     def refuse() -> None:
         raise StoreError("no such page")
 
-    asked = ask_for_adapter(road.borrowed, road.resources)
+    asked = ask_for_adapter(road.opened, road.resources)
     assert isinstance(road.load(refuse, asked), AdapterBroken)
     until(lambda: road.num_leased == 0)
 
@@ -143,14 +145,14 @@ def test_a_load_that_breaks_after_its_chunks_went_back_leaves_its_line_to_the_ne
     def refuse(*_: object) -> None:
         raise DeviceError("out of order")
 
-    asked = ask_for_adapter(road.borrowed, road.resources)
+    asked = ask_for_adapter(road.opened, road.resources)
     assert asked is not None
     with monkeypatch.context() as broken:
         broken.setattr(SingleCopies, "close", refuse)
         assert isinstance(road.load(asked=asked), AdapterFilled)
         assert isinstance(road.news.get(timeout=PATIENCE_S), AdapterBroken)
 
-    again = ask_for_adapter(road.borrowed, road.resources)
+    again = ask_for_adapter(road.opened, road.resources)
     assert again is not None
     assert again.line is asked.line
     assert again.line.read() is not None, "somebody has closed it"

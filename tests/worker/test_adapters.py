@@ -23,7 +23,7 @@ from hearth.engine.engine import Engine
 from hearth.policy.batch.step_sharing import StepReadiness
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.transfer.copies import SingleCopies
-from hearth.store.transfer.lease_client import AskedLoan, BorrowedAdapter, Borrower
+from hearth.store.transfer.lease_client import LeaseClient, LeaseRequest, OpenedAdapter
 from hearth.store.transfer.transfer import Loader
 from hearth.system.cuda.batches import ByteCopy
 from hearth.worker.adapter_pieces import AdapterPieces
@@ -275,22 +275,22 @@ def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_num
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[AskedLoan]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[LeaseRequest]:
     """All that the keeper is asked for ahead."""
-    asked: list[AskedLoan] = []
-    ask = Borrower.ask
+    asked: list[LeaseRequest] = []
+    ask = LeaseClient.ask
 
-    def note(borrower: Borrower, model: BorrowedAdapter, chunks: Sequence[int]) -> AskedLoan | None:
-        if (one := ask(borrower, model, chunks)) is not None:
+    def note(lease_client: LeaseClient, model: OpenedAdapter, chunks: Sequence[int]) -> LeaseRequest | None:
+        if (one := ask(lease_client, model, chunks)) is not None:
             asked.append(one)
         return one
 
-    monkeypatch.setattr(Borrower, "ask", note)
+    monkeypatch.setattr(LeaseClient, "ask", note)
     return asked
 
 
 def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
-    tmp_path: Path, asked: list[AskedLoan], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: list[LeaseRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = stored_adapter(BASE)
     with serving("mapped", tmp_path) as rig:
@@ -305,7 +305,7 @@ def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
 
 
 def test_what_the_keeper_was_asked_for_goes_back_if_a_model_breaks_that_was_to_give_way(
-    tmp_path: Path, asked: list[AskedLoan], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: list[LeaseRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base is loaded by then: a load may have the one line that stands, and nothing is asked ahead."""
 

@@ -38,7 +38,7 @@ from hearth.memory.pool import EvictionTerms
 from hearth.store.format.convert import convert
 from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.store.transfer import patient_loan
-from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.transfer import Loader
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
@@ -552,21 +552,21 @@ def test_a_load_waits_for_a_keeper_that_is_started_anew(model: Path) -> None:
 
 
 def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_loan, "LENDER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(patient_loan, "KEEPER_WAIT_S", 0.0)
     news: SimpleQueue[HostingNews] = SimpleQueue()
     with folder() as place, keeping(keeper_setup(place)) as keeper:
-        borrower = Borrower(Path(keeper_setup(place).socket), is_pinned=False)
+        lease_client = LeaseClient(Path(keeper_setup(place).socket), is_pinned=False)
         keeper.kill()
         keeper.wait()
         device = torch.device("cpu")
         resources = HostingResources(
-            device, CONFIG, lambda terms: ArenaPool(device, 1 << 30, terms), borrower, Loader(device)
+            device, CONFIG, lambda terms: ArenaPool(device, 1 << 30, terms), lease_client, Loader(device)
         )
         pool = resources.new_pool(lambda model: EvictionTerms(Hold.BUSY, 0.0, is_loading=False))
         hosted = HostedModel(host_order("a", model), resources, pool, lambda hosting, told: news.put(told))
         hosted.find()
         failed = news.get(timeout=60)
-        borrower.close()
+        lease_client.close()
 
     assert isinstance(failed, ModelBroken)
     assert failed.failure.label == "lender_gone"

@@ -24,7 +24,7 @@ from hearth.core.messages import KeeperPulse, KeeperSetup
 from hearth.store.books_probe import BooksProbe
 from hearth.store.tiers.read_hashed import is_native
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.lease_server import LeaseServer
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 
@@ -40,7 +40,7 @@ def main() -> int:
             config = StoreConfig(path=setup.path, disk_bytes=setup.disk_bytes, host_bytes=setup.host_bytes)
             keeps_chunks = setup.kind == "cuda"
             tiers = stack.enter_context(closing(Tiers(config, is_pinned=False, keeps_chunks=keeps_chunks)))
-            stack.enter_context(closing(Lender(tiers, Path(setup.socket))))
+            stack.enter_context(closing(LeaseServer(tiers, Path(setup.socket))))
         except HearthError as error:
             _say({"error": error.label, "reason": str(error)})
             return 1

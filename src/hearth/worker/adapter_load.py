@@ -16,8 +16,8 @@ from hearth.core.types import AdapterId
 from hearth.memory.pool import PieceRun
 from hearth.models.layout import ByteRange
 from hearth.store.transfer.destination import LoadPiece
-from hearth.store.transfer.lease_client import AskedLoan, BorrowedAdapter, Prefetch
-from hearth.store.transfer.patient_loan import PatientLoan, patiently
+from hearth.store.transfer.lease_client import HostPrefetch, LeaseRequest, OpenedAdapter
+from hearth.store.transfer.patient_loan import PatientLease, await_keeper
 from hearth.store.transfer.record import LoadRecord
 from hearth.store.transfer.short_load import MAX_SHORT_CHUNKS, LastCopies, load_here
 from hearth.worker.failure import Failure, failure_of
@@ -28,7 +28,7 @@ from hearth.worker.runtime import HostingResources
 class AdapterFound:
     """The keeper has the adapter, and what it takes is known."""
 
-    borrowed: BorrowedAdapter
+    opened: OpenedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +68,26 @@ def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAda
     """Have the keeper look an adapter up, on a thread of its own."""
 
     def look_up() -> None:
-        borrower = resources.borrower
-        borrowed = patiently(lambda: borrower.open_adapter(order.where, order.weight), lambda: False)
-        if AdapterId(borrowed.manifest.digest) != order.adapter:
+        lease_client = resources.lease_client
+        opened = await_keeper(lambda: lease_client.open_adapter(order.where, order.weight), lambda: False)
+        if AdapterId(opened.manifest.digest) != order.adapter:
             raise ModelError(
                 f"the adapter `{order.name}` was changed since it was deployed (manifest "
-                f"{borrowed.manifest.digest}, deployed {order.adapter}); deploy it again"
+                f"{opened.manifest.digest}, deployed {order.adapter}); deploy it again"
             )
-        post(order.adapter, AdapterFound(borrowed))
+        post(order.adapter, AdapterFound(opened))
 
     _start(look_up, resources, lambda failure: post(order.adapter, AdapterMissing(failure)))
 
 
-class AdapterClimb:
+class AdapterPrefetch:
     """An adapter on its way to host memory while it has no room on the device. Nobody waits for it."""
 
-    def __init__(self, borrowed: BorrowedAdapter, resources: HostingResources) -> None:
-        self._borrowed, self._resources = borrowed, resources
+    def __init__(self, opened: OpenedAdapter, resources: HostingResources) -> None:
+        self._opened, self._resources = opened, resources
         self._lock = threading.Lock()  #: keeps beginning and cancelling apart; guards the fields below
         self._is_cancelled = False
-        self._prefetch: Prefetch | None = None
+        self._prefetch: HostPrefetch | None = None
         self.is_over = False  #: written by the thread that waits
         resources.loader.threads.start(self._run)
 
@@ -103,7 +103,7 @@ class AdapterClimb:
             with self._lock:
                 if self._is_cancelled:
                     return
-                self._prefetch = self._resources.borrower.prefetch(self._borrowed)
+                self._prefetch = self._resources.lease_client.prefetch(self._opened)
             self._prefetch.wait()
         except HearthError:
             pass  # whoever needs the adapter meets it again, and says so
@@ -111,28 +111,28 @@ class AdapterClimb:
             self.is_over = True
 
 
-def ask_for_adapter(borrowed: BorrowedAdapter, resources: HostingResources) -> AskedLoan | None:
+def ask_for_adapter(opened: OpenedAdapter, resources: HostingResources) -> LeaseRequest | None:
     """Ask the keeper for an adapter that `load_adapter` will load, or close it if the adapter gets no place.
 
     The keeper answers while the place is looked for. None: it has to be asked when that is there.
     """
-    return resources.borrower.ask(borrowed, range(len(borrowed.manifest.chunks)))
+    return resources.lease_client.ask(opened, range(len(opened.manifest.chunks)))
 
 
 def load_adapter(
     order: AdapterOrder,
-    borrowed: BorrowedAdapter,
+    opened: OpenedAdapter,
     runs: Sequence[PieceRun],
     prepare: Callable[[], None],
     resources: HostingResources,
     post: PostAdapterNews,
-    asked: AskedLoan | None = None,
+    asked: LeaseRequest | None = None,
 ) -> None:
     """Have the bytes of an adapter copied to its pieces, once `prepare` has made them ready to be written.
 
     `asked`: what `ask_for_adapter` has returned.
     """
-    manifest, adapter = borrowed.manifest, order.adapter
+    manifest, adapter = opened.manifest, order.adapter
     pieces = _load_pieces(manifest.layout.layers, runs)
     is_arriving = False  #: that was told
 
@@ -147,12 +147,12 @@ def load_adapter(
         else:
             post(adapter, AdapterFilled(outcome, was_arriving=is_arriving))
 
-    unread = asked  #: until it is fetched: then its line is the loan's, and may be another's soon
+    unread = asked  #: until it is fetched: then its line is the lease's, and may be another's soon
 
-    def fetch(chunks: Sequence[int]) -> PatientLoan:
+    def fetch(chunks: Sequence[int]) -> PatientLease:
         nonlocal unread
         taken, unread = unread, None
-        return PatientLoan(resources.borrower, borrowed, chunks, asked=taken)
+        return PatientLease(resources.lease_client, opened, chunks, asked=taken)
 
     def fail(failure: Failure) -> None:
         if unread is not None:

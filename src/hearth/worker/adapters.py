@@ -19,15 +19,15 @@ from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage, Rung
 from hearth.core.types import AdapterId, ModelId
 from hearth.engine.engine import Engine
 from hearth.policy.memory.adapter_residency import Residence
-from hearth.store.transfer.lease_client import BorrowedAdapter
+from hearth.store.transfer.lease_client import OpenedAdapter
 from hearth.worker.adapter_load import (
     AdapterArriving,
     AdapterBroken,
-    AdapterClimb,
     AdapterFilled,
     AdapterFound,
     AdapterMissing,
     AdapterNews,
+    AdapterPrefetch,
     PostAdapterNews,
     ask_for_adapter,
     find_adapter,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 #: How many adapters stay looked up that nobody asks for, so that the next request costs no question.
 MAX_FOUND = 1024
 #: How many adapters are looked up at once, and how many come to host memory: each takes a thread.
-MAX_FINDING, MAX_CLIMBING = 16, 8
+MAX_FINDING, MAX_PREFETCHING = 16, 8
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _WantedAdapter:
     base: ModelId  #: of the last request
     asked_s: float  #: since when it is waited for, on the clock of `time.perf_counter`
     is_finding: bool = False  #: the keeper is being asked, or will be
-    climb: AdapterClimb | None = None
+    prefetch: AdapterPrefetch | None = None
     wait_s: float = 0.0  #: until it had its memory
     was_asked_in_vain: bool = False  #: the keeper was asked for it ahead, and then there was no place
 
@@ -83,7 +83,7 @@ class WorkerAdapters:
         self._wanted: dict[AdapterId, _WantedAdapter] = {}
         self._unwanted: set[AdapterId] = set()  #: those of them to be forgotten when they are looked up
         #: Adapters as they were found, the one that was used longest ago first.
-        self._found: dict[AdapterId, BorrowedAdapter] = {}
+        self._found: dict[AdapterId, OpenedAdapter] = {}
         #: Adapters that were removed and still have memory or requests.
         self._forgotten: set[AdapterId] = set()
         self._is_due = False  #: something has happened that may let an adapter come or a request start
@@ -141,9 +141,9 @@ class WorkerAdapters:
         """
         self.look_again()
         match news:
-            case AdapterFound(borrowed):
+            case AdapterFound(opened):
                 self._looked_up()
-                self._note_found(adapter, borrowed)
+                self._note_found(adapter, opened)
                 return None
             case AdapterMissing(failure):
                 self._looked_up()
@@ -177,13 +177,13 @@ class WorkerAdapters:
             if self._may_have_room(adapter) and self._place(adapter, may_take=True):
                 continue
             if self._waits_for_room(adapter):
-                self._climb(adapter)
+                self._prefetch(adapter)
                 is_blocked = True
                 break
             yield self._fail(adapter, failure_of(self._shortage(adapter)))
         for adapter in self.residency.early():
             if is_blocked or not self._place(adapter, may_take=False):
-                self._climb(adapter)
+                self._prefetch(adapter)
         self._seen = self._seen_now()
         self._forget_unwanted()
 
@@ -266,10 +266,10 @@ class WorkerAdapters:
             self.residency.found(adapter)
         return None
 
-    def _note_found(self, adapter: AdapterId, borrowed: BorrowedAdapter) -> None:
+    def _note_found(self, adapter: AdapterId, opened: OpenedAdapter) -> None:
         if len(self._found) >= MAX_FOUND:
             self._forget_oldest()
-        self._found[adapter] = borrowed
+        self._found[adapter] = opened
         if (wanted := self._wanted.get(adapter)) is not None:
             wanted.is_finding = False
             self.residency.found(adapter)
@@ -292,11 +292,11 @@ class WorkerAdapters:
 
     def _place(self, adapter: AdapterId, *, may_take: bool) -> bool:
         """Give an adapter its memory, and have it filled; False: there is no room."""
-        wanted, borrowed = self._wanted[adapter], self._found[adapter]
-        layout = borrowed.manifest.layout
+        wanted, opened = self._wanted[adapter], self._found[adapter]
+        layout = opened.manifest.layout
         asked = None
         if may_take and not wanted.was_asked_in_vain and self._seems_to_have_room(layout.num_bytes):
-            asked = ask_for_adapter(borrowed, self._resources)
+            asked = ask_for_adapter(opened, self._resources)
         is_placed = False
         try:
             is_placed = self._reclaimer.place_adapter(adapter, layout.layer_sizes, may_take=may_take)
@@ -308,26 +308,26 @@ class WorkerAdapters:
             return False
         wanted.was_asked_in_vain = False
         self.residency.placed(adapter, layout.num_bytes)
-        if wanted.climb is not None:
-            wanted.climb.cancel()
-            wanted.climb = None
+        if wanted.prefetch is not None:
+            wanted.prefetch.cancel()
+            wanted.prefetch = None
         wanted.wait_s = time.perf_counter() - wanted.asked_s
         pool = self._reclaimer.pool
         load_adapter(
-            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
+            *(wanted.order, opened, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
             *(self._resources, self._post, asked),
         )
         self._pieces.split(adapter)
         return True
 
-    def _climb(self, adapter: AdapterId) -> None:
+    def _prefetch(self, adapter: AdapterId) -> None:
         """Have an adapter that has no room yet come to host memory meanwhile."""
-        wanted, borrowed = self._wanted[adapter], self._found[adapter]
-        if wanted.climb is not None or borrowed.is_in_host:
+        wanted, opened = self._wanted[adapter], self._found[adapter]
+        if wanted.prefetch is not None or opened.is_in_host:
             return
-        climbs = [one.climb for one in self._wanted.values() if one.climb is not None]
-        if sum(not climb.is_over for climb in climbs) < MAX_CLIMBING:
-            wanted.climb = AdapterClimb(borrowed, self._resources)
+        climbs = [one.prefetch for one in self._wanted.values() if one.prefetch is not None]
+        if sum(not prefetch.is_over for prefetch in climbs) < MAX_PREFETCHING:
+            wanted.prefetch = AdapterPrefetch(opened, self._resources)
 
     def _waits_for_room(self, adapter: AdapterId) -> bool:
         """Have others make room when their requests end; False: nobody can."""
@@ -406,9 +406,9 @@ class WorkerAdapters:
             wanted = self._wanted.get(adapter)
             if wanted is None or self.residency.is_known(adapter):
                 continue
-            if wanted.climb is not None:
-                wanted.climb.cancel()
-                wanted.climb = None
+            if wanted.prefetch is not None:
+                wanted.prefetch.cancel()
+                wanted.prefetch = None
             if wanted.is_finding:
                 self._unwanted.add(adapter)
             else:

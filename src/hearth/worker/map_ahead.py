@@ -17,7 +17,7 @@ from hearth.system.standing_threads import StandingThreads
 FIRST_BYTES, MOST_BYTES = 16 << 20, 128 << 20
 
 
-class MapAhead:
+class PageMapping:
     """Memory that is being made ready. Any thread may wait for parts of it."""
 
     def __init__(

@@ -27,20 +27,20 @@ from hearth.engine.step_shape import StepShape
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
-from hearth.store.transfer.lease_client import BorrowedModel, Borrower
-from hearth.store.transfer.patient_loan import PatientLoan, patiently
+from hearth.store.transfer.lease_client import LeaseClient, OpenedModel
+from hearth.store.transfer.patient_loan import PatientLease, await_keeper
 from hearth.store.transfer.record import LoadRecord
 from hearth.worker.failure import failure_of
 from hearth.worker.hosting_spec import HostingSpec
-from hearth.worker.map_ahead import MapAhead
+from hearth.worker.map_ahead import PageMapping
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
 from hearth.worker.weights_transfer import (
     Destination,
     LoadNews,
     ModelBroken,
-    WatchedLoad,
     WeightsLoaded,
+    WeightsTransfer,
     missing_chunks,
 )
 
@@ -52,7 +52,7 @@ class ModelFound:
     """The keeper has the model, and what it takes to host it is known."""
 
     spec: HostingSpec
-    borrowed: BorrowedModel
+    opened: OpenedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class EngineReady:
 
 
 @dataclass(frozen=True, slots=True)
-class HostClimbed:
+class HostPrefetched:
     """A model that waits for its turn is in host memory, unless there is not enough of it."""
 
     is_in_host: bool
@@ -119,7 +119,13 @@ class FirstStepsUncaptured:
 
 
 HostingNews = (
-    ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded | SnapshotDiscarded | FirstStepsUncaptured
+    ModelFound
+    | EngineReady
+    | LoadNews
+    | HostPrefetched
+    | FrontLoaded
+    | SnapshotDiscarded
+    | FirstStepsUncaptured
 )
 
 
@@ -128,7 +134,7 @@ class ModelLoad:
 
     def __init__(
         self,
-        borrowed: BorrowedModel,
+        opened: OpenedModel,
         spec: HostingSpec,
         space: Space,
         resources: HostingResources,
@@ -145,7 +151,7 @@ class ModelLoad:
         """Start to load what is missing, and to put the engine together, unless the model has one.
 
         `prepare` makes a part of the space ready to be written, `prepare_rest` all of it but the weights.
-        `borrowed`: the model as it was found, which took `open_s`. `marks` is told how the engine's steps
+        `opened`: the model as it was found, which took `open_s`. `marks` is told how the engine's steps
         advance. `is_beside`: others step, and should not be held up.
         """
         self._spec, self._space, self._resources, self._marks = spec, space, resources, marks
@@ -153,7 +159,7 @@ class ModelLoad:
         #: Whose first steps are captured beside the load, if graphs are restored; written by the step thread.
         self.first = FirstRequests()
         self._request_by_run: dict[int, StartRequest] = {}  #: those that `first` counts
-        self._borrowed, self._post, self.began_s, self.open_s = borrowed, post, began_s, open_s
+        self._opened, self._post, self.began_s, self.open_s = opened, post, began_s, open_s
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         #: Bytes as stored that need no load: the model's own, or those of a model like it.
         self.reused_bytes = max(0, spec.tensor_bytes - gap_bytes)
@@ -168,9 +174,9 @@ class ModelLoad:
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._engine: Engine | None = None
-        self._watched: WatchedLoad | None = None
-        self._map_ahead: MapAhead | None = None
-        self._new_map_ahead = partial(MapAhead, prepare, space.parts, resources.loader.threads)
+        self._transfer: WeightsTransfer | None = None
+        self._mapping: PageMapping | None = None
+        self._new_map_ahead = partial(PageMapping, prepare, space.parts, resources.loader.threads)
         start_thread(lambda: self._prepare(engine), resources, post)
 
     @property
@@ -195,16 +201,18 @@ class ModelLoad:
         """
         with self._lock:
             self._is_cancelled = True
-            if self._map_ahead is not None:
-                self._map_ahead.stop()
-            if self._watched is not None:
-                self._watched.cancel()
+            if self._mapping is not None:
+                self._mapping.stop()
+            if self._transfer is not None:
+                self._transfer.cancel()
             if self._engine is not None:
                 self._engine.runner.follow(None)
             return self._engine
 
     def _prepare(self, engine: Engine | None) -> None:
-        with self._resources.borrower.segment.loading():  # what it takes on the device must not have to wait
+        with (
+            self._resources.lease_client.segment.loading()
+        ):  # what it takes on the device must not have to wait
             self._run(engine)
 
     def _run(self, engine: Engine | None) -> None:
@@ -231,10 +239,10 @@ class ModelLoad:
             if is_new:
                 engine.runner.fill_tables()  # under the lock: it touches the space
             self.ready_s = time.perf_counter()
-            if self._watched is not None and (gate := self._watched.gate()) is not None:
+            if self._transfer is not None and (gate := self._transfer.gate()) is not None:
                 engine.runner.follow(gate)
-        if not space.gaps and self._map_ahead is not None:
-            self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
+        if not space.gaps and self._mapping is not None:
+            self._mapping.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
         if is_new:
             self._capture_first(engine.runner)
@@ -245,11 +253,11 @@ class ModelLoad:
         So they take the step thread some 15 ms each, and restored graphs have to be tried beside such a step
         first. Where nobody else steps the first one follows the bytes, layer by layer, and is never captured.
         """
-        if self._map_ahead is None:
+        if self._mapping is None:
             return
         launches, captured = self._resources.marks.launches, set[StepShape]()
         try:
-            self._map_ahead.wait()  # for kernels check that there is memory
+            self._mapping.wait()  # for kernels check that there is memory
             while (shape := self._next_shape(runner, captured)) is not None:
                 runner.stand_in(shape, GraphCapture, launches.give_way, launches.get_behind)
                 captured.add(shape)
@@ -277,22 +285,22 @@ class ModelLoad:
         From now on little else may go to the device by a copy, which would wait for as many chunks as are
         queued at a time.
         """
-        loan = self._borrow_missing()
+        lease = self._borrow_missing()
         with self._lock:
             if self._is_cancelled:
-                loan.cancel()
+                lease.cancel()
                 return
-            # Not before there is a loan: a thread that maps keeps the interpreter from one that asks.
-            self._map_ahead = self._new_map_ahead()
-            to = Destination(self._space.gaps, self._map_ahead, self._space.places, self._spec.layout)
+            # Not before there is a lease: a thread that maps keeps the interpreter from one that asks.
+            self._mapping = self._new_map_ahead()
+            to = Destination(self._space.gaps, self._mapping, self._space.places, self._spec.layout)
             self.crossing_s = time.perf_counter()
-            self._watched = WatchedLoad(self._borrowed, loan, to, self._resources.loader, self._post)
+            self._transfer = WeightsTransfer(self._opened, lease, to, self._resources.loader, self._post)
 
     def _start_mapping(self) -> None:
         """Have bytes mapped that are there, in other hands, unless the load was called off."""
         with self._lock:
             if not self._is_cancelled:
-                self._map_ahead = self._new_map_ahead()
+                self._mapping = self._new_map_ahead()
 
     def _assemble(self) -> Engine:
         """Return the engine. Not under the lock: it takes its time, and touches none of the space."""
@@ -317,9 +325,9 @@ class ModelLoad:
             *(self._spec, self._space, engine), discarded=lambda reason: post(SnapshotDiscarded(reason))
         )
 
-    def _borrow_missing(self) -> PatientLoan:
-        chunks = missing_chunks(self._borrowed.manifest, self._space.gaps)
-        return PatientLoan(self._resources.borrower, self._borrowed, chunks, lambda: self._is_cancelled)
+    def _borrow_missing(self) -> PatientLease:
+        chunks = missing_chunks(self._opened.manifest, self._space.gaps)
+        return PatientLease(self._resources.lease_client, self._opened, chunks, lambda: self._is_cancelled)
 
 
 def start_thread(
@@ -336,14 +344,14 @@ def start_thread(
     resources.loader.threads.start(run)
 
 
-def borrow(borrower: Borrower, order: HostModel, is_given_up: Callable[[], bool]) -> BorrowedModel:
+def borrow(lease_client: LeaseClient, order: HostModel, is_given_up: Callable[[], bool]) -> OpenedModel:
     """Return the model as the keeper has it.
 
     Raises:
-        LenderGone: as `patiently`.
+        KeeperGone: as `await_keeper`.
         ModelError: the model is not the one that was deployed.
     """
-    model = patiently(lambda: borrower.open(order.where, order.weight), is_given_up)
+    model = await_keeper(lambda: lease_client.open(order.where, order.weight), is_given_up)
     if model.manifest.digest != order.digest:
         raise ModelError(
             f"`{order.model}` was changed since it was deployed (manifest {model.manifest.digest}, "

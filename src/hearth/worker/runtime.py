@@ -26,7 +26,7 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.transfer import Loader
 from hearth.system.host_memory import machine_bytes
 from hearth.worker.first_tokens import FirstTokens
@@ -71,7 +71,7 @@ class HostingResources:
     device: torch.device
     config: EngineConfig
     new_pool: Callable[[EvictionTermsOf], Pool]
-    borrower: Borrower
+    lease_client: LeaseClient
     loader: Loader
     turns: TurnRules | None = None  #: by which models that do not fit together take turns; None: they do not
     kernels: ModelKernels | None = None  #: None: the device runs none that have to be compiled

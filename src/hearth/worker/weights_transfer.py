@@ -1,4 +1,4 @@
-"""How a model's bytes come to its memory: a load that is watched, and the news of it. Computes nothing.
+"""How a model's bytes come to its memory: a load that is transfer, and the news of it. Computes nothing.
 
 Nobody is called back: news are posted, and the thread that owns the model takes them when it comes to it.
 """
@@ -22,13 +22,13 @@ from hearth.store.format.manifest import Manifest
 from hearth.store.format.widen_dtype import tell_widening, widen_in_place
 from hearth.store.transfer.destination import LoadPiece
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.lease import Loan
-from hearth.store.transfer.lease_client import BorrowedModel
-from hearth.store.transfer.patient_loan import PatientLoan
+from hearth.store.transfer.lease import Grant
+from hearth.store.transfer.lease_client import OpenedModel
+from hearth.store.transfer.patient_loan import PatientLease
 from hearth.store.transfer.record import LoadRecord
-from hearth.store.transfer.transfer import Load, Loader, LoadGate, chunks_of
+from hearth.store.transfer.transfer import Loader, Transfer, TransferGate, chunks_of
 from hearth.worker.failure import Failure, failure_of
-from hearth.worker.map_ahead import MapAhead
+from hearth.worker.map_ahead import PageMapping
 
 #: Progress is told at most this often, and for at least this share of the model.
 PROGRESS_INTERVAL_S = 0.05
@@ -71,23 +71,23 @@ class Destination:
     """Memory that the bytes which a model lacks go to."""
 
     gaps: Sequence[Gap]
-    map_ahead: MapAhead  #: to be waited for before any of them is written
+    mapping: PageMapping  #: to be waited for before any of them is written
     places: Mapping[str, TensorPlace]  #: of its tensors, laid out so in the end
     layout: Layout
 
 
-class WatchedLoad:
+class WeightsTransfer:
     """A load under way or done. Called by the thread that owns the model; `post` is called by others."""
 
     def __init__(
         self,
-        model: BorrowedModel,
-        loan: Loan | PatientLoan,
+        model: OpenedModel,
+        lease: Grant | PatientLease,
         to: Destination,
         loader: Loader,
         post: Callable[[LoadNews], None],
     ) -> None:
-        """Start to load. `loan` has the model's `missing_chunks`."""
+        """Start to load. `lease` has the model's `missing_chunks`."""
         manifest = model.manifest
         self._manifest, self._to = manifest, to
         self._is_widened = is_widened = to.layout != manifest.layout
@@ -106,18 +106,18 @@ class WatchedLoad:
             try:
                 if isinstance(outcome, StoreError):
                     raise outcome
-                to.map_ahead.wait()
+                to.mapping.wait()
                 widen_s = _widen(manifest, to, is_cancelled) if is_widened else None
             except Exception as error:  # the thread's top: whoever owns the model is told
                 post(ModelBroken(failure_of(error)))
                 return
             post(WeightsLoaded(outcome, widen_s))
 
-        self._load: Load = loader.load(
-            model.opened.name,
+        self._load: Transfer = loader.load(
+            model.name,
             manifest,
             pieces,
-            lambda chunks: _Watched(loan, watch, to.map_ahead, tell),
+            lambda chunks: _Watched(lease, watch, to.mapping, tell),
             on_end=end,
             is_idle=True,  # whoever makes the places ready waits until the device is done with them
         )
@@ -126,7 +126,7 @@ class WatchedLoad:
         """Return what the device has to wait for; None if nothing runs before all is there."""
         if self._is_widened:
             return None
-        return _MappedGate(LoadGate(self._load, self._manifest), self._to.map_ahead, self._manifest)
+        return _MappedGate(TransferGate(self._load, self._manifest), self._to.mapping, self._manifest)
 
     def cancel(self) -> None:
         """Call the load off, if it is not over, and wait until nobody touches the memory any more."""
@@ -156,22 +156,22 @@ def _widen(manifest: Manifest, to: Destination, is_cancelled: threading.Event) -
 class _MappedGate:
     """A `WeightGate` that also waits for bytes that need not come, but have to be mapped."""
 
-    def __init__(self, load: LoadGate, map_ahead: MapAhead, manifest: Manifest) -> None:
-        self._load, self._map_ahead, self._manifest = load, map_ahead, manifest
+    def __init__(self, load: TransferGate, mapping: PageMapping, manifest: Manifest) -> None:
+        self._load, self._mapping, self._manifest = load, mapping, manifest
 
     def is_open(self) -> bool:
-        return self._map_ahead.is_done and self._load.is_open()
+        return self._mapping.is_done and self._load.is_open()
 
     def embed(self) -> None:
-        self._map_ahead.wait_for(ByteRange(0, self._manifest.layers[0].begin))
+        self._mapping.wait_for(ByteRange(0, self._manifest.layers[0].begin))
         self._load.embed()
 
     def layer(self, layer: int) -> None:
-        self._map_ahead.wait_for(self._manifest.layers[layer])
+        self._mapping.wait_for(self._manifest.layers[layer])
         self._load.layer(layer)
 
     def head(self) -> None:
-        self._map_ahead.wait()
+        self._mapping.wait()
         self._load.head()
 
 
@@ -193,22 +193,22 @@ class _Watch:
 
 
 class _Watched:
-    """A `ChunkStream` whose chunks have places that can be written, and which tells how far it has come."""
+    """A `ChunkSource` whose chunks have places that can be written, and which tells how far it has come."""
 
     def __init__(
         self,
-        stream: Loan | PatientLoan,
+        stream: Grant | PatientLease,
         watch: _Watch,
-        map_ahead: MapAhead,
+        mapping: PageMapping,
         tell: Callable[[Progressed | AlmostLoaded], None],
     ) -> None:
-        self._stream, self._watch, self._map_ahead, self._tell = stream, watch, map_ahead, tell
+        self._stream, self._watch, self._mapping, self._tell = stream, watch, mapping, tell
         self._told_bytes = 0
         self._began_s = self._told_s = time.monotonic()
 
     @property
     def release_batch(self) -> int:
-        """See `ChunkStream`."""
+        """See `ChunkSource`."""
         return self._stream.release_batch
 
     def batches(self, most: int) -> Generator[list[HostChunk]]:
@@ -233,10 +233,10 @@ class _Watched:
     def _mapped(self, chunks: Sequence[HostChunk]) -> list[HostChunk]:
         """Return the first of these chunks, once its place can be written, and those behind it whose can.
 
-        Raises as `MapAhead.wait_for`.
+        Raises as `PageMapping.wait_for`.
         """
-        chunk_range, is_ready = self._watch.manifest.chunk_range, self._map_ahead.is_ready
-        self._map_ahead.wait_for(chunk_range(chunks[0].index))
+        chunk_range, is_ready = self._watch.manifest.chunk_range, self._mapping.is_ready
+        self._mapping.wait_for(chunk_range(chunks[0].index))
         return list(takewhile(lambda chunk: is_ready(chunk_range(chunk.index)), chunks))
 
     def release(self, *chunks: HostChunk) -> None:

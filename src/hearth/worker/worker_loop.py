@@ -52,8 +52,8 @@ from hearth.worker.model_load import (
     EngineReady,
     FirstStepsUncaptured,
     FrontLoaded,
-    HostClimbed,
     HostingNews,
+    HostPrefetched,
     ModelFound,
     SnapshotDiscarded,
 )
@@ -108,7 +108,7 @@ class WorkerLoop:
         self._adapters = self._models.adapters
         self._reports = Reports(
             *(self._models.reclaimer, self._hosted, self._turns, self._adapters),
-            is_unstaged=lambda: resources.borrower.is_unstaged,
+            is_unstaged=lambda: resources.lease_client.is_unstaged,
             torch_limit=resources.torch_limit,
             lacks_kept_graphs=resources.snapshots is not None and resources.snapshots.lacks_graphs,
         )
@@ -294,8 +294,8 @@ class WorkerLoop:
                     self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason, lacks))
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
                 self._runs.begin_waiting(hosted)
-            case HostClimbed():
-                hosted.climbed(news)
+            case HostPrefetched():
+                hosted.prefetched(news)
             case FrontLoaded():
                 self._try(model, lambda: self._models.front_loaded(hosted, news))
                 self._runs.begin_waiting(hosted)

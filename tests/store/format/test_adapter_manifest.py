@@ -20,8 +20,8 @@ from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.store.format.peft import open_peft
 from hearth.store.format.verify import BadChunk, verify
 from hearth.store.transfer.destination import LoadPiece
-from hearth.store.transfer.lease_client import Borrower
-from hearth.store.transfer.lease_server import Lender
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.lease_server import LeaseServer
 from hearth.store.transfer.transfer import Loader
 from tests.models.zoo import build
 from tests.store.format.peft_files import write_peft
@@ -158,14 +158,14 @@ def test_an_adapter_is_borrowed_as_a_model_is(adapter: Path, tmp_path: Path) -> 
     with (
         tempfile.TemporaryDirectory(prefix="hearth-") as folder,  # a socket's name must be short
         tiers_at(tmp_path) as tiers,
-        closing(Lender(tiers, Path(folder) / "host.sock")),
-        closing(Borrower(Path(folder) / "host.sock", is_pinned=False)) as borrower,
+        closing(LeaseServer(tiers, Path(folder) / "host.sock")),
+        closing(LeaseClient(Path(folder) / "host.sock", is_pinned=False)) as lease_client,
     ):
-        borrowed = borrower.open_adapter(adapter)
-        data = _loaded(borrowed.manifest, lambda chunks: borrower.fetch(borrowed, chunks))
-        assert data == (adapter / WEIGHTS).read_bytes()[: borrowed.manifest.layout.num_bytes]
-        assert borrower.open_adapter(adapter).is_in_host
+        opened = lease_client.open_adapter(adapter)
+        data = _loaded(opened.manifest, lambda chunks: lease_client.fetch(opened, chunks))
+        assert data == (adapter / WEIGHTS).read_bytes()[: opened.manifest.layout.num_bytes]
+        assert lease_client.open_adapter(adapter).is_in_host
         with pytest.raises(BadCheckpoint, match=r"is an adapter and no model; .*--base NAME"):
-            borrower.open(adapter)
+            lease_client.open(adapter)
         with pytest.raises(BadCheckpoint, match="is a model and no adapter"):
-            borrower.open_adapter(converted("llama-gqa"))
+            lease_client.open_adapter(converted("llama-gqa"))

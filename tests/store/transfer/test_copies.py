@@ -17,7 +17,7 @@ from hearth.store.transfer.destination import LoadPiece, PieceCopies
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.record import LoadRecord, Tally
 from hearth.store.transfer.short_load import LastCopies, load_here
-from hearth.store.transfer.transfer import Load
+from hearth.store.transfer.transfer import Transfer
 from hearth.system.cuda.batches import BatchedCopies, ByteCopy, batches_of
 from hearth.system.standing_threads import StandingThreads
 from tests.fake_cuda import FakeCuda, fake_cuda
@@ -64,7 +64,7 @@ class Stream:
 
 
 class Shelf:
-    """A `ChunkStream` that has lent so many chunks at a time, as a keeper with a window does."""
+    """A `ChunkSource` that has lent so many chunks at a time, as a keeper with a window does."""
 
     def __init__(self, window: int = 32, release_batch: int = 8, num_chunks: int = NUM_CHUNKS) -> None:
         self.release_batch = release_batch
@@ -107,9 +107,9 @@ class Setting:
         self.target = [torch.zeros(part.end - part.begin, dtype=torch.uint8) for part in PIECES]
         self._kind = kind
 
-    def begin(self, shelf: Shelf, on_end: Callable[[object], None] | None = None) -> Load:
+    def begin(self, shelf: Shelf, on_end: Callable[[object], None] | None = None) -> Transfer:
         threads = StandingThreads("test", idle_s=1.0)
-        return Load("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end, threads)
+        return Transfer("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end, threads)
 
     def load_here(
         self,

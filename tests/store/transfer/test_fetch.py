@@ -97,12 +97,12 @@ class TestPassingOn:
     def test_a_load_that_passes_on_goes_through_the_first_cells_and_leaves_nothing(self) -> None:
         model, cells = model_of("long", LONG), set[int]()
         with fetching(Quick(LONG), num_cells=64, num_readers=4) as fetcher:
-            fetch = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            fetch = fetcher.fetch(model, all_chunks(model), pass_through=True)
             for chunk in fetch:
                 assert bytes(chunk.data) == LONG[chunk.index]
                 cells.add(chunk.cell)
                 fetch.release(chunk)
-            assert (fetch.passed_on, fetcher.book.num_resident) == (list(range(len(LONG))), 0)
+            assert (fetch.passed_through, fetcher.book.num_resident) == (list(range(len(LONG))), 0)
         assert max(cells) < NUM_FIRST_CELLS < len(LONG)
         assert_settled(fetcher)
 
@@ -110,16 +110,16 @@ class TestPassingOn:
     def test_what_took_long_to_read_or_came_from_afar_stays(self, shelf: Shelf) -> None:
         model = model_of("long", LONG)
         with fetching(shelf, num_cells=64) as fetcher:
-            fetch = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            fetch = fetcher.fetch(model, all_chunks(model), pass_through=True)
             assert consume(fetch) == b"".join(LONG)
             until(lambda: fetcher.book.num_resident == len(LONG) and not fetcher.book.num_leased)
-            assert not fetch.passed_on
+            assert not fetch.passed_through
 
     def test_what_was_there_or_is_in_use_stays(self) -> None:
         model = model_of("a", A)
         with fetching(Quick(A), num_cells=64) as fetcher:
             consume(fetcher.fetch(model, [0]))
-            passing = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            passing = fetcher.fetch(model, all_chunks(model), pass_through=True)
             taken = list(passing)
             other = fetcher.fetch(model, [1])
             held = list(other)
@@ -492,12 +492,12 @@ class FetchMachine(RuleBasedStateMachine):
         self.loads: list[_Consumer] = []
         self.ask: Ask | None = None  #: what the reader waits with
 
-    @rule(name=st.sampled_from(sorted(SHARED)), passes_on=st.booleans(), is_ahead=st.booleans())
-    def load(self, name: str, passes_on: bool, is_ahead: bool) -> None:
+    @rule(name=st.sampled_from(sorted(SHARED)), pass_through=st.booleans(), is_ahead=st.booleans())
+    def load(self, name: str, pass_through: bool, is_ahead: bool) -> None:
         if len(self.loads) < 4:
             model = model_of(name, SHARED[name])
             chunks = all_chunks(model)
-            fetch = self.fetcher.fetch(model, chunks, passes_on=passes_on, is_ahead=is_ahead)
+            fetch = self.fetcher.fetch(model, chunks, pass_through=pass_through, is_ahead=is_ahead)
             self.loads.append(_Consumer(fetch, SHARED[name]))
 
     @rule(is_whole=st.booleans())

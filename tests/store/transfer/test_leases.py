@@ -28,7 +28,7 @@ from hearth.core.errors import (
     BadCheckpoint,
     ChunkCorrupt,
     ChunkMissing,
-    LenderGone,
+    KeeperGone,
     LoadCancelled,
     StoreError,
 )
@@ -41,22 +41,22 @@ from hearth.store.tiers.segment import Segment
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer import lease_server as lender_module
 from hearth.store.transfer.fetch import WINDOW, Fetch, HostChunk
-from hearth.store.transfer.lease import Loan
-from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease import Grant
+from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.lease_messages import (
-    CancelLoad,
-    ChunkLent,
-    LenderHello,
-    LoadBegan,
+    CancelLease,
+    ChunkLeased,
+    LeaseGranted,
     Message,
     Refused,
     ReleaseChunks,
+    ServerHello,
     encode,
     received,
     send,
 )
-from hearth.store.transfer.lease_server import Lender
-from hearth.store.transfer.lender_line import LenderLine
+from hearth.store.transfer.lease_server import LeaseServer
+from hearth.store.transfer.lender_line import LeaseConnection
 from hearth.store.transfer.transfer import Loader, whole
 from hearth.system.standing_threads import Errand
 from tests.models.zoo import build
@@ -81,11 +81,11 @@ def path() -> Iterator[Path]:
 
 
 @contextmanager
-def lending(root: Path, path: Path, *, keeps_chunks: bool = True) -> Iterator[tuple[Tiers, Lender]]:
+def lending(root: Path, path: Path, *, keeps_chunks: bool = True) -> Iterator[tuple[Tiers, LeaseServer]]:
     config = StoreConfig(path=str(root), host_bytes=NUM_CELLS * CELL_BYTES)
     tiers = Tiers(config, CELL_BYTES, is_pinned=keeps_chunks, keeps_chunks=keeps_chunks)
     try:
-        with closing(Lender(tiers, path)) as lender:
+        with closing(LeaseServer(tiers, path)) as lender:
             yield tiers, lender
     finally:
         tiers.close()
@@ -105,33 +105,33 @@ def stays_leased(tiers: Tiers) -> bool:
     return eventually(lambda: book.num_leased == 1) and not eventually(lambda: book.num_leased != 1, 0.3)
 
 
-def load(borrower: Borrower, where: Path) -> tuple[Manifest, torch.Tensor]:
-    borrowed = borrower.open(where)
-    base = torch.zeros(borrowed.manifest.num_bytes, dtype=torch.uint8)
+def load(lease_client: LeaseClient, where: Path) -> tuple[Manifest, torch.Tensor]:
+    opened = lease_client.open(where)
+    base = torch.zeros(opened.manifest.num_bytes, dtype=torch.uint8)
     loader = Loader(torch.device("cpu"))
     loader.load(
-        "borrowed",
-        borrowed.manifest,
-        whole(borrowed.manifest, base),
-        lambda chunks: borrower.fetch(borrowed, chunks),
+        "opened",
+        opened.manifest,
+        whole(opened.manifest, base),
+        lambda chunks: lease_client.fetch(opened, chunks),
     ).wait()
-    return borrowed.manifest, base
+    return opened.manifest, base
 
 
 def test_a_borrower_loads_what_the_lender_reads(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, _):
-        borrower = Borrower(path)
+        lease_client = LeaseClient(path)
 
-        _, base = load(borrower, model)
+        _, base = load(lease_client, model)
 
-        borrower.close()
+        lease_client.close()
         assert base.numpy().tobytes() == (model / WEIGHTS).read_bytes()
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 
 def test_two_borrowers_cost_one_read(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, _):
-        first, second = Borrower(path), Borrower(path)
+        first, second = LeaseClient(path), LeaseClient(path)
 
         manifest, _ = load(first, model)
         load(second, model)
@@ -162,8 +162,8 @@ def test_what_is_borrowed_for_a_cpu_is_not_pinned_for_the_gpu_beside_it(
 ) -> None:
     with lending(tmp_path, path):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        with closing(Borrower(path, is_pinned=False)) as borrower:
-            assert borrower.segment._pinning is None
+        with closing(LeaseClient(path, is_pinned=False)) as lease_client:
+            assert lease_client.segment._pinning is None
 
 
 def test_a_loan_has_its_cells_pinned_and_until_it_ends_no_others(
@@ -173,15 +173,15 @@ def test_a_loan_has_its_cells_pinned_and_until_it_ends_no_others(
     config = StoreConfig(path=str(tmp_path), host_bytes=NUM_CELLS * CELL_BYTES)
     with (
         closing(Tiers(config, CELL_BYTES, is_pinned=False)) as tiers,
-        closing(Lender(tiers, path)),
-        closing(Borrower(path, is_device_up=False)) as borrower,
+        closing(LeaseServer(tiers, path)),
+        closing(LeaseClient(path, is_device_up=False)) as lease_client,
     ):
-        segment, borrowed = borrower.segment, borrower.open(model)
-        loan = borrower.fetch(borrowed, range(10))
-        borrower.device_is_up()
-        lent = list(loan)
+        segment, opened = lease_client.segment, lease_client.open(model)
+        lease = lease_client.fetch(opened, range(10))
+        lease_client.device_is_up()
+        lent = list(lease)
         assert set(places(driver, segment, 16 * CELL_BYTES)) == {chunk.cell // 16 for chunk in lent}
-        loan.release(*lent)
+        lease.release(*lent)
         segment.wait_pinned()
         assert segment.pinned_bytes == segment.num_bytes > sum(len(chunk.data) for chunk in lent)
     assert driver.registered == {}
@@ -194,11 +194,11 @@ def test_pages_that_are_given_back_are_not_lent_to_be_pinned(model: Path, tmp_pa
         with pytest.raises(
             StoreError, match=r"cannot be pinned for a CUDA device; start its keeper for `cuda`"
         ):
-            Borrower(path, is_pinned=True)
+            LeaseClient(path, is_pinned=True)
         assert eventually(lambda: len(os.listdir("/proc/self/fd")) == num_open)
 
-        with closing(Borrower(path, is_pinned=False)) as borrower:
-            assert borrower.open(model).manifest == read_manifest(model)
+        with closing(LeaseClient(path, is_pinned=False)) as lease_client:
+            assert lease_client.open(model).manifest == read_manifest(model)
 
 
 def test_chunks_of_a_killed_borrower_are_taken_back(model: Path, tmp_path: Path, path: Path) -> None:
@@ -222,19 +222,19 @@ def test_chunks_of_a_killed_borrower_are_taken_back(model: Path, tmp_path: Path,
 BORROWS = """
 import sys, time
 from pathlib import Path
-from hearth.store.transfer.lease_client import Borrower
+from hearth.store.transfer.lease_client import LeaseClient
 path, model, how = sys.argv[1:]
-borrower = Borrower(Path(path))
-borrowed = borrower.open(model)
-loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
+lease_client = LeaseClient(Path(path))
+opened = lease_client.open(model)
+lease = lease_client.fetch(opened, range(len(opened.manifest.chunks)))
 total = 0
-for number, chunk in enumerate(loan):
+for number, chunk in enumerate(lease):
     total += sum(chunk.data)
     if how == "some" and number == 2:
         print("holding", flush=True)
         time.sleep(600)
     if how == "all":
-        loan.release(chunk)
+        lease.release(chunk)
 print(total)
 """
 
@@ -244,79 +244,79 @@ def test_a_borrower_is_told_what_the_lender_met(model: Path, tmp_path: Path, pat
     convert(build("llama-gqa").directory, broken, chunk_bytes=CELL_BYTES)
     os.truncate(broken / WEIGHTS, 2 * CELL_BYTES)
     with lending(tmp_path / "root", path):
-        borrower = Borrower(path)
+        lease_client = LeaseClient(path)
 
         with pytest.raises(ChunkMissing, match=r"chunk \d+ of `broken`"):
-            load(borrower, broken)
+            load(lease_client, broken)
 
-        borrower.close()
+        lease_client.close()
 
 
 def test_a_borrower_cannot_open_what_is_no_model(tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path):
-        borrower = Borrower(path)
+        lease_client = LeaseClient(path)
 
         with pytest.raises(BadCheckpoint, match=r"no manifest.json"):
-            borrower.open(tmp_path)
+            lease_client.open(tmp_path)
 
-        borrower.close()
+        lease_client.close()
 
 
 def first_of(
-    borrower: Borrower, model: Path, gated: GatedTiers
-) -> tuple[Loan, Iterator[HostChunk], HostChunk]:
-    """A loan whose first chunk was let through and taken."""
-    borrowed = borrower.open(model)
-    loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
-    chunks = iter(loan)
+    lease_client: LeaseClient, model: Path, gated: GatedTiers
+) -> tuple[Grant, Iterator[HostChunk], HostChunk]:
+    """A lease whose first chunk was let through and taken."""
+    opened = lease_client.open(model)
+    lease = lease_client.fetch(opened, range(len(opened.manifest.chunks)))
+    chunks = iter(lease)
     gated.gate.next().allow()
-    return loan, chunks, next(chunks)
+    return lease, chunks, next(chunks)
 
 
 def test_what_a_failed_load_was_given_stays_lent_until_it_is_released(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
-    with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)) as lender:
-        borrower = Borrower(path)
-        loan, chunks, held = first_of(borrower, model, gated)
+    with gated_tiers(tmp_path) as gated, closing(LeaseServer(gated.tiers, path)) as lender:
+        lease_client = LeaseClient(path)
+        lease, chunks, held = first_of(lease_client, model, gated)
 
         gated.gate.next().refuse(ChunkMissing("the second is gone"))
 
         with pytest.raises(ChunkMissing, match="the second is gone"):
             next(chunks)
         assert stays_leased(gated.tiers)
-        loan.release(held)
+        lease.release(held)
         assert eventually(lambda: gated.tiers.fetcher.book.num_leased == 0 and lender.num_sessions == 0)
-        borrower.close()
+        lease_client.close()
 
 
 def test_what_a_load_was_given_before_it_was_called_off_stays_lent_until_it_is_released(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
-    with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)) as lender:
-        borrower = Borrower(path)
-        loan, chunks, held = first_of(borrower, model, gated)
+    with gated_tiers(tmp_path) as gated, closing(LeaseServer(gated.tiers, path)) as lender:
+        lease_client = LeaseClient(path)
+        lease, chunks, held = first_of(lease_client, model, gated)
 
-        loan.cancel()
+        lease.cancel()
 
         with pytest.raises(LoadCancelled):
             next(chunks)
         assert stays_leased(gated.tiers)
-        loan.release(held)
+        lease.release(held)
         assert eventually(lambda: gated.tiers.fetcher.book.num_leased == 0 and lender.num_sessions == 0)
-        borrower.close()
+        lease_client.close()
 
 
 def test_a_load_that_is_called_off_is_read_no_further(model: Path, tmp_path: Path, path: Path) -> None:
-    with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)):
-        borrower = Borrower(path)
-        borrowed = borrower.open(model)
-        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
+    with gated_tiers(tmp_path) as gated, closing(LeaseServer(gated.tiers, path)):
+        lease_client = LeaseClient(path)
+        opened = lease_client.open(model)
+        lease = lease_client.fetch(opened, range(len(opened.manifest.chunks)))
         gated.gate.next().allow()
-        held = next(iter(loan))
+        held = next(iter(lease))
         second = gated.gate.next()  # it is being read
 
-        loan.cancel()
+        lease.cancel()
 
         book = gated.tiers.fetcher.book
         assert eventually(lambda: not second.is_wanted())
@@ -324,8 +324,8 @@ def test_a_load_that_is_called_off_is_read_no_further(model: Path, tmp_path: Pat
         gated.gate.open()
         assert eventually(lambda: book.num_filling == 0)
         assert gated.tiers.fetcher.counters.num_fills == 2
-        loan.release(held)
-        borrower.close()
+        lease.release(held)
+        lease_client.close()
 
 
 def test_calling_off_wakes_who_waits_and_ends_a_loan_that_gave_nothing(
@@ -333,37 +333,39 @@ def test_calling_off_wakes_who_waits_and_ends_a_loan_that_gave_nothing(
 ) -> None:
     with (
         gated_tiers(tmp_path) as gated,
-        closing(Lender(gated.tiers, path)) as lender,
+        closing(LeaseServer(gated.tiers, path)) as lender,
         ThreadPoolExecutor(1) as pool,
     ):
-        borrower = Borrower(path)
-        loan = borrower.fetch(borrower.open(model), [0, 1])
-        waiting = pool.submit(list, loan)
+        lease_client = LeaseClient(path)
+        lease = lease_client.fetch(lease_client.open(model), [0, 1])
+        waiting = pool.submit(list, lease)
         gated.gate.next()
 
-        loan.cancel()
+        lease.cancel()
 
         assert isinstance(waiting.exception(timeout=PATIENCE_S), LoadCancelled)
         assert eventually(lambda: lender.num_sessions == 0)
-        borrower.close()
+        lease_client.close()
 
 
 def test_calling_off_needs_no_answer_and_hangs_up_after_the_last_release() -> None:
     ours, theirs = socket.socketpair()
     with closing(Segment.create(1, CELL_BYTES)) as segment, theirs, ThreadPoolExecutor(1) as pool:
-        line = LenderLine(ours, segment)
-        loan = Loan(line, "m", 2, lambda line: pytest.fail("it was called off"), LoadBegan(is_in_host=True))
-        chunks = iter(loan)
-        send(theirs, ChunkLent(0, 0, CELL_BYTES, None, is_shared=False))
+        line = LeaseConnection(ours, segment)
+        lease = Grant(
+            line, "m", 2, lambda line: pytest.fail("it was called off"), LeaseGranted(is_in_host=True)
+        )
+        chunks = iter(lease)
+        send(theirs, ChunkLeased(0, 0, CELL_BYTES, None, is_shared=False))
         held = next(chunks)
         waiting = pool.submit(next, chunks)
 
-        loan.cancel()
+        lease.cancel()
 
         assert isinstance(waiting.exception(timeout=PATIENCE_S), LoadCancelled)
         heard = received(theirs)
-        assert next(heard) == CancelLoad()
-        loan.release(held)
+        assert next(heard) == CancelLease()
+        lease.release(held)
         assert list(heard) == [ReleaseChunks((0,))]
 
 
@@ -375,10 +377,12 @@ def test_chunks_that_have_come_are_taken_together_as_far_as_they_are_pinned(
         pinned: list[int] = []
         monkeypatch.setattr(segment, "can_copy", lambda cell: cell != 1)
         monkeypatch.setattr(segment, "pin", pinned.append)
-        loan = Loan(LenderLine(ours, segment), "m", 7, lambda line: None, LoadBegan(is_in_host=True))
-        lent = [ChunkLent(at, at, CELL_BYTES, None, is_shared=False) for at in range(6)]
+        lease = Grant(
+            LeaseConnection(ours, segment), "m", 7, lambda line: None, LeaseGranted(is_in_host=True)
+        )
+        lent = [ChunkLeased(at, at, CELL_BYTES, None, is_shared=False) for at in range(6)]
         send(theirs, *lent, Refused("ChunkMissing", "the last one is gone"))
-        batches = loan.batches(3)
+        batches = lease.batches(3)
 
         taken = [next(batches) for _ in range(3)]
 
@@ -387,7 +391,7 @@ def test_chunks_that_have_come_are_taken_together_as_far_as_they_are_pinned(
         with pytest.raises(ChunkMissing, match="the last one is gone"):
             next(batches)
         for batch in taken:
-            loan.release(*batch)
+            lease.release(*batch)
         assert list(received(theirs)) == [
             ReleaseChunks((0,)),
             ReleaseChunks((1, 2, 3)),
@@ -399,39 +403,39 @@ def test_a_borrower_that_gives_back_what_it_does_not_have_is_dropped_and_leaves_
     model: Path, tmp_path: Path, path: Path
 ) -> None:
     with lending(tmp_path, path) as (tiers, lender):
-        borrower = Borrower(path)
-        borrowed = borrower.open(model)
-        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
-        next(iter(loan))
+        lease_client = LeaseClient(path)
+        opened = lease_client.open(model)
+        lease = lease_client.fetch(opened, range(len(opened.manifest.chunks)))
+        next(iter(lease))
 
-        loan._line.send(ReleaseChunks((0, 0)))
+        lease._line.send(ReleaseChunks((0, 0)))
 
         assert eventually(lambda: lender.num_sessions == 0 and tiers.fetcher.book.num_leased == 0)
-        loan._line.close()
-        borrower.close()
+        lease._line.close()
+        lease_client.close()
 
 
 def test_a_loan_that_was_called_off_before_it_began_says_so(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path):
-        borrower = Borrower(path)
-        loan = borrower.fetch(borrower.open(model), [0, 1])
+        lease_client = LeaseClient(path)
+        lease = lease_client.fetch(lease_client.open(model), [0, 1])
 
-        loan.cancel()
+        lease.cancel()
 
         with pytest.raises(LoadCancelled):
-            list(loan)
-        borrower.close()
+            list(lease)
+        lease_client.close()
 
 
 def test_a_loan_of_nothing_is_over_at_once(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (_, lender):
-        borrower = Borrower(path)
+        lease_client = LeaseClient(path)
 
-        loan = borrower.fetch(borrower.open(model), [])
+        lease = lease_client.fetch(lease_client.open(model), [])
 
-        assert loan.is_finished
-        assert list(loan) == []
-        borrower.close()
+        assert lease.is_finished
+        assert list(lease) == []
+        lease_client.close()
         assert eventually(lambda: lender.num_sessions == 0)
 
 
@@ -440,46 +444,46 @@ def test_chunks_that_are_there_twice_or_not_at_all_are_refused(
     model: Path, tmp_path: Path, path: Path, chunks: list[int]
 ) -> None:
     with lending(tmp_path, path):
-        borrower = Borrower(path)
-        opened = borrower.open(model)
+        lease_client = LeaseClient(path)
+        opened = lease_client.open(model)
 
         with pytest.raises(StoreError, match="must be distinct, and below"):
-            borrower.fetch(opened, chunks)
+            lease_client.fetch(opened, chunks)
 
-        borrower.close()
+        lease_client.close()
 
 
 def test_a_borrower_learns_that_another_load_was_reading_its_chunk(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
-    with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)):
-        borrower = Borrower(path)
-        borrowed = borrower.open(model)
+    with gated_tiers(tmp_path) as gated, closing(LeaseServer(gated.tiers, path)):
+        lease_client = LeaseClient(path)
+        opened = lease_client.open(model)
         other = gated.tiers.fetch(gated.tiers.open(model), [0])
         gated.gate.next()
 
-        loan = borrower.fetch(borrowed, [0, 1])
+        lease = lease_client.fetch(opened, [0, 1])
 
         assert eventually(lambda: gated.tiers.fetcher.book.num_filling == 2)
         gated.gate.open()
-        lent, read = list(loan), list(other)
-        loan.release(*lent)
+        lent, read = list(lease), list(other)
+        lease.release(*lent)
         other.release(*read)
         assert [chunk.is_shared for chunk in lent + read] == [True, False, False]
-        borrower.close()
+        lease_client.close()
 
 
 def test_a_model_is_brought_to_host_memory_and_nothing_of_it_is_lent(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
-    with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
-        borrowed = borrower.open(model)
-        assert not borrowed.is_in_host
+    with lending(tmp_path, path) as (tiers, lender), closing(LeaseClient(path)) as lease_client:
+        opened = lease_client.open(model)
+        assert not opened.is_in_host
 
-        assert borrower.prefetch(borrowed).wait()
-        assert borrower.prefetch(borrowed).wait(), "nothing is to come any more"
+        assert lease_client.prefetch(opened).wait()
+        assert lease_client.prefetch(opened).wait(), "nothing is to come any more"
 
-        assert borrower.open(model).is_in_host
+        assert lease_client.open(model).is_in_host
         assert eventually(lambda: lender.num_sessions == 1), "the line of questions stands"
         book = tiers.fetcher.book
         assert (book.num_leased, book.num_resident) == (0, tiers.fetcher.counters.num_fills)
@@ -493,21 +497,21 @@ def test_nothing_is_read_for_a_model_that_would_not_stay_in_host_memory(
     cell_bytes = config.host_bytes // num_cells
     with (
         closing(Tiers(config, cell_bytes, is_pinned=False, keeps_chunks=keeps_chunks)) as tiers,
-        closing(Lender(tiers, path)),
-        closing(Borrower(path, is_pinned=False)) as borrower,
+        closing(LeaseServer(tiers, path)),
+        closing(LeaseClient(path, is_pinned=False)) as lease_client,
     ):
-        assert not borrower.prefetch(borrower.open(model)).wait()
+        assert not lease_client.prefetch(lease_client.open(model)).wait()
         assert tiers.fetcher.counters.num_fills == 0
 
 
 def test_a_prefetch_that_is_called_off_is_read_no_further(model: Path, tmp_path: Path, path: Path) -> None:
     with (
         gated_tiers(tmp_path) as gated,
-        closing(Lender(gated.tiers, path)) as lender,
-        closing(Borrower(path)) as borrower,
+        closing(LeaseServer(gated.tiers, path)) as lender,
+        closing(LeaseClient(path)) as lease_client,
         ThreadPoolExecutor(1) as pool,
     ):
-        prefetch = borrower.prefetch(borrower.open(model))
+        prefetch = lease_client.prefetch(lease_client.open(model))
         waiting = pool.submit(prefetch.wait)
         reading = gated.gate.next()
 
@@ -526,14 +530,14 @@ def test_who_waits_for_a_prefetch_is_told_what_the_lender_met(
 ) -> None:
     with (
         gated_tiers(tmp_path) as gated,
-        closing(Lender(gated.tiers, path)) as lender,
-        closing(Borrower(path)) as borrower,
+        closing(LeaseServer(gated.tiers, path)) as lender,
+        closing(LeaseClient(path)) as lease_client,
     ):
-        borrowed = borrower.open(model)
-        unknown = replace(borrowed, opened=replace(borrowed.opened, directory="/nowhere"))
+        opened = lease_client.open(model)
+        unknown = replace(opened, directory="/nowhere")
         with pytest.raises(StoreError, match="open it again"):
-            borrower.prefetch(unknown).wait()
-        prefetch = borrower.prefetch(borrowed)
+            lease_client.prefetch(unknown).wait()
+        prefetch = lease_client.prefetch(opened)
         gated.gate.next()  # held back
         lender.close()
         with pytest.raises(StoreError, match=r"gone|called off"):
@@ -542,23 +546,23 @@ def test_who_waits_for_a_prefetch_is_told_what_the_lender_met(
 
 def test_the_lender_learns_how_fast_its_disk_is(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, _):
-        borrower = Borrower(path)
+        lease_client = LeaseClient(path)
 
-        load(borrower, model)
+        load(lease_client, model)
 
-        borrower.close()
+        lease_client.close()
         assert eventually(lambda: tiers.prices.bytes_per_s(Rung.DISK) != PRIOR_BYTES_PER_S[Rung.DISK])
         assert tiers.prices.bytes_per_s(Rung.HOST) == PRIOR_BYTES_PER_S[Rung.HOST]
 
 
 def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path):
-        borrower = Borrower(path)
+        lease_client = LeaseClient(path)
 
         with pytest.raises(StoreError, match="cannot be opened"):
-            borrower.open("a\0b")
+            lease_client.open("a\0b")
 
-        borrower.close()
+        lease_client.close()
 
 
 def test_a_model_that_is_replaced_while_it_is_opened_is_not_borrowed(
@@ -567,12 +571,12 @@ def test_a_model_that_is_replaced_while_it_is_opened_is_not_borrowed(
     other = replace(read_manifest(model), files=())
     monkeypatch.setattr("hearth.store.transfer.lease_client.read_description", lambda _: other)
     with lending(tmp_path, path):
-        borrower = Borrower(path)
+        lease_client = LeaseClient(path)
 
         with pytest.raises(StoreError, match="was replaced while it was opened"):
-            borrower.open(model)
+            lease_client.open(model)
 
-        borrower.close()
+        lease_client.close()
 
 
 def test_a_lender_that_is_closed_has_taken_everything_back(
@@ -586,16 +590,16 @@ def test_a_lender_that_is_closed_has_taken_everything_back(
 
     monkeypatch.setattr(Fetch, "cancel", cancel_slowly)
     with lending(tmp_path, path) as (tiers, lender):
-        borrower = Borrower(path)
-        loan = borrower.fetch(borrower.open(model), [0, 1])
-        held = list(loan)
+        lease_client = LeaseClient(path)
+        lease = lease_client.fetch(lease_client.open(model), [0, 1])
+        held = list(lease)
 
         lender.close()
 
         assert (tiers.fetcher.book.num_leased, lender.num_sessions) == (0, 0)
         assert not path.exists()
-        loan.release(*held)
-        borrower.close()
+        lease.release(*held)
+        lease_client.close()
 
 
 def test_a_lender_leaves_a_file_that_is_no_socket_alone(tmp_path: Path, path: Path) -> None:
@@ -608,15 +612,15 @@ def test_a_lender_leaves_a_file_that_is_no_socket_alone(tmp_path: Path, path: Pa
 def test_a_lender_does_not_take_the_place_of_another(tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, _):
         with pytest.raises(StoreError, match="another process lends"):
-            Lender(tiers, path)
-        Borrower(path).close()
+            LeaseServer(tiers, path)
+        LeaseClient(path).close()
 
 
 def test_a_lender_takes_the_place_of_one_that_is_gone(tmp_path: Path, path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
         gone.bind(str(path))
     with lending(tmp_path, path):
-        Borrower(path).close()
+        LeaseClient(path).close()
 
 
 def test_of_two_lenders_at_once_one_takes_the_place_of_a_third_that_is_gone(
@@ -624,31 +628,31 @@ def test_of_two_lenders_at_once_one_takes_the_place_of_a_third_that_is_gone(
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
         gone.bind(str(path))
-    begun: list[Future[Lender]] = []
+    begun: list[Future[LeaseServer]] = []
     with lending(tmp_path, path.with_name("other.sock")) as (tiers, _), ThreadPoolExecutor(1) as pool:
 
         def rival_begins(place: Path, missing_ok: bool = False) -> None:
             if place == path and not begun:
-                begun.append(pool.submit(Lender, tiers, path))
+                begun.append(pool.submit(LeaseServer, tiers, path))
                 wait(begun, timeout=0.3)  # in which it may do what it can
             unlink(place, missing_ok)
 
         unlink = Path.unlink
         monkeypatch.setattr(Path, "unlink", rival_begins)
-        with closing(Lender(tiers, path)):
+        with closing(LeaseServer(tiers, path)):
             with pytest.raises(StoreError, match="another process lends"):
                 begun[0].result(PATIENCE_S).close()
-            Borrower(path).close()
+            LeaseClient(path).close()
 
 
 def test_a_lender_that_closes_leaves_the_socket_of_its_successor(tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, first):
         path.unlink()
-        successor = Lender(tiers, path)
+        successor = LeaseServer(tiers, path)
 
         first.close()
 
-        Borrower(path).close()
+        LeaseClient(path).close()
         successor.close()
 
 
@@ -673,7 +677,7 @@ def test_a_lender_without_room_for_a_connection_serves_on(
 
     monkeypatch.setattr(socket.socket, "accept", accept_later)
     with lending(tmp_path, path):
-        Borrower(path).close()
+        LeaseClient(path).close()
     assert [record.msg.split()[0] for record in caplog.records] == ["borrower_not_accepted"]
 
 
@@ -681,7 +685,7 @@ def test_a_lender_without_a_thread_for_a_borrower_or_a_load_serves_on(
     model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
-    #: Threads of the lender in the order of their start: of a borrower, of the same again, of what opens a
+    #: Threads of the lender in the order of their start: of a lease_client, of the same again, of what opens a
     #: model and begins a load, and the load's own.
     can_start = iter([False, True, True, False])
 
@@ -692,39 +696,39 @@ def test_a_lender_without_a_thread_for_a_borrower_or_a_load_serves_on(
 
     with lending(tmp_path, path) as (tiers, _):
         monkeypatch.setattr(threading.Thread, "start", start_if_possible)
-        with pytest.raises(LenderGone):
-            Borrower(path)
-        with closing(Borrower(path)) as borrower:
-            borrowed = borrower.open(model)
+        with pytest.raises(KeeperGone):
+            LeaseClient(path)
+        with closing(LeaseClient(path)) as lease_client:
+            opened = lease_client.open(model)
             with pytest.raises(StoreError, match="cannot start a thread for this load"):
-                list(borrower.fetch(borrowed, [0, 1]))
+                list(lease_client.fetch(opened, [0, 1]))
             assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
-            _, base = load(borrower, model)
+            _, base = load(lease_client, model)
         assert base.numpy().tobytes() == (model / WEIGHTS).read_bytes()
 
 
 def test_what_is_in_host_memory_is_lent_at_once_and_by_no_thread_of_its_own(
     model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
-        borrowed = borrower.open(model)
-        for chunk in (loan := borrower.fetch(borrowed, [0, 1])):
-            loan.release(chunk)
+    with lending(tmp_path, path) as (tiers, lender), closing(LeaseClient(path)) as lease_client:
+        opened = lease_client.open(model)
+        for chunk in (lease := lease_client.fetch(opened, [0, 1])):
+            lease.release(chunk)
 
         def start(act: Callable[[], None]) -> Errand:
             pytest.fail("a thread was asked for")
 
         monkeypatch.setattr(lender._senders, "start", start)
         for _ in range(3):  # on the line of the load before
-            loan = borrower.fetch(borrowed, [1, 0])
-            (batch,) = loan.batches(2)
-            assert loan.is_in_host
+            lease = lease_client.fetch(opened, [1, 0])
+            (batch,) = lease.batches(2)
+            assert lease.is_in_host
             assert [bytes(chunk.data) for chunk in batch] == [_chunk_bytes(model, index) for index in (1, 0)]
             assert tiers.fetcher.book.num_leased == 2
-            loan.release(*batch)
+            lease.release(*batch)
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
-        held = borrower.fetch(borrowed, [0])
+        held = lease_client.fetch(opened, [0])
         next(iter(held))
         held._line.close()  # as if it had died
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
@@ -733,21 +737,21 @@ def test_what_is_in_host_memory_is_lent_at_once_and_by_no_thread_of_its_own(
 def test_a_load_that_was_asked_for_ahead_is_lent_before_it_is_fetched(
     model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
-        borrowed = borrower.open(model)
+    with lending(tmp_path, path) as (tiers, lender), closing(LeaseClient(path)) as lease_client:
+        opened = lease_client.open(model)
         assert eventually(lambda: lender.num_sessions == 1), "the line of the introduction has not ended"
         for _ in range(2):  # from disk, and from host memory
-            asked = borrower.ask(borrowed, [1, 0])
+            asked = lease_client.ask(opened, [1, 0])
             assert asked is not None, "a line stands since the model was opened"
             assert eventually(lambda: tiers.fetcher.book.num_leased == 2)
 
             with monkeypatch.context() as silent:
-                silent.setattr(LenderLine, "send", lambda *_: pytest.fail("it was asked for already"))
-                loan = borrower.fetch(borrowed, [1, 0], asked)
-                chunks = list(loan)
+                silent.setattr(LeaseConnection, "send", lambda *_: pytest.fail("it was asked for already"))
+                lease = lease_client.fetch(opened, [1, 0], asked)
+                chunks = list(lease)
 
             assert [bytes(chunk.data) for chunk in chunks] == [_chunk_bytes(model, index) for index in (1, 0)]
-            loan.release(*chunks)
+            lease.release(*chunks)
             assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
         assert lender.num_sessions == 1
 
@@ -755,22 +759,22 @@ def test_a_load_that_was_asked_for_ahead_is_lent_before_it_is_fetched(
 def test_a_load_that_was_asked_for_and_is_not_wanted_is_taken_back(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
-    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
-        borrowed = borrower.open(model)
-        asked = borrower.ask(borrowed, [0, 1])
+    with lending(tmp_path, path) as (tiers, _), closing(LeaseClient(path)) as lease_client:
+        opened = lease_client.open(model)
+        asked = lease_client.ask(opened, [0, 1])
         assert asked is not None
-        assert borrower.ask(borrowed, [2]) is None, "no other line stands"
+        assert lease_client.ask(opened, [2]) is None, "no other line stands"
         assert eventually(lambda: tiers.fetcher.book.num_leased == 2)
 
         asked.close()
 
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
-        (chunk,) = (loan := borrower.fetch(borrowed, [2]))
-        loan.release(chunk)
-        asked = borrower.ask(borrowed, [0, 1])
-        (chunk,) = (loan := borrower.fetch(borrowed, [2], asked))  # of other chunks than were asked for
+        (chunk,) = (lease := lease_client.fetch(opened, [2]))
+        lease.release(chunk)
+        asked = lease_client.ask(opened, [0, 1])
+        (chunk,) = (lease := lease_client.fetch(opened, [2], asked))  # of other chunks than were asked for
         assert bytes(chunk.data) == _chunk_bytes(model, 2)
-        loan.release(chunk)
+        lease.release(chunk)
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 
@@ -778,39 +782,39 @@ def test_a_load_that_was_asked_of_a_lender_that_is_gone_begins_with_the_next(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
     with lending(tmp_path / "first", path) as (tiers, _):
-        borrower = Borrower(path)
-        borrowed = borrower.open(model)
-        for chunk in (loan := borrower.fetch(borrowed, [0])):
-            loan.release(chunk)
-        asked = borrower.ask(borrowed, [0])
+        lease_client = LeaseClient(path)
+        opened = lease_client.open(model)
+        for chunk in (lease := lease_client.fetch(opened, [0])):
+            lease.release(chunk)
+        asked = lease_client.ask(opened, [0])
         assert eventually(lambda: tiers.fetcher.book.num_leased == 1), "its answer has come"
-    with lending(tmp_path / "second", path), closing(borrower):
-        borrower.open(model)  # by which the first one's memory is closed
-        (chunk,) = (loan := borrower.fetch(borrowed, [0], asked))
+    with lending(tmp_path / "second", path), closing(lease_client):
+        lease_client.open(model)  # by which the first one's memory is closed
+        (chunk,) = (lease := lease_client.fetch(opened, [0], asked))
         assert bytes(chunk.data) == _chunk_bytes(model, 0)
-        loan.release(chunk)
+        lease.release(chunk)
 
 
 @pytest.mark.parametrize("is_at_once", [False, True])
 def test_a_borrower_that_dies_before_its_load_begins_leaves_nothing_lent_of_what_is_in_host_memory(
     is_at_once: bool, model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
-        borrowed = borrower.open(model)
-        chunks = range(2 if is_at_once else len(borrowed.manifest.chunks))
+    with lending(tmp_path, path) as (tiers, _), closing(LeaseClient(path)) as lease_client:
+        opened = lease_client.open(model)
+        chunks = range(2 if is_at_once else len(opened.manifest.chunks))
         assert (len(chunks) <= WINDOW) == is_at_once
-        for chunk in (loan := borrower.fetch(borrowed, chunks)):
-            loan.release(chunk)
+        for chunk in (lease := lease_client.fetch(opened, chunks)):
+            lease.release(chunk)
 
         def send_until_it_begins(connection: socket.socket, *messages: Message) -> None:
-            if isinstance(messages[0], LoadBegan):
+            if isinstance(messages[0], LeaseGranted):
                 raise BrokenPipeError
             send(connection, *messages)
 
         with monkeypatch.context() as dying:
             dying.setattr(lender_module, "send", send_until_it_begins)
-            with pytest.raises(LenderGone):
-                borrower.fetch(borrowed, chunks)
+            with pytest.raises(KeeperGone):
+                lease_client.fetch(opened, chunks)
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 
@@ -820,7 +824,7 @@ def _chunk_bytes(model: Path, index: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "line", [b"what?\n", encode(ReleaseChunks((0,))), encode(LenderHello(1 << 40, 1 << 20, keeps_pages=True))]
+    "line", [b"what?\n", encode(ReleaseChunks((0,))), encode(ServerHello(1 << 40, 1 << 20, keeps_pages=True))]
 )
 def test_a_borrower_leaves_nothing_open_after_a_greeting_that_is_none(path: Path, line: bytes) -> None:
     def greet(listener: socket.socket) -> None:
@@ -835,7 +839,7 @@ def test_a_borrower_leaves_nothing_open_after_a_greeting_that_is_none(path: Path
         greeted = pool.submit(greet, listener)
 
         with pytest.raises(StoreError):
-            Borrower(path)
+            LeaseClient(path)
 
         greeted.result(PATIENCE_S)
         assert len(os.listdir("/proc/self/fd")) == num_open
@@ -843,50 +847,50 @@ def test_a_borrower_leaves_nothing_open_after_a_greeting_that_is_none(path: Path
 
 def test_a_borrower_notices_that_the_lender_is_gone(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (_, lender):
-        borrower = Borrower(path)
-        borrowed = borrower.open(model)
-        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
-        chunks = iter(loan)
+        lease_client = LeaseClient(path)
+        opened = lease_client.open(model)
+        lease = lease_client.fetch(opened, range(len(opened.manifest.chunks)))
+        chunks = iter(lease)
         held = [next(chunks)]
 
         lender.close()
 
         with pytest.raises(StoreError, match="is gone"):
             held.extend(chunks)
-        loan.release(*held)
-        borrower.close()
+        lease.release(*held)
+        lease_client.close()
 
 
 def test_nobody_lends_at_a_path_without_a_socket(path: Path) -> None:
     with pytest.raises(StoreError, match="nobody lends host memory"):
-        Borrower(path)
+        LeaseClient(path)
 
 
 def test_a_borrower_that_talks_nonsense_is_dropped_and_others_are_not(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
     with lending(tmp_path, path) as (_, lender):
-        borrower = Borrower(path)
-        rude, _ = borrower._connect()
+        lease_client = LeaseClient(path)
+        rude, _ = lease_client._connect()
 
         rude.sendall(b"what?\n")
 
         assert eventually(lambda: lender.num_sessions == 0)
         rude.close()
-        load(borrower, model)
-        borrower.close()
+        load(lease_client, model)
+        lease_client.close()
 
 
 def test_a_lender_that_was_started_again_lends_from_its_new_segment(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
     with lending(tmp_path, path):
-        borrower = Borrower(path)
-        load(borrower, model)
+        lease_client = LeaseClient(path)
+        load(lease_client, model)
     with lending(tmp_path, path):
-        _, base = load(borrower, model)
-        assert borrower._old == []  # nobody copies from it any more
-        borrower.close()
+        _, base = load(lease_client, model)
+        assert lease_client._old == []  # nobody copies from it any more
+        lease_client.close()
 
     assert base.numpy().tobytes() == (model / WEIGHTS).read_bytes()
 
@@ -894,20 +898,20 @@ def test_a_lender_that_was_started_again_lends_from_its_new_segment(
 def test_a_load_of_what_is_in_host_memory_is_demand_as_any_other(
     model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
-        borrowed = borrower.open(model)
+    with lending(tmp_path, path) as (tiers, _), closing(LeaseClient(path)) as lease_client:
+        opened = lease_client.open(model)
         began: list[str] = []
         monkeypatch.setattr(tiers.prices, "load_began", lambda one: began.append(one.manifest.digest))
         for _ in range(2):  # from disk, and from host memory
-            for chunk in (loan := borrower.fetch(borrowed, [0, 1])):
-                loan.release(chunk)
-        assert loan.is_in_host
-        assert eventually(lambda: began == [borrowed.manifest.digest] * 2)
+            for chunk in (lease := lease_client.fetch(opened, [0, 1])):
+                lease.release(chunk)
+        assert lease.is_in_host
+        assert eventually(lambda: began == [opened.manifest.digest] * 2)
 
 
 def test_the_weight_of_a_model_reaches_the_prices(model: Path, tmp_path: Path, path: Path) -> None:
-    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
-        borrower.open(model, weight=3.0)
+    with lending(tmp_path, path) as (tiers, _), closing(LeaseClient(path)) as lease_client:
+        lease_client.open(model, weight=3.0)
 
         assert tiers._opened[model.resolve()].model.weight == 3.0
 
@@ -919,20 +923,20 @@ def test_a_copy_of_a_model_that_is_removed_leaves_the_other_loadable_and_counted
     copies = {name: shutil.copytree(model, tmp_path / name) for name in ("first", "last")}
     (kept,) = copies.keys() - {removed}
     with lending(tmp_path / "store", path):
-        borrower, keeper = Borrower(path), KeeperClient(path)
-        opened = {name: borrower.open(copy) for name, copy in copies.items()}
+        lease_client, keeper = LeaseClient(path), KeeperClient(path)
+        opened = {name: lease_client.open(copy) for name, copy in copies.items()}
         digest, num_bytes = opened[kept].manifest.digest, opened[kept].manifest.num_bytes
         asyncio.run(keeper.forget(str(copies[removed])))
         shutil.rmtree(copies[removed])
 
-        loan = borrower.fetch(opened[kept], range(len(opened[kept].manifest.chunks)))
-        for chunk in loan:
-            loan.release(chunk)
+        lease = lease_client.fetch(opened[kept], range(len(opened[kept].manifest.chunks)))
+        for chunk in lease:
+            lease.release(chunk)
         counted = asyncio.run(keeper.count([digest]))
         with pytest.raises(BadCheckpoint, match=r"no manifest\.json"):
-            borrower.fetch(opened[removed], [0])
+            lease_client.fetch(opened[removed], [0])
         assert counted[digest][Rung.HOST] == num_bytes
-        borrower.close()
+        lease_client.close()
 
 
 def test_a_model_that_was_described_is_opened_without_reading_a_file(
@@ -945,42 +949,42 @@ def test_a_model_that_was_described_is_opened_without_reading_a_file(
 
     monkeypatch.setattr("bench.random_model.CHUNK_BYTES", CELL_BYTES)
     source = write_random(tmp_path / "source", TINY, "float32", 0, torch.device("cpu"))
-    with lending(tmp_path, path), closing(Borrower(path)) as borrower:
-        described = borrower.describe(source)
+    with lending(tmp_path, path), closing(LeaseClient(path)) as lease_client:
+        described = lease_client.describe(source)
         assert described.files, "it has no tokenizer to check"
         with monkeypatch.context() as patch:
             patch.setattr("hearth.store.transfer.lease_client.read_description", reads)
             patch.setattr("hearth.store.transfer.lease_client.damage_of", reads)
-            assert borrower.open(source).manifest is described
-            tokenizer = borrower.text_file(described, source, TOKENIZER)
+            assert lease_client.open(source).manifest is described
+            tokenizer = lease_client.text_file(described, source, TOKENIZER)
         assert tokenizer == source / TOKENIZER
         tokenizer.write_bytes(tokenizer.read_bytes().replace(b"{", b"[", 1))
         with pytest.raises(ChunkCorrupt, match=r"tokenizer\.json` "):
-            borrower.text_file(described, source, TOKENIZER)
+            lease_client.text_file(described, source, TOKENIZER)
 
 
 def test_questions_and_loads_leave_their_line_to_the_next(model: Path, tmp_path: Path, path: Path) -> None:
-    with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
-        borrowed = borrower.open(model)
-        assert len(borrower._standing) == 1
+    with lending(tmp_path, path) as (tiers, lender), closing(LeaseClient(path)) as lease_client:
+        opened = lease_client.open(model)
+        assert len(lease_client._standing) == 1
         assert eventually(lambda: lender.num_sessions == 1), "the line of the introduction has not ended"
         for _ in range(3):
-            borrower.open(model)
-            loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
-            for chunk in loan:
-                loan.release(chunk)
+            lease_client.open(model)
+            lease = lease_client.fetch(opened, range(len(opened.manifest.chunks)))
+            for chunk in lease:
+                lease.release(chunk)
             assert lender.num_sessions == 1
-        assert loan.is_in_host, "the first one has brought it there"
+        assert lease.is_in_host, "the first one has brought it there"
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 
 def test_a_borrower_that_is_closed_leaves_no_line_behind(model: Path, tmp_path: Path, path: Path) -> None:
     """As when a worker ends while one of its threads begins a load."""
     with lending(tmp_path, path) as (_, lender):
-        borrower = Borrower(path)
-        borrower.close()
-        with pytest.raises(LenderGone):
-            borrower.open(model)
+        lease_client = LeaseClient(path)
+        lease_client.close()
+        with pytest.raises(KeeperGone):
+            lease_client.open(model)
         assert eventually(lambda: lender.num_sessions == 0)
 
 
@@ -988,31 +992,31 @@ def test_a_load_begins_though_the_lender_was_started_anew_since_the_model_was_op
     model: Path, tmp_path: Path, path: Path
 ) -> None:
     with lending(tmp_path / "old", path):
-        borrower = Borrower(path)
-        borrowed = borrower.open(model)
-        loan = borrower.fetch(borrowed, [0])
-        loan.release(*loan)  # its line stands, and breaks with this lender
-    with lending(tmp_path / "new", path) as (tiers, _), closing(borrower):
-        loan = borrower.fetch(borrowed, [0, 1])
-        (first, second) = loan
+        lease_client = LeaseClient(path)
+        opened = lease_client.open(model)
+        lease = lease_client.fetch(opened, [0])
+        lease.release(*lease)  # its line stands, and breaks with this lender
+    with lending(tmp_path / "new", path) as (tiers, _), closing(lease_client):
+        lease = lease_client.fetch(opened, [0, 1])
+        (first, second) = lease
         assert bytes(first.data) + bytes(second.data) == (model / WEIGHTS).read_bytes()[: 2 * CELL_BYTES]
-        loan.release(first, second)
+        lease.release(first, second)
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 
 def test_a_load_of_a_model_that_is_another_by_now_says_so(model: Path, tmp_path: Path, path: Path) -> None:
     place = shutil.copytree(model, tmp_path / "model")
     with lending(tmp_path / "old", path):
-        borrower = Borrower(path)
-        borrowed = borrower.open(place)
+        lease_client = LeaseClient(path)
+        opened = lease_client.open(place)
     shutil.rmtree(place)
     convert(build("opt-pre").directory, place, chunk_bytes=CELL_BYTES)
     with (
         lending(tmp_path / "new", path),
-        closing(borrower),
+        closing(lease_client),
         pytest.raises(StoreError, match="is another model by now"),
     ):
-        borrower.fetch(borrowed, [0])
+        lease_client.fetch(opened, [0])
 
 
 def test_a_lender_that_hangs_up_before_its_greeting_is_gone(path: Path) -> None:
@@ -1020,10 +1024,10 @@ def test_a_lender_that_hangs_up_before_its_greeting_is_gone(path: Path) -> None:
         listener.bind(str(path))
         listener.listen()
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(Borrower, path)
+            asked = pool.submit(LeaseClient, path)
             listener.accept()[0].close()
 
-            with pytest.raises(LenderGone, match="hung up at once"):
+            with pytest.raises(KeeperGone, match="hung up at once"):
                 asked.result(PATIENCE_S)
 
 
@@ -1031,6 +1035,6 @@ def test_a_message_that_its_sender_died_over_is_none() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            theirs.sendall(encode(CancelLoad()) + encode(CancelLoad())[:-3])
+            theirs.sendall(encode(CancelLease()) + encode(CancelLease())[:-3])
 
-        assert list(received(ours)) == [CancelLoad()]
+        assert list(received(ours)) == [CancelLease()]

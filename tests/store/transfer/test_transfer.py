@@ -25,7 +25,7 @@ from hearth.store.transfer.copies import SingleCopies
 from hearth.store.transfer.destination import LoadPiece
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.record import LoadRecord
-from hearth.store.transfer.transfer import Load, Loader, LoadGate, chunks_of, whole
+from hearth.store.transfer.transfer import Loader, Transfer, TransferGate, chunks_of, whole
 from hearth.system.cuda.batches import ByteCopy
 from tests.store.stored import (
     CHUNK_BYTES,
@@ -92,7 +92,7 @@ def memory(num_bytes: int = len(DATA)) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-def begin(hand: Hand, base: torch.Tensor, manifest: Manifest = MANIFEST) -> Load:
+def begin(hand: Hand, base: torch.Tensor, manifest: Manifest = MANIFEST) -> Transfer:
     return CPU.load("m", manifest, whole(manifest, base), hand.opened)
 
 
@@ -178,7 +178,7 @@ class TestWaiting:
             [weights[r.begin : r.end] for r in map(manifest.chunk_range, range(len(manifest.chunks)))]
         )
         load = begin(hand, memory(manifest.num_bytes), manifest)
-        gate = LoadGate(load, manifest)
+        gate = TransferGate(load, manifest)
         given = 0
         with ThreadPoolExecutor() as pool:
             for layer, span in enumerate(manifest.layers):

@@ -162,9 +162,9 @@ class Tiers:
         self.disk.register(model.directory, model.manifest)
         return model
 
-    def fetch(self, model: StoredModel, chunks: Sequence[int], *, passes_on: bool = False) -> Fetch:
-        """Start bringing chunks of a model; `passes_on`: see `Fetcher.fetch`."""
-        return self.fetcher.fetch(model, chunks, passes_on=passes_on)
+    def fetch(self, model: StoredModel, chunks: Sequence[int], *, pass_through: bool = False) -> Fetch:
+        """Start bringing chunks of a model; `pass_through`: see `Fetcher.fetch`."""
+        return self.fetcher.fetch(model, chunks, pass_through=pass_through)
 
     def prefetch(self, model: StoredModel) -> Fetch | None:
         """Start bringing what host memory lacks of a model, behind all loads; None if nothing is to come.
@@ -174,9 +174,9 @@ class Tiers:
         missing = self._missing(model, range(len(model.manifest.chunks)))
         return self.fetcher.fetch(model, missing, is_ahead=True) if missing else None
 
-    def refill(self, model: StoredModel, passed_on: Sequence[int]) -> Fetch | None:
+    def refill(self, model: StoredModel, passed_through: Sequence[int]) -> Fetch | None:
         """Start bringing chunks to stay that a load has passed on; None if nothing is to come, as above."""
-        missing = self._missing(model, passed_on)
+        missing = self._missing(model, passed_through)
         return self.fetcher.refill(model, missing) if missing else None
 
     def _missing(self, model: StoredModel, chunks: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ Cells are taken in the order of the load, so the chunk that a consumer waits for
 larger than the host memory run through it. What was released stays for the next load, unless chunks are only
 passed on (`keeps_chunks`): then its cell is free at once, and when all are, the system gets their pages back.
 A load whose consumer can copy from the first cells alone at full speed goes through these, as long as the
-disk is faster than memory is made (`passes_on`): its chunks come to stay when nobody waits for them.
+disk is faster than memory is made (`pass_through`): its chunks come to stay when nobody waits for them.
 The books are `policy/memory/chunk_book.py`, the reading is `chunk_reader.py`; nothing here touches a device.
 """
 
@@ -39,7 +39,7 @@ WINDOW = 32
 #: The first cells, as many as a load holds at a time. A worker that starts pins these before all others.
 NUM_FIRST_CELLS = WINDOW
 #: A chunk that took longer to be read stays where it is: in as long, memory would be made for it.
-MAX_PASSED_ON_S = 0.02
+MAX_PASS_THROUGH_S = 0.02
 #: Chunks that are read at a time to stay behind a load that passed them on: cores are for others then.
 REFILL_WINDOW = 4
 #: Chunks that a load best gives back together, a quarter of those.
@@ -134,16 +134,16 @@ class Fetcher:
         chunks: Sequence[int],
         *,
         is_ahead: bool = False,
-        passes_on: bool = False,
+        pass_through: bool = False,
     ) -> Fetch:
         """Start bringing these chunks, in this order, into host memory.
 
         `is_ahead`: nobody waits for them yet. They come while no other load wants any: neither the readers
         nor chunks that such a load is about to take are taken from it, nor the first cells.
-        `passes_on`: of what is quickly read into one of the first cells, nothing stays.
+        `pass_through`: of what is quickly read into one of the first cells, nothing stays.
         """
         self._prices.load_began(model)
-        return self._begin(Fetch(self, model, chunks, WINDOW, is_ahead=is_ahead, passes_on=passes_on))
+        return self._begin(Fetch(self, model, chunks, WINDOW, is_ahead=is_ahead, pass_through=pass_through))
 
     def lease(self, model: StoredModel, chunks: Sequence[int]) -> list[int] | None:
         """Lease chunks that are all in host memory; return their cells. None: not all are, or too many.
@@ -162,7 +162,7 @@ class Fetcher:
         """Return the load of chunks whose cells `lease` has returned: they are taken, and to be released."""
         self._prices.load_began(model)
         stored, memory = model.manifest.chunks, self.segment.memory
-        fetch = Fetch(self, model, (), WINDOW, is_ahead=False, passes_on=False)
+        fetch = Fetch(self, model, (), WINDOW, is_ahead=False, pass_through=False)
         lent = [
             HostChunk(index, memory(cell, stored[index].num_bytes), cell, None)
             for index, cell in zip(chunks, cells, strict=True)
@@ -179,7 +179,7 @@ class Fetcher:
 
         That is no demand for the model: the load was.
         """
-        return self._begin(Fetch(self, model, chunks, REFILL_WINDOW, is_ahead=True, passes_on=False))
+        return self._begin(Fetch(self, model, chunks, REFILL_WINDOW, is_ahead=True, pass_through=False))
 
     def _begin(self, fetch: Fetch) -> Fetch:
         model, chunks = fetch.model, fetch.todo
@@ -401,7 +401,7 @@ class Fetcher:
 
 
 class Fetch:
-    """The chunks of one load, in order: a `ChunkStream`. One thread iterates; any may release and cancel.
+    """The chunks of one load, in order: a `ChunkSource`. One thread iterates; any may release and cancel.
 
     The fields are the fetcher's, guarded by its lock.
     """
@@ -414,10 +414,10 @@ class Fetch:
         window: int,
         *,
         is_ahead: bool,
-        passes_on: bool,
+        pass_through: bool,
     ) -> None:
-        self.model, self.window, self.is_ahead, self.passes_on = model, window, is_ahead, passes_on
-        self.passed_on: list[int] = []  #: chunks that were released and did not stay
+        self.model, self.window, self.is_ahead, self.pass_through = model, window, is_ahead, pass_through
+        self.passed_through: list[int] = []  #: chunks that were released and did not stay
         #: Chunks that are not scheduled yet, in order.
         self.todo = deque(chunks)
         #: How many chunks are scheduled and not released: being read, ready, or taken.
@@ -447,7 +447,7 @@ class Fetch:
 
     @property
     def release_batch(self) -> int:
-        """See `ChunkStream`."""
+        """See `ChunkSource`."""
         return RELEASE_BATCH
 
     def batches(self, most: int | None = None) -> Generator[list[HostChunk]]:
@@ -498,8 +498,8 @@ class Fetch:
             for chunk in chunks:
                 chunk_id = self.model.manifest.chunk_ids[chunk.index]
                 self._fetcher.book.release(chunk_id)
-                if self.passes_on and _is_quick(chunk) and self._fetcher.book.drop(chunk_id):
-                    self.passed_on.append(chunk.index)
+                if self.pass_through and _is_quick(chunk) and self._fetcher.book.drop(chunk_id):
+                    self.passed_through.append(chunk.index)
             self.num_open -= len(chunks)
             if not self.num_open and not self.todo:
                 self._fetcher._forget(self)
@@ -525,4 +525,4 @@ def _is_quick(chunk: HostChunk) -> bool:
     delivery = chunk.delivery
     if delivery is None or delivery.rung is not Rung.DISK or chunk.cell >= NUM_FIRST_CELLS:
         return False
-    return delivery.read_s + delivery.verify_s <= MAX_PASSED_ON_S
+    return delivery.read_s + delivery.verify_s <= MAX_PASS_THROUGH_S

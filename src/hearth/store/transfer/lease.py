@@ -1,4 +1,4 @@
-"""The chunks that one load has borrowed from whoever owns host memory. Opens no model and copies nothing."""
+"""The chunks that one load has opened from whoever owns host memory. Opens no model and copies nothing."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 
-from hearth.core.errors import HearthError, LenderGone, LoadCancelled
+from hearth.core.errors import HearthError, KeeperGone, LoadCancelled
 from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.fetch import RELEASE_BATCH, HostChunk
 from hearth.store.transfer.lease_messages import (
-    CancelLoad,
-    ChunkLent,
-    LoadBegan,
+    CancelLease,
+    ChunkLeased,
+    LeaseGranted,
     Message,
     Refused,
     ReleaseChunks,
     error_of,
 )
-from hearth.store.transfer.lender_line import LenderLine
+from hearth.store.transfer.lender_line import LeaseConnection
 
 
-class Loan:
-    """The borrowed chunks of one load: a `ChunkStream`. One thread iterates, one releases, any cancels.
+class Grant:
+    """The opened chunks of one load: a `ChunkSource`. One thread iterates, one releases, any cancels.
 
-    However the loan ends, what was yielded stays lent until released, for it may still be copied from.
+    However the lease ends, what was yielded stays lent until released, for it may still be copied from.
     """
 
     def __init__(
         self,
-        line: LenderLine,
+        line: LeaseConnection,
         name: str,
         num_chunks: int,
-        keep: Callable[[LenderLine], None],
-        began: LoadBegan,
+        keep: Callable[[LeaseConnection], None],
+        began: LeaseGranted,
     ) -> None:
-        """`keep` takes the line of a loan of which all was lent and released; `began` is how it began."""
+        """`keep` takes the line of a lease of which all was lent and released; `began` is how it began."""
         self.is_in_host = began.is_in_host  #: all chunks were in host memory when it began
         self.num_chunks = num_chunks
         self._line, self._name, self._keep = line, name, keep
@@ -59,7 +59,7 @@ class Loan:
     @property
     def is_finished(self) -> bool:
         """True if no more chunks come and all that came were given back."""
-        # Without the lock, which is held when the borrower takes its own: once over, no more is yielded.
+        # Without the lock, which is held when the lease_client takes its own: once over, no more is yielded.
         return self._is_over and self._num_released == self._num_yielded
 
     def __iter__(self) -> Iterator[HostChunk]:
@@ -69,13 +69,13 @@ class Loan:
 
     @property
     def release_batch(self) -> int:
-        """See `ChunkStream`."""
+        """See `ChunkSource`."""
         return RELEASE_BATCH
 
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         """Yield the chunks in order, those together that have come and are pinned, at most so many.
 
-        Raises what the lender met, LoadCancelled after `cancel`, LenderGone if the lender is gone.
+        Raises what the lender met, LoadCancelled after `cancel`, KeeperGone if the lender is gone.
         """
         num_left = self.num_chunks
         while num_left:
@@ -95,7 +95,7 @@ class Loan:
     def take(self) -> HostChunk:
         """Return the next chunk, which may not be pinned. Raises as iterating does."""
         message = self._next_message()
-        (chunk,) = self._accepted([message] if isinstance(message, ChunkLent) else [], message)
+        (chunk,) = self._accepted([message] if isinstance(message, ChunkLeased) else [], message)
         return chunk
 
     def release(self, *chunks: HostChunk) -> None:
@@ -112,16 +112,16 @@ class Loan:
                 return
             self._is_over = self._is_cancelled = True
             with suppress(OSError):  # the lender may be gone
-                self._line.send(CancelLoad())
+                self._line.send(CancelLease())
             self._line.stop_reading()
             self._hang_up_if_done()
 
     def _accept(self, most: int) -> list[HostChunk]:
         """Return the next chunk, pinned, and those behind it that have come and are."""
-        lent: list[ChunkLent] = []
+        lent: list[ChunkLeased] = []
         can_copy = self.segment.can_copy
         message = self._next_message()
-        while isinstance(message, ChunkLent) and (not lent or can_copy(message.cell)):
+        while isinstance(message, ChunkLeased) and (not lent or can_copy(message.cell)):
             lent.append(message)
             message = None
             if len(lent) == most or not (self._unread or self._line.has_received):
@@ -133,7 +133,7 @@ class Loan:
         self.segment.pin(chunks[0].cell)  # to be copied from next
         return chunks
 
-    def _accepted(self, lent: Sequence[ChunkLent], message: Message | None) -> list[HostChunk]:
+    def _accepted(self, lent: Sequence[ChunkLeased], message: Message | None) -> list[HostChunk]:
         """Return the chunks that the lender has lent; raise if there are none, or the load is over."""
         with self._lock:
             if self._is_over or not lent:
@@ -156,7 +156,7 @@ class Loan:
             return LoadCancelled(f"the load of `{self._name}` was called off")
         if isinstance(message, Refused):
             return error_of(message)
-        return LenderGone(f"whoever lent the chunks of `{self._name}` is gone; load it again")
+        return KeeperGone(f"whoever lent the chunks of `{self._name}` is gone; load it again")
 
     def _hang_up_if_done(self) -> None:
         if self._has_hung_up or not self.is_finished:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from hearth.core.errors import ChunkCorrupt, LenderGone, LoadCancelled, ModelNotOpen, StoreError
+from hearth.core.errors import ChunkCorrupt, KeeperGone, LoadCancelled, ModelNotOpen, StoreError
 from hearth.core.types import Digest
 from hearth.store.format.adapter_manifest import AdapterManifest, of_adapter
 from hearth.store.format.description import read_description
@@ -20,24 +20,24 @@ from hearth.store.format.file_stamp import FileStamp, stamp_of
 from hearth.store.format.manifest import TOKENIZER, Manifest, StoredManifest, damage_of, of_model
 from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.fetch import NUM_FIRST_CELLS
-from hearth.store.transfer.lease import Loan
+from hearth.store.transfer.lease import Grant
 from hearth.store.transfer.lease_messages import (
-    FetchChunks,
-    LenderHello,
-    LoadBegan,
+    LeaseChunks,
+    LeaseGranted,
     Message,
     ModelOpened,
     ModelPrefetched,
     OpenModel,
     PrefetchModel,
     Refused,
+    ServerHello,
     encode,
     error_of,
     parse,
     received,
     send,
 )
-from hearth.store.transfer.lender_line import LenderLine
+from hearth.store.transfer.lender_line import LeaseConnection
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 MAX_HELLO_BYTES = 4096
@@ -54,36 +54,42 @@ M = TypeVar("M", bound=StoredManifest, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed(Generic[M]):
-    """A model or an adapter as the lender has opened it, with its description read here."""
+class Opened(Generic[M]):
+    """A model or adapter that the keeper has opened, with its manifest."""
 
-    opened: ModelOpened
+    name: str
     manifest: M
-    where: str  #: as it was opened
+    directory: str  #: holds its manifest and the files of its tokenizer
+    where: str  #: the path or URL it was opened by
     weight: float
+    host_bytes: int  #: bytes of it that were in host memory when it was opened
+
+    @property
+    def digest(self) -> Digest:
+        return self.manifest.digest
 
     @property
     def is_in_host(self) -> bool:
-        """True if all of the model was in host memory when it was opened."""
-        return self.opened.host_bytes >= self.distinct_bytes
+        """True if all of it was in host memory when it was opened."""
+        return self.host_bytes >= self.distinct_bytes
 
     @property
     def distinct_bytes(self) -> int:
-        """Bytes of the model's chunks, those once that it has several times."""
+        """Bytes of its chunks, counting equal chunks once."""
         return sum({chunk.id: chunk.num_bytes for chunk in self.manifest.chunks}.values())
 
 
-BorrowedModel: TypeAlias = Borrowed[Manifest]
-BorrowedAdapter: TypeAlias = Borrowed[AdapterManifest]
+OpenedModel: TypeAlias = Opened[Manifest]
+OpenedAdapter: TypeAlias = Opened[AdapterManifest]
 
 
 @dataclass(frozen=True, slots=True)
-class AskedLoan:
+class LeaseRequest:
     """A load that the lender was asked for, and whose answer nobody has read: to be fetched, or closed."""
 
-    line: LenderLine
-    model: Borrowed[StoredManifest]
-    question: FetchChunks
+    line: LeaseConnection
+    model: Opened[StoredManifest]
+    question: LeaseChunks
 
     def close(self) -> None:
         """Want none of it: the lender takes back what it has lent."""
@@ -94,17 +100,17 @@ class AskedLoan:
 class _Question:
     """A question for chunks, and the line that it is sent as."""
 
-    message: FetchChunks
+    message: LeaseChunks
     line: bytes
 
     @staticmethod
     @lru_cache(maxsize=MAX_QUESTIONS)
-    def of(digest: Digest, directory: str, chunks: tuple[int, ...], *, passes_on: bool) -> _Question:
-        message = FetchChunks(digest, directory, chunks, passes_on)
+    def of(digest: Digest, directory: str, chunks: tuple[int, ...], *, pass_through: bool) -> _Question:
+        message = LeaseChunks(digest, directory, chunks, pass_through)
         return _Question(message, encode(message))
 
 
-class Borrower:
+class LeaseClient:
     """The lender's segment, mapped and, for a CUDA device, pinned. Any thread may ask.
 
     A lender that died and was started again lends from another segment, which is then mapped as well. What
@@ -112,13 +118,13 @@ class Borrower:
     """
 
     def __init__(self, path: Path, *, is_pinned: bool = True, is_device_up: bool = True) -> None:
-        """`is_pinned`: what is borrowed is copied to a CUDA device, if there is any.
+        """`is_pinned`: what is opened is copied to a CUDA device, if there is any.
 
         `is_device_up`: it may be pinned at once, for the device that is the current one. Else `device_is_up`
         has to be called, before anything is fetched.
 
         Raises:
-            LenderGone: nobody lends at `path`.
+            KeeperGone: nobody lends at `path`.
             StoreError: it is no lender, or one whose memory cannot be pinned and has to be.
         """
         self._path, self._is_pinned, self._is_device_up = path, is_pinned, is_device_up
@@ -131,10 +137,10 @@ class Borrower:
         self._manifests: dict[Digest, StoredManifest] = {}
         #: Files beside models that were the stored ones: of which digest, and in which state. As above.
         self._texts: dict[Path, tuple[Digest, FileStamp | None]] = {}
-        #: Segments of lenders that are gone, mapped while a loan of theirs may still be copied from.
+        #: Segments of lenders that are gone, mapped while a lease of theirs may still be copied from.
         self._old: list[Segment] = []
-        self._loans: list[Loan] = []  #: loans that are not over, and some that are
-        self._standing: list[LenderLine] = []  #: lines of loads that are over
+        self._loans: list[Grant] = []  #: loans that are not over, and some that are
+        self._standing: list[LeaseConnection] = []  #: lines of loads that are over
         self._is_closed = False
         self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
 
@@ -171,22 +177,22 @@ class Borrower:
         """True if loads have to pin host memory themselves."""
         return self._is_pinned and self._is_device_up and self.staging is None
 
-    def open(self, where: str | Path, weight: float = 1.0) -> BorrowedModel:
+    def open(self, where: str | Path, weight: float = 1.0) -> OpenedModel:
         """Have the lender open a converted model; its description is read here.
 
         A relative path is one of this process, whatever the lender's directory is.
 
         Raises:
-            LenderGone: nobody lends.
+            KeeperGone: nobody lends.
             HearthError: there is none, or it cannot be opened.
         """
         found = self._open(where, weight)
-        return Borrowed(found.opened, of_model(found.manifest, found.where), found.where, weight)
+        return replace(found, manifest=of_model(found.manifest, found.where))  # type: ignore[return-value]
 
-    def open_adapter(self, where: str | Path, weight: float = 1.0) -> BorrowedAdapter:
+    def open_adapter(self, where: str | Path, weight: float = 1.0) -> OpenedAdapter:
         """Have the lender open a converted adapter, as `open` does a model."""
         found = self._open(where, weight)
-        return Borrowed(found.opened, of_adapter(found.manifest, found.where), found.where, weight)
+        return replace(found, manifest=of_adapter(found.manifest, found.where))  # type: ignore[return-value]
 
     def describe(self, directory: Path) -> Manifest:
         """Read a model's description and check its tokenizer, for whoever will open it some day.
@@ -217,7 +223,7 @@ class Borrower:
             self._texts[path] = checked
         return path
 
-    def _open(self, where: str | Path, weight: float) -> Borrowed[StoredManifest]:
+    def _open(self, where: str | Path, weight: float) -> Opened[StoredManifest]:
         where = str(where) if "://" in str(where) else str(Path(where).absolute())
         match self._ask(OpenModel(where, weight)):
             case ModelOpened() as opened:
@@ -228,7 +234,8 @@ class Borrower:
                 raise self._gone()
             case other:
                 raise self._nonsense(other)
-        return Borrowed(opened, self._description(opened), where, weight)
+        manifest = self._description(opened)
+        return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
 
     def _description(self, opened: ModelOpened) -> StoredManifest:
         """Return the manifest, read once: that takes milliseconds, which a switch of models does not have."""
@@ -248,35 +255,36 @@ class Borrower:
         self._manifests[found.digest] = found
         return found
 
-    def prefetch(self, model: Borrowed[StoredManifest]) -> Prefetch:
+    def prefetch(self, model: Opened[StoredManifest]) -> HostPrefetch:
         """Have the lender bring a model into host memory, as far as no load that is waited for is held up."""
         connection, _ = self._connect()
-        self._begin(connection, PrefetchModel(model.opened.digest, model.opened.directory))
-        return Prefetch(connection, model)
+        self._begin(connection, PrefetchModel(model.digest, model.directory))
+        return HostPrefetch(connection, model)
 
-    def ask(self, model: Borrowed[StoredManifest], chunks: Sequence[int]) -> AskedLoan | None:
+    def ask(self, model: Opened[StoredManifest], chunks: Sequence[int]) -> LeaseRequest | None:
         """Ask for a load, to be fetched later, without waiting for the answer; None: only `fetch` can.
 
         So whoever has something else to do first, such as finding a place for it, does that meanwhile.
         """
         if (line := self._take_standing()) is None:
             return None
-        opened = model.opened
-        question = _Question.of(opened.digest, opened.directory, tuple(chunks), passes_on=self._passes_on())
+        question = _Question.of(
+            model.digest, model.directory, tuple(chunks), pass_through=self._may_pass_through()
+        )
         try:
             line.send_line(question.line)
         except OSError:  # whoever was at its other end is gone
             line.close()
             return None
-        return AskedLoan(line, model, question.message)
+        return LeaseRequest(line, model, question.message)
 
     def fetch(
-        self, model: Borrowed[StoredManifest], chunks: Sequence[int], asked: AskedLoan | None = None
-    ) -> Loan:
+        self, model: Opened[StoredManifest], chunks: Sequence[int], asked: LeaseRequest | None = None
+    ) -> Grant:
         """Begin a load of a model that may have been opened long ago. `asked`: what `ask` has returned.
 
         Raises:
-            LenderGone: nobody lends.
+            KeeperGone: nobody lends.
             StoreError: the lender does not have the model any more, or has another one in its place.
         """
         if asked is not None and asked.model is model and asked.question.chunks == tuple(chunks):
@@ -290,29 +298,29 @@ class Borrower:
             return self._fetch(model, question, asked)
         except ModelNotOpen:  # a lender that was started anew, or has forgotten the model
             again = self._open(model.where, model.weight)
-        if again.opened.digest != model.opened.digest:
-            raise StoreError(f"`{model.opened.name}` is another model by now; open it again")
-        return self._fetch(again, replace(question, directory=again.opened.directory))
+        if again.digest != model.digest:
+            raise StoreError(f"`{model.name}` is another model by now; open it again")
+        return self._fetch(again, replace(question, directory=again.directory))
 
-    def _question(self, model: Borrowed[StoredManifest], chunks: Sequence[int]) -> FetchChunks:
-        digest, directory = model.opened.digest, model.opened.directory
-        return FetchChunks(digest, directory, tuple(chunks), passes_on=self._passes_on())
+    def _question(self, model: Opened[StoredManifest], chunks: Sequence[int]) -> LeaseChunks:
+        digest, directory = model.digest, model.directory
+        return LeaseChunks(digest, directory, tuple(chunks), pass_through=self._may_pass_through())
 
-    def _passes_on(self) -> bool:
+    def _may_pass_through(self) -> bool:
         """True if only some memory is pinned, and the first cells are."""
         segment = self.segment
         return not segment.is_all_pinned and segment.are_first_pinned(NUM_FIRST_CELLS)
 
     def _fetch(
-        self, model: Borrowed[StoredManifest], question: FetchChunks, asked: AskedLoan | None = None
-    ) -> Loan:
+        self, model: Opened[StoredManifest], question: LeaseChunks, asked: LeaseRequest | None = None
+    ) -> Grant:
         line, answer = self._asked(question, asked)
         match answer:
-            case LoadBegan() as began:
-                loan = Loan(line, model.opened.name, len(question.chunks), self._keep, began)
+            case LeaseGranted() as began:
+                lease = Grant(line, model.name, len(question.chunks), self._keep, began)
                 with self._lock:
-                    self._loans.append(loan)
-                return loan
+                    self._loans.append(lease)
+                return lease
             case Refused() as refused:
                 line.close()
                 raise error_of(refused)
@@ -320,7 +328,9 @@ class Borrower:
                 line.close()
                 raise self._gone() if other is None else self._nonsense(other)
 
-    def _asked(self, question: Message, asked: AskedLoan | None = None) -> tuple[LenderLine, Message | None]:
+    def _asked(
+        self, question: Message, asked: LeaseRequest | None = None
+    ) -> tuple[LeaseConnection, Message | None]:
         """Return a line on which a question was asked, and the answer; None: the lender is gone."""
         if asked is not None:
             try:
@@ -336,13 +346,13 @@ class Borrower:
                 if (answer := self._answer(line, question)) is not None:
                     return line, answer
             line.close()  # whoever was at its other end is gone
-        line = LenderLine(*self._connect())
+        line = LeaseConnection(*self._connect())
         try:
             return line, self._answer(line, question)
         except OSError as error:
             raise self._gone() from error
 
-    def _answer(self, line: LenderLine, question: Message) -> Message | None:
+    def _answer(self, line: LeaseConnection, question: Message) -> Message | None:
         """Ask on a line, which is closed where that fails."""
         try:
             line.send(question)
@@ -356,11 +366,11 @@ class Borrower:
         with self._lock:
             return segment is self.segment or any(segment is old for old in self._old)
 
-    def _take_standing(self) -> LenderLine | None:
+    def _take_standing(self) -> LeaseConnection | None:
         with self._lock:
             return self._standing.pop() if self._standing else None
 
-    def _keep(self, line: LenderLine) -> None:
+    def _keep(self, line: LeaseConnection) -> None:
         """Keep the line of a load that is over for the next."""
         with self._lock:
             is_current = line.segment is self.segment and not self._is_closed
@@ -388,7 +398,7 @@ class Borrower:
             segment.close()
 
     def _connect(self) -> tuple[socket.socket, Segment]:
-        """Raises LenderGone also when this borrower is closed."""
+        """Raises KeeperGone also when this lease_client is closed."""
         connection, segment = _introduce(self._path, is_pinned=self._is_pinned)
         with self._lock:
             if self._is_closed:  # on another thread, meanwhile: nobody would close these
@@ -409,8 +419,8 @@ class Borrower:
         return segment
 
     def _close_old(self) -> None:
-        self._loans = [loan for loan in self._loans if not loan.is_finished]
-        lent = {id(loan.segment) for loan in self._loans}
+        self._loans = [lease for lease in self._loans if not lease.is_finished]
+        lent = {id(lease.segment) for lease in self._loans}
         for segment in self._old:
             if id(segment) not in lent:
                 segment.close()
@@ -428,14 +438,14 @@ class Borrower:
     def _nonsense(self, answer: Message) -> StoreError:
         return StoreError(f"the lender at `{self._path}` answered {answer}")
 
-    def _gone(self) -> LenderGone:
-        return LenderGone(f"the lender at `{self._path}` is gone; start it again")
+    def _gone(self) -> KeeperGone:
+        return KeeperGone(f"the lender at `{self._path}` is gone; start it again")
 
 
-class Prefetch:
+class HostPrefetch:
     """A model on its way to host memory. One thread waits, any cancels."""
 
-    def __init__(self, connection: socket.socket, model: Borrowed[StoredManifest]) -> None:
+    def __init__(self, connection: socket.socket, model: Opened[StoredManifest]) -> None:
         self._connection, self._model = connection, model
         self._is_cancelled = False
 
@@ -454,7 +464,7 @@ class Prefetch:
                 return host_bytes >= self._model.distinct_bytes
             case Refused() as refused:
                 raise error_of(refused)
-        name = self._model.opened.name
+        name = self._model.name
         if self._is_cancelled:
             raise LoadCancelled(f"the prefetch of `{name}` was called off")
         raise StoreError(f"whoever was to bring `{name}` into host memory is gone; ask again")
@@ -479,13 +489,13 @@ def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:
             connection.connect(str(path))
             line, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
         except OSError as error:
-            raise LenderGone(f"nobody lends host memory at `{path}`: {error.strerror or error}") from error
+            raise KeeperGone(f"nobody lends host memory at `{path}`: {error.strerror or error}") from error
         if not line:  # it took the connection, and died before it said anything
-            raise LenderGone(f"nobody lends host memory at `{path}`: it hung up at once")
+            raise KeeperGone(f"nobody lends host memory at `{path}`: it hung up at once")
         for fd in fds:
             undo.callback(os.close, fd)
         hello = parse(line)
-        if not isinstance(hello, LenderHello) or len(fds) != 1:
+        if not isinstance(hello, ServerHello) or len(fds) != 1:
             raise StoreError(f"`{path}` is no socket of a lender: {line[:80]!r}")
         if is_pinned and not hello.keeps_pages:
             # A device would go on reading the pages that it knows, which are no longer those of the segment.

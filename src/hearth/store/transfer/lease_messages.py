@@ -1,12 +1,12 @@
 """Messages between the owner of a host segment and the processes that borrow from it. Opens no socket.
 
-    borrower                              lender
-    (connects)                            LenderHello, with the segment's file descriptor
+    lease_client                              lender
+    (connects)                            ServerHello, with the segment's file descriptor
     OpenModel                             ModelOpened | Refused
-    FetchChunks                           LoadBegan, with all chunks that are there at once; ChunkLent, in
+    LeaseChunks                           LeaseGranted, with all chunks that are there at once; ChunkLeased, in
                                           order, as they are ready; Refused ends it
     ReleaseChunks, until all are          ...
-    CancelLoad                            sends no more; what is lent stays lent
+    CancelLease                            sends no more; what is lent stays lent
     CountBytes                            BytesCounted
     MeasureHost                           HostMeasured
     CountRequests                         RequestsCounted
@@ -36,7 +36,7 @@ from hearth.store.transfer.record import Delivery
 
 
 @dataclass(frozen=True, slots=True)
-class LenderHello:
+class ServerHello:
     """The shape of the segment whose file descriptor comes along."""
 
     num_cells: int
@@ -63,18 +63,18 @@ class ModelOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchChunks:
+class LeaseChunks:
     """Begin a load: lend these chunks, in this order."""
 
     model: Digest  #: of a model that was opened before, on this connection or another
     directory: str  #: as `ModelOpened` has it: copies of one model share a digest, and one may be deleted
     chunks: tuple[int, ...]
     #: Of chunks from disk, those that come through the first cells need not stay: see `Fetcher.fetch`.
-    passes_on: bool = False
+    pass_through: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLent:
+class ChunkLeased:
     """A chunk of the load, which lies in a cell of the segment until it is released."""
 
     index: int
@@ -85,23 +85,23 @@ class ChunkLent:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadBegan:
-    """The first answer to `FetchChunks`."""
+class LeaseGranted:
+    """The first answer to `LeaseChunks`."""
 
     is_in_host: bool  #: nothing has to be read for this load
     #: The first chunks, as if they came behind this: a message of each costs more than an adapter's copies.
-    lent: tuple[ChunkLent, ...] = ()
+    lent: tuple[ChunkLeased, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChunks:
-    """The borrower no longer needs some chunks."""
+    """The lease_client no longer needs some chunks."""
 
     indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CancelLoad:
+class CancelLease:
     """The load wants no more chunks."""
 
 
@@ -109,7 +109,7 @@ class CancelLoad:
 class PrefetchModel:
     """Bring a model into host memory, and lend nothing of it. Hanging up calls it off."""
 
-    model: Digest  #: as in `FetchChunks`
+    model: Digest  #: as in `LeaseChunks`
     directory: str
 
 
@@ -210,7 +210,7 @@ class Refused:
     reason: str
 
 
-_Load = OpenModel | ModelOpened | FetchChunks | LoadBegan | ChunkLent | ReleaseChunks | CancelLoad
+_Load = OpenModel | ModelOpened | LeaseChunks | LeaseGranted | ChunkLeased | ReleaseChunks | CancelLease
 _Prefetch = PrefetchModel | ModelPrefetched
 _Question = (
     CountBytes
@@ -223,7 +223,7 @@ _Question = (
     | ModelForgotten
 )
 _Look = LookUpstream | UpstreamSeen
-Message = LenderHello | _Load | _Prefetch | _Question | _Look | Refused
+Message = ServerHello | _Load | _Prefetch | _Question | _Look | Refused
 #: These stand between a switch and its bytes, a message for each chunk.
 _ENCODER = msgspec.json.Encoder()
 _LINE = msgspec.json.Decoder(tuple[str, msgspec.Raw])
@@ -255,7 +255,7 @@ def refusal(error: HearthError) -> Refused:
 
 
 def error_of(refused: Refused) -> HearthError:
-    """Return the error that the lender met, for the borrower to raise."""
+    """Return the error that the lender met, for the lease_client to raise."""
     kind = getattr(errors, refused.error, None)
     if isinstance(kind, type) and issubclass(kind, HearthError):
         return kind(refused.reason)
@@ -267,5 +267,5 @@ def parse(line: bytes) -> Message:
         kind, fields = _LINE.decode(line)
         message: Message = _FIELDS[kind].decode(fields)
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"no message of the host segment's owner or borrower: {line[:80]!r}") from error
+        raise StoreError(f"no message of the host segment's owner or lease_client: {line[:80]!r}") from error
     return message

@@ -20,15 +20,14 @@ from hearth.store.tiers.upstream import version_now
 from hearth.store.transfer.fetch import Fetch, HostChunk
 from hearth.store.transfer.lease_messages import (
     BytesCounted,
-    CancelLoad,
-    ChunkLent,
+    CancelLease,
+    ChunkLeased,
     CountBytes,
     CountRequests,
-    FetchChunks,
     ForgetModel,
     HostMeasured,
-    LenderHello,
-    LoadBegan,
+    LeaseChunks,
+    LeaseGranted,
     LookUpstream,
     MeasureHost,
     Message,
@@ -41,6 +40,7 @@ from hearth.store.transfer.lease_messages import (
     PrefetchModel,
     ReleaseChunks,
     RequestsCounted,
+    ServerHello,
     UpstreamSeen,
     encode,
     received,
@@ -52,17 +52,17 @@ from hearth.system.standing_threads import Errand, StandingThreads
 
 #: Held by a lender while it makes its socket, beside that.
 LOCK = "lending"
-#: Before the next try to accept a borrower, when the system has no room for one more connection.
+#: Before the next try to accept a lease_client, when the system has no room for one more connection.
 ACCEPT_DELAY_S = 0.1
 
-#: Models that any borrower has opened, by digest and directory: of copies, all are there. The single
+#: Models that any lease_client has opened, by digest and directory: of copies, all are there. The single
 #: operations of a dict are atomic, so it needs no lock.
 OpenedModels = dict[tuple[Digest, str], StoredModel]
 
 log = logging.getLogger(__name__)
 
 
-class Lender:
+class LeaseServer:
     """Lends at a socket until it is closed; the tiers stay open. Only the socket's owner may connect."""
 
     def __init__(self, tiers: Tiers, path: Path) -> None:
@@ -122,7 +122,7 @@ class Lender:
             is_failing = False
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Serve a borrower on a thread of its own. Raises RuntimeError if there can be no more threads."""
+        """Serve a lease_client on a thread of its own. Raises RuntimeError if there can be no more threads."""
         session = _Session(self._tiers, self._models, self._senders, connection)
         thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lend", daemon=True)
         with self._lock:
@@ -144,7 +144,7 @@ class Lender:
 
 
 class _Session:
-    """One borrower's connection. Its own thread receives; while a load is under way another one sends."""
+    """One lease_client's connection. Its own thread receives; while a load is under way another one sends."""
 
     def __init__(
         self, tiers: Tiers, models: OpenedModels, senders: StandingThreads, connection: socket.socket
@@ -160,12 +160,12 @@ class _Session:
     def run(self) -> None:
         segment = self._tiers.segment
         try:
-            hello = encode(LenderHello(segment.num_cells, segment.cell_bytes, self._tiers.keeps_chunks))
+            hello = encode(ServerHello(segment.num_cells, segment.cell_bytes, self._tiers.keeps_chunks))
             socket.send_fds(self._connection, [hello], [segment.fd])
             for message in received(self._connection):
                 self._handle(message)
         except OSError:
-            pass  # the borrower is gone; that is how every session ends
+            pass  # the lease_client is gone; that is how every session ends
         except StoreError as error:
             log.warning("borrower_dropped reason=%s", error)
         finally:
@@ -179,15 +179,15 @@ class _Session:
         match message:
             case OpenModel(where, weight):
                 self._send(self._answer(where, lambda: self._open(where, weight)))
-            case FetchChunks(digest, directory, chunks, passes_on):
+            case LeaseChunks(digest, directory, chunks, pass_through):
                 if (model := self._model_to_load(digest, directory)) is not None:
-                    self._start(model, chunks, passes_on=passes_on)
+                    self._start(model, chunks, pass_through=pass_through)
             case PrefetchModel(digest, directory):
                 if (model := self._model_to_load(digest, directory)) is not None:
                     self._start_prefetch(model)
             case ReleaseChunks(indices):
                 self._release(indices)
-            case CancelLoad():
+            case CancelLease():
                 if self._fetch is not None:
                     self._fetch.cancel()
             case CountBytes(digests):
@@ -202,7 +202,7 @@ class _Session:
             case LookUpstream(source):
                 self._send(self._answer(source, lambda: UpstreamSeen(version_now(source))))
             case _:
-                raise StoreError(f"a borrower does not say {type(message).__name__}")
+                raise StoreError(f"a lease_client does not say {type(message).__name__}")
 
     def _send(self, *messages: Message) -> None:
         with self._sending:
@@ -248,7 +248,7 @@ class _Session:
         return ModelForgotten()
 
     def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
-        """Return a model that a load may begin of; None: the borrower was told that it is not open."""
+        """Return a model that a load may begin of; None: the lease_client was told that it is not open."""
         self._end_load()
         model = self._models.get((digest, directory))
         if model is None:
@@ -265,7 +265,7 @@ class _Session:
             self._sender.join()
         self._fetch = self._sender = None
 
-    def _start(self, model: StoredModel, chunks: tuple[int, ...], *, passes_on: bool) -> None:
+    def _start(self, model: StoredModel, chunks: tuple[int, ...], *, pass_through: bool) -> None:
         num_chunks = len(model.manifest.chunks)
         if len(set(chunks)) < len(chunks) or not set(chunks) <= set(range(num_chunks)):
             what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
@@ -278,13 +278,13 @@ class _Session:
         wanted = {chunk_ids[index] for index in chunks}
         is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
         if not is_in_host:
-            self._send(LoadBegan(is_in_host))  # before the first chunk has come
-            self._run(self._lend, self._tiers.fetch(model, chunks, passes_on=passes_on))
+            self._send(LeaseGranted(is_in_host))  # before the first chunk has come
+            self._run(self._lend, self._tiers.fetch(model, chunks, pass_through=pass_through))
             return
         fetch = self._tiers.fetch(model, chunks)
         try:
-            self._send(LoadBegan(is_in_host))
-        except OSError:  # the borrower is gone, and what was taken for it is not this session's yet
+            self._send(LeaseGranted(is_in_host))
+        except OSError:  # the lease_client is gone, and what was taken for it is not this session's yet
             fetch.cancel()
             raise
         self._run(self._lend, fetch)
@@ -296,12 +296,12 @@ class _Session:
         """
         stored, fetcher = model.manifest.chunks, self._tiers.fetcher
         lent = [
-            ChunkLent(index, cell, stored[index].num_bytes, delivery=None, is_shared=False)
+            ChunkLeased(index, cell, stored[index].num_bytes, delivery=None, is_shared=False)
             for index, cell in zip(chunks, cells, strict=True)
         ]
         try:
-            self._send(LoadBegan(True, tuple(lent)))
-        finally:  # also where the borrower is gone: they are taken back when this session ends
+            self._send(LeaseGranted(True, tuple(lent)))
+        finally:  # also where the lease_client is gone: they are taken back when this session ends
             at_once = fetcher.leased(model, chunks, cells)
             self._fetch = at_once.fetch
             self._note_lent(at_once.chunks)
@@ -332,7 +332,7 @@ class _Session:
             with suppress(OSError):
                 self._send(refusal(error))
         except OSError:
-            fetch.cancel()  # the borrower listens no more; it may still have chunks to give back
+            fetch.cancel()  # the lease_client listens no more; it may still have chunks to give back
         else:
             self._learn_speeds(deliveries)
 
@@ -354,7 +354,7 @@ class _Session:
         else:
             self._learn_speeds(deliveries)
             answer = self._prefetched(fetch.model)
-        with suppress(OSError):  # the borrower may listen no more
+        with suppress(OSError):  # the lease_client may listen no more
             self._send(answer)
 
     def _prefetched(self, model: StoredModel) -> ModelPrefetched:
@@ -370,19 +370,19 @@ class _Session:
             chunks = [self._lent.pop(index, None) for index in indices]
         if (fetch := self._fetch) is not None:
             fetch.release(*(chunk for chunk in chunks if chunk is not None))
-            if fetch.passed_on and fetch.is_finished:
+            if fetch.passed_through and fetch.is_finished:
                 self._refill(fetch)
         if None in chunks:
             raise ChunkMissing(
-                f"a borrower gave back chunk {indices[chunks.index(None)]}, which it does not have"
+                f"a lease_client gave back chunk {indices[chunks.index(None)]}, which it does not have"
             )
 
     def _refill(self, load: Fetch) -> None:
         """Have chunks that a load passed on come to stay, beside everything else, and no others."""
-        passed_on, load.passed_on = load.passed_on, []
+        passed_through, load.passed_through = load.passed_through, []
         if not self._is_open(load.model):
             return
-        if (fetch := self._tiers.refill(load.model, passed_on)) is None:
+        if (fetch := self._tiers.refill(load.model, passed_through)) is None:
             return
         try:
             self._senders.start(lambda: self._let_stay(fetch))
@@ -406,7 +406,7 @@ class _Session:
         return _key(model) in self._models
 
     def _end(self) -> None:
-        """Take back what the borrower still had, whether it closed or died."""
+        """Take back what the lease_client still had, whether it closed or died."""
         if self._fetch is not None:
             self._fetch.cancel()
             self.hang_up()
@@ -420,8 +420,8 @@ def _key(model: StoredModel) -> tuple[Digest, str]:
     return model.manifest.digest, str(model.directory)
 
 
-def _lent(chunk: HostChunk) -> ChunkLent:
-    return ChunkLent(chunk.index, chunk.cell, len(chunk.data), chunk.delivery, chunk.is_shared)
+def _lent(chunk: HostChunk) -> ChunkLeased:
+    return ChunkLeased(chunk.index, chunk.cell, len(chunk.data), chunk.delivery, chunk.is_shared)
 
 
 def _listen(path: Path) -> socket.socket:

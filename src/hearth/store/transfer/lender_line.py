@@ -16,7 +16,7 @@ from hearth.store.transfer.lease_messages import Message, parse, send
 RECEIVED_BYTES = 1 << 16
 
 
-class LenderLine:
+class LeaseConnection:
     """An open connection. Closing it gives back whatever was lent over it."""
 
     def __init__(self, connection: socket.socket, segment: Segment) -> None:

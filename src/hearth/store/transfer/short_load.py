@@ -1,7 +1,7 @@
 """A load of few chunks, by the thread that asks for it: one that waits for nothing but the bus.
 
 A load that goes from thread to thread waits for each of them to wake and to have the interpreter, which the
-thread of the steps needs as well. An adapter passes the bus in less time than that. Larger loads are `Load`s:
+thread of the steps needs as well. An adapter passes the bus in less time than that. Larger loads are `Transfer`s:
 of these any part can be waited for, and chunks are given back while others are on their way.
 """
 
@@ -17,7 +17,7 @@ from hearth.store.transfer.copies import ChunkCopies
 from hearth.store.transfer.destination import LoadPiece, PieceCopies
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.record import LoadRecord, Tally
-from hearth.store.transfer.transfer import ChunkStream
+from hearth.store.transfer.transfer import ChunkSource
 from hearth.system.cuda.batches import BatchedCopies
 
 #: Loads of more chunks take several calls of the driver, and so a thread that gives back meanwhile.
@@ -32,7 +32,7 @@ def load_here(
     name: str,
     manifest: StoredManifest,
     pieces: Sequence[LoadPiece],
-    fetch: Callable[[Sequence[int]], ChunkStream],
+    fetch: Callable[[Sequence[int]], ChunkSource],
     new_copies: Callable[[int], ChunkCopies],
     on_end: Callable[[LoadRecord], None],
     on_last: Callable[[LastCopies], None],

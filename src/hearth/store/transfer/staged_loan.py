@@ -1,4 +1,4 @@
-"""Chunks of a loan where a device can copy from them at once. Copies nothing to a device itself.
+"""Chunks of a lease where a device can copy from them at once. Copies nothing to a device itself.
 
 A chunk whose memory is pinned stays where it is. Others are read into slots of pinned memory, those to come
 already while the first is being copied, as far as the lender has lent them and there are slots.
@@ -14,8 +14,8 @@ from dataclasses import replace
 from hearth.core.errors import LoadCancelled, StoreError
 from hearth.store.format.manifest import StoredManifest
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.lease import Loan
-from hearth.store.transfer.lease_client import AskedLoan, Borrowed, Borrower
+from hearth.store.transfer.lease import Grant
+from hearth.store.transfer.lease_client import LeaseClient, LeaseRequest, Opened
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 #: Slots that are given back together: as many are filled meanwhile (`staging_buffers.NUM_SLOTS`).
@@ -24,15 +24,15 @@ RELEASE_BATCH = 4
 SLOT_PATIENCE_S = 0.05
 
 
-class StagedLoan:
-    """A loan by slots: a `ChunkStream`. One thread iterates, one releases, any cancels.
+class StagedLease:
+    """A lease by slots: a `ChunkSource`. One thread iterates, one releases, any cancels.
 
     However it ends, a slot that was yielded stays as it is until released, for it may still be copied from.
     """
 
-    def __init__(self, loan: Loan, staging: StagingBuffers) -> None:
-        """`staging` has slots that any chunk of the loan fits into."""
-        self._loan, self._staging = loan, staging
+    def __init__(self, lease: Grant, staging: StagingBuffers) -> None:
+        """`staging` has slots that any chunk of the lease fits into."""
+        self._lease, self._staging = lease, staging
         #: For a slot, after one was there; of the thread that iterates.
         self._patience_s = SLOT_PATIENCE_S
         #: Chunks that were lent and not yielded yet, each with its slot; None: it stays where it is.
@@ -43,7 +43,7 @@ class StagedLoan:
 
     @property
     def is_in_host(self) -> bool:
-        return self._loan.is_in_host
+        return self._lease.is_in_host
 
     @property
     def release_batch(self) -> int:
@@ -52,9 +52,9 @@ class StagedLoan:
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         """Yield the chunks in order, those together that can be copied from, at most so many.
 
-        Raises as `Loan.batches`, and StoreError if a chunk cannot be read.
+        Raises as `Grant.batches`, and StoreError if a chunk cannot be read.
         """
-        num_left = self._loan.num_chunks
+        num_left = self._lease.num_chunks
         while num_left:
             self._look_ahead()
             batch = self._take_ahead(most)
@@ -66,23 +66,23 @@ class StagedLoan:
             slots = [self._slots.pop(chunk.index) for chunk in chunks if chunk.index in self._slots]
         for slot in slots:
             self._staging.give_back(slot)
-        self._loan.release(*chunks)
+        self._lease.release(*chunks)
 
     def cancel(self) -> None:
         """Ask for no more chunks, and wake the thread that iterates."""
         with self._lock:
             self._is_cancelled = True
-        self._loan.cancel()
+        self._lease.cancel()
         self._drop_ahead()
 
     def _look_ahead(self) -> None:
         """Take all chunks that are there, while there are slots. Wait only for one that is to be yielded."""
-        while self._loan.num_to_come and (not self._ahead or self._loan.has_next()):
+        while self._lease.num_to_come and (not self._ahead or self._lease.has_next()):
             slot = self._staging.take(0.0)
             if slot is None and self._ahead:
                 return
             try:
-                chunk = self._loan.take()
+                chunk = self._lease.take()
             except BaseException:
                 if slot is not None:
                     self._staging.give_back(slot)
@@ -98,7 +98,7 @@ class StagedLoan:
 
     def _stage(self, chunk: HostChunk, slot: int | None) -> int | None:
         """Return the slot that a chunk is on its way to; None: it can be copied from where it lies."""
-        segment = self._loan.segment
+        segment = self._lease.segment
         if segment.is_pinned(chunk.cell):
             if slot is not None:
                 self._staging.give_back(slot)
@@ -152,21 +152,21 @@ class StagedLoan:
         for chunk, slot in dropped:
             if slot is not None:
                 self._staging.give_back(slot)
-            self._loan.release(chunk)
+            self._lease.release(chunk)
 
 
-BorrowedChunks = Loan | StagedLoan
+LeasedChunks = Grant | StagedLease
 
 
 def borrow_chunks(
-    borrower: Borrower,
-    model: Borrowed[StoredManifest],
+    lease_client: LeaseClient,
+    model: Opened[StoredManifest],
     chunks: Sequence[int],
-    asked: AskedLoan | None = None,
-) -> BorrowedChunks:
-    """Begin a load, by slots unless all of the lender's memory is pinned. See `Borrower.fetch`."""
-    loan = borrower.fetch(model, chunks, asked)
-    staging, segment = borrower.staging, loan.segment
+    asked: LeaseRequest | None = None,
+) -> LeasedChunks:
+    """Begin a load, by slots unless all of the lender's memory is pinned. See `LeaseClient.fetch`."""
+    lease = lease_client.fetch(model, chunks, asked)
+    staging, segment = lease_client.staging, lease.segment
     if staging is None or segment.cell_bytes > staging.slot_bytes or segment.is_all_pinned:
-        return loan
-    return StagedLoan(loan, staging)
+        return lease
+    return StagedLease(lease, staging)

@@ -38,7 +38,7 @@ GIVE_BACK_S = 0.002
 log = logging.getLogger(__name__)
 
 
-class ChunkStream(Protocol):
+class ChunkSource(Protocol):
     """The chunks of a load in host memory, in the order asked for: in this process's segment or another's.
 
     One thread iterates, another releases.
@@ -84,11 +84,11 @@ class Loader:
         name: str,
         manifest: StoredManifest,
         pieces: Sequence[LoadPiece],
-        fetch: Callable[[Sequence[int]], ChunkStream],
+        fetch: Callable[[Sequence[int]], ChunkSource],
         on_end: Callable[[LoadRecord | StoreError], None] | None = None,
         *,
         is_idle: bool = False,
-    ) -> Load:
+    ) -> Transfer:
         """Start a load; `fetch` opens a stream of the chunks that it needs.
 
         `on_end` is called by the load's own thread, with the record or with why there is none. `is_idle`: the
@@ -97,17 +97,17 @@ class Loader:
         if self._stream is not None and not is_idle:
             # The memory may have been somebody else's until a moment ago, on the stream of this thread.
             self._stream.wait_for_current()
-        return Load(name, manifest, pieces, fetch, self.new_copies, on_end, self.threads)
+        return Transfer(name, manifest, pieces, fetch, self.new_copies, on_end, self.threads)
 
     def new_copies(self, num_chunks: int) -> ChunkCopies:
         """Return the copies of a load of so many chunks, none of which is queued yet."""
         return copies_of(num_chunks, self._stream)
 
 
-class LoadGate:
+class TransferGate:
     """The `WeightGate` of a load of a whole model."""
 
-    def __init__(self, load: Load, manifest: Manifest) -> None:
+    def __init__(self, load: Transfer, manifest: Manifest) -> None:
         self._load = load
         self._layers = manifest.layers
         self._head = ByteRange(manifest.layers[-1].end, manifest.num_bytes)
@@ -125,7 +125,7 @@ class LoadGate:
         self._load.wait_for(self._head)
 
 
-class Load:
+class Transfer:
     """A load under way or done. Any thread may wait for parts of it or cancel it."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Load:
         name: str,
         manifest: StoredManifest,
         pieces: Sequence[LoadPiece],
-        fetch: Callable[[Sequence[int]], ChunkStream],
+        fetch: Callable[[Sequence[int]], ChunkSource],
         new_copies: Callable[[int], ChunkCopies],
         on_end: Callable[[LoadRecord | StoreError], None] | None,
         threads: StandingThreads,
