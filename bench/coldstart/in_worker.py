@@ -118,7 +118,7 @@ _TRACED = (
     (WorkerLoop, "_tell_residency", "tell_residency"),
     *((HostedModels, name, name) for name in ("drop", "found", "engine_ready", "weights_loaded", "load")),
     *((HostedModels, "settle", "settle step"), (HostedModels, "_announced", "announce load")),
-    *((MappedPool, "load_ended", "load_ended"), (Transfer, "_give_back", "give back chunks")),
+    *((MappedPool, "load_ended", "load_ended"), (Transfer, "_release_copied", "release chunks")),
     *((ModelLoad, "_capture_first", "capture first steps"), (RestoredGraphs, "_functions", "functions")),
     *((Reclaimer, name, name) for name in ("place", "before_step", "after_step")),
     *((Runner, name, name) for name in ("launch", "close", "settle", "rehearse", "stand_in", "fill_tables")),

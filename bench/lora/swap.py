@@ -50,7 +50,7 @@ from hearth.worker.adapter_load import (
     AdapterArriving,
     AdapterFilled,
     AdapterNews,
-    ask_for_adapter,
+    adapter_lease,
     load_adapter,
 )
 from hearth.worker.runtime import HostingResources
@@ -120,7 +120,8 @@ class SwapSetting:
         time.sleep(REST_S)  # by then the one before has given its chunks back, and left its line
         begun = self._mark()
         began_s = time.perf_counter()
-        asked = ask_for_adapter(self.opened, self.resources)
+        lease = adapter_lease(self.opened, self.resources)
+        lease.request()
         noted_s["asked"] = time.perf_counter()
         pieces = self.pool.place_pieces(self.order.adapter, self.layout.layer_sizes)
         assert pieces is not None, f"{self.pool.usage()}"
@@ -132,12 +133,11 @@ class SwapSetting:
             noted_s["prepared"] = time.perf_counter()
 
         load_adapter(
-            *(self.order, self.opened, pieces, prepare, self.resources),
-            *(lambda _, told: news.put(told), asked),
+            self.order, self.opened, lease, pieces, prepare, self.resources, lambda _, told: news.put(told)
         )
         told = news.get(timeout=60)
         if isinstance(told, AdapterArriving):
-            told.last.have_stream_wait()
+            told.transfer.have_stream_wait()
         noted_s["told"] = time.perf_counter()
         there = self._mark(is_waited_for=False)
         if isinstance(told, AdapterArriving):

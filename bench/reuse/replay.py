@@ -18,9 +18,8 @@ from hearth.core.types import Hold, ModelId
 from hearth.memory.pool import EvictionTerms, Pool, Space
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
-from hearth.store.transfer.destination import LoadPiece
+from hearth.store.transfer.destination import LoadPiece, PageMapping
 from hearth.store.transfer.transfer import Loader
-from hearth.worker.map_ahead import PageMapping
 
 
 class ReplayTerms:

@@ -38,11 +38,11 @@ from hearth.core.types import Hold, ModelId
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.pool import Shape as PoolShape
 from hearth.memory.vmm import MappedPool
+from hearth.store.transfer.destination import PageMapping
+from hearth.store.transfer.lease import Lease
 from hearth.store.transfer.lease_client import LeaseClient, OpenedModel
 from hearth.store.transfer.transfer import Loader
-from hearth.worker.map_ahead import PageMapping
 from hearth.worker.weights_transfer import (
-    Destination,
     LoadNews,
     ModelBroken,
     WeightsLoaded,
@@ -150,10 +150,10 @@ class _Rig:
         )
         space = pool.place(name, shape)
         news: SimpleQueue[LoadNews] = SimpleQueue()
-        lease = self._lease_client.fetch(self._model, missing_chunks(manifest, space.gaps))
+        lease = Lease(self._lease_client, self._model, missing_chunks(manifest, space.gaps), is_prefetch=True)
+        lease.begin()
         mapping = PageMapping(partial(pool.prepare, name), space.parts, self._loader.threads)
-        to = Destination(space.gaps, mapping, space.places, manifest.layout)
-        transfer = WeightsTransfer(self._model, lease, to, self._loader, news.put)
+        transfer = WeightsTransfer(lease, manifest, space, manifest.layout, mapping, self._loader, news.put)
         while not isinstance(heard := news.get(timeout=PATIENCE_S), WeightsLoaded):
             if isinstance(heard, ModelBroken):
                 raise RuntimeError(f"the load broke: {heard.failure.reason}")

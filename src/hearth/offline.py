@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from hearth.core.config import EngineConfig, StoreConfig
-from hearth.core.errors import DeviceError, ModelError, StoreError
+from hearth.core.errors import DeviceError, HearthError, ModelError
 from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
 from hearth.engine.capture_ahead import CaptureAhead
 from hearth.engine.dry_run import KernelNeeds
@@ -40,8 +40,9 @@ from hearth.store.format.read_adapter import AdapterBytes, read_adapter
 from hearth.store.format.source import ModelSource
 from hearth.store.format.widen_dtype import served_layout, stored_part, widen
 from hearth.store.tiers.tiers import Tiers
+from hearth.store.transfer.destination import whole
 from hearth.store.transfer.record import LoadRecord
-from hearth.store.transfer.transfer import Loader, Transfer, TransferGate, whole
+from hearth.store.transfer.transfer import Loader, Transfer, TransferGate
 from hearth.system.cpus import log_if_threads_spin, num_usable_cores
 from hearth.text.tokenizer import Tokenizer
 
@@ -212,7 +213,7 @@ class _ConvertedModel:
             self._captures.stop()
         self._close_tiers()
 
-    def _ended(self, outcome: LoadRecord | StoreError) -> None:
+    def _ended(self, outcome: LoadRecord | HearthError) -> None:
         self._has_ended.set()
         if isinstance(outcome, LoadRecord):
             self._tiers.loaded(outcome)

@@ -60,7 +60,7 @@ def test_tells_how_much_of_a_model_lies_where(setup: KeeperSetup, lease_client: 
         assert await client.count([digest]) == {}
         model = lease_client.open(where, weight=2.0)
         assert await client.count([digest, "unknown"]) == {digest: {Rung.HOST: 0, Rung.DISK: num_bytes}}
-        lease = lease_client.fetch(model, [0])
+        lease = lease_client.grant(model, [0])
         (chunk,) = lease
         counted = await client.count([digest])
         assert counted == {digest: {Rung.HOST: model.manifest.chunks[0].num_bytes, Rung.DISK: num_bytes}}
@@ -100,7 +100,7 @@ def test_what_keeps_it_from_starting_is_said(setup: KeeperSetup) -> None:
         assert second.wait() == 1
 
     assert answer["error"] == "store"
-    assert "another process lends at" in answer["reason"]
+    assert "another keeper listens at" in answer["reason"]
 
 
 def test_ends_with_its_input_and_leaves_no_socket() -> None:

@@ -232,7 +232,7 @@ def working_in_process(
 
 @contextmanager
 def working_beside(
-    lender: Path,
+    server: Path,
     new_pool: NewPool,
     device: torch.device | None = None,
     config: EngineConfig = CONFIG,
@@ -244,7 +244,7 @@ def working_beside(
 ) -> Iterator[LoopGateway]:
     """A worker that borrows from whoever lends at a socket, otherwise as `working_in_process`."""
     device = device or torch.device("cpu")
-    with closing(LeaseClient(lender, is_pinned=device.type == "cuda")) as lease_client:
+    with closing(LeaseClient(server, is_pinned=device.type == "cuda")) as lease_client:
         gateway = LoopGateway(SimpleQueue(), Queue(max_facts), limits_of(config))
 
         def kept_pool(eviction_terms: EvictionTermsOf) -> Pool:

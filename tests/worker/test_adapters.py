@@ -278,14 +278,14 @@ def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_num
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[LeaseRequest]:
     """All that the keeper is asked for ahead."""
     asked: list[LeaseRequest] = []
-    ask = LeaseClient.ask
+    ask = LeaseClient.request
 
     def note(lease_client: LeaseClient, model: OpenedAdapter, chunks: Sequence[int]) -> LeaseRequest | None:
         if (one := ask(lease_client, model, chunks)) is not None:
             asked.append(one)
         return one
 
-    monkeypatch.setattr(LeaseClient, "ask", note)
+    monkeypatch.setattr(LeaseClient, "request", note)
     return asked
 
 
@@ -299,7 +299,7 @@ def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
             rig.ask(adapter)
             rig.gateway.until(RunFailed)
         assert asked, "there was room for it"
-        assert all(one.line.read() is None for one in asked), "a line stands over which it is lent"
+        assert all(one.connection.read() is None for one in asked), "a line stands over which it is lent"
 
         rig.check(rig.ask(adapter))
 
@@ -319,7 +319,7 @@ def test_what_the_keeper_was_asked_for_goes_back_if_a_model_breaks_that_was_to_g
         rig.gateway.until(HostingFailed)
 
         assert asked, "there was room for it"
-        assert all(one.line.read() is None for one in asked), "a line stands over which it is lent"
+        assert all(one.connection.read() is None for one in asked), "a line stands over which it is lent"
 
 
 def test_what_fits_on_a_page_of_others_takes_nothing_that_models_are_promised(tmp_path: Path) -> None:

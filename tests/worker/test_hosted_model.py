@@ -667,7 +667,7 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     load.first, load._is_cancelled, load.weights = FirstRequests(1, 5, 1), False, None
     load._is_beside, load.is_almost_loaded = is_beside, False
     load._resources = SimpleNamespace(marks=WorkerMarks())  # type: ignore[assignment] # all that is asked of it
-    load._map_ahead = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # likewise
+    load._mapping = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # likewise
     posted = list[HostingNews]()
     load._post = posted.append
     sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))

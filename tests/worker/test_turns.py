@@ -469,9 +469,7 @@ def test_the_keeper_opens_a_model_once_however_often_it_comes_back(
         return open_model(lease_client, where, weight)
 
     monkeypatch.setattr(LeaseClient, "open", noted)
-    monkeypatch.setattr(
-        ModelPrefetch, "_bring_to_host", lambda ahead: False
-    )  # which asks where its bytes lie
+    monkeypatch.setattr(ModelPrefetch, "_bring_to_host", lambda ahead: False)  # which opens it as well
     names = SETTINGS["mapped"].names[:2]
     with taking_turns("mapped", tmp_path, names) as gateway:
         for _ in range(2):

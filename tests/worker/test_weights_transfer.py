@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from hearth.core.errors import DeviceError
-from hearth.memory.pool import Gap
+from hearth.memory.pool import Gap, Space
 from hearth.models.layout import ByteRange
+from hearth.store.transfer import destination as page_mapping
+from hearth.store.transfer.destination import PageMapping
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.transfer import Loader
 from hearth.system.standing_threads import StandingThreads
-from hearth.worker import map_ahead as page_mapping
-from hearth.worker.map_ahead import PageMapping
 from hearth.worker.weights_transfer import (
     AlmostLoaded,
-    Destination,
     LoadNews,
     ModelBroken,
     Progressed,
@@ -32,6 +31,7 @@ from tests.store.stored import CHUNK_BYTES, PATIENCE_S, model_of, parts_of, unti
 class Lent:
     """A lease of all chunks of a model, given together as far as they are asked for."""
 
+    name = "m"
     is_in_host = True
     release_batch = 8
 
@@ -73,9 +73,17 @@ class Rig:
     def begin(self) -> WeightsTransfer:
         whole = ByteRange(0, self.manifest.num_bytes)
         mapping = PageMapping(self._map, [whole], StandingThreads("test", idle_s=1.0))
-        to = Destination([Gap(whole, self.base)], mapping, {}, self.manifest.layout)
-        opened = type("Model", (), {"manifest": self.manifest, "name": "m"})
-        return WeightsTransfer(opened, self.lease, to, Loader(torch.device("cpu")), self.news.put)  # type: ignore[arg-type] # what a load needs of them
+        empty = torch.empty(0)
+        space = Space({}, empty, empty, empty, 0, gaps=(Gap(whole, self.base),), parts=(whole,))
+        return WeightsTransfer(
+            self.lease,  # type: ignore[arg-type] # what a transfer needs of it
+            self.manifest,
+            space,
+            self.manifest.layout,
+            mapping,
+            Loader(torch.device("cpu")),
+            self.news.put,
+        )
 
     def num_there(self) -> int:
         """Return how many chunks have come, from the first."""

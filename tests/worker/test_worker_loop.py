@@ -37,7 +37,7 @@ from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTerms
 from hearth.store.format.convert import convert
 from hearth.store.format.manifest import WEIGHTS, read_manifest
-from hearth.store.transfer import patient_loan
+from hearth.store.transfer import lease
 from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.transfer import Loader
 from hearth.worker.hosted_model import HostedModel
@@ -552,7 +552,7 @@ def test_a_load_waits_for_a_keeper_that_is_started_anew(model: Path) -> None:
 
 
 def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_loan, "KEEPER_WAIT_S", 0.0)
+    monkeypatch.setattr(lease, "KEEPER_WAIT_S", 0.0)
     news: SimpleQueue[HostingNews] = SimpleQueue()
     with folder() as place, keeping(keeper_setup(place)) as keeper:
         lease_client = LeaseClient(Path(keeper_setup(place).socket), is_pinned=False)

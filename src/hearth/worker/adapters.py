@@ -27,14 +27,14 @@ from hearth.worker.adapter_load import (
     AdapterFound,
     AdapterMissing,
     AdapterNews,
-    AdapterPrefetch,
     PostAdapterNews,
-    ask_for_adapter,
+    adapter_lease,
     find_adapter,
     load_adapter,
 )
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.hosted_model import HostedModel
+from hearth.worker.prefetch import AdapterPrefetch
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources
 
@@ -148,8 +148,8 @@ class WorkerAdapters:
             case AdapterMissing(failure):
                 self._looked_up()
                 return self._note_missing(adapter, failure)
-            case AdapterArriving(last):
-                last.have_stream_wait()  # before anybody computes with it, or takes its memory
+            case AdapterArriving(transfer):
+                transfer.have_stream_wait()  # before a step computes with it, or its memory is taken
                 self._note_there(adapter)
                 return None
             case AdapterFilled():
@@ -294,15 +294,15 @@ class WorkerAdapters:
         """Give an adapter its memory, and have it filled; False: there is no room."""
         wanted, opened = self._wanted[adapter], self._found[adapter]
         layout = opened.manifest.layout
-        asked = None
+        lease, is_asked = adapter_lease(opened, self._resources), False
         if may_take and not wanted.was_asked_in_vain and self._seems_to_have_room(layout.num_bytes):
-            asked = ask_for_adapter(opened, self._resources)
+            is_asked = lease.request()  # the keeper answers while the place is found
         is_placed = False
         try:
             is_placed = self._reclaimer.place_adapter(adapter, layout.layer_sizes, may_take=may_take)
         finally:
-            if asked is not None and not is_placed:  # also where a model broke that was to give way
-                asked.close()
+            if is_asked and not is_placed:  # also where a model broke that was to give way
+                lease.cancel()
                 wanted.was_asked_in_vain = True
         if not is_placed:
             return False
@@ -314,8 +314,13 @@ class WorkerAdapters:
         wanted.wait_s = time.perf_counter() - wanted.asked_s
         pool = self._reclaimer.pool
         load_adapter(
-            *(wanted.order, opened, self._pieces[adapter], lambda: pool.prepare_pieces(adapter)),
-            *(self._resources, self._post, asked),
+            wanted.order,
+            opened,
+            lease,
+            runs=self._pieces[adapter],
+            prepare=lambda: pool.prepare_pieces(adapter),
+            resources=self._resources,
+            post=self._post,
         )
         self._pieces.split(adapter)
         return True
@@ -325,8 +330,8 @@ class WorkerAdapters:
         wanted, opened = self._wanted[adapter], self._found[adapter]
         if wanted.prefetch is not None or opened.is_in_host:
             return
-        climbs = [one.prefetch for one in self._wanted.values() if one.prefetch is not None]
-        if sum(not prefetch.is_over for prefetch in climbs) < MAX_PREFETCHING:
+        prefetches = [one.prefetch for one in self._wanted.values() if one.prefetch is not None]
+        if sum(not prefetch.is_over for prefetch in prefetches) < MAX_PREFETCHING:
             wanted.prefetch = AdapterPrefetch(opened, self._resources)
 
     def _waits_for_room(self, adapter: AdapterId) -> bool:

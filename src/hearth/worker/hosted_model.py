@@ -46,7 +46,7 @@ from hearth.worker.model_load import (
     HostPrefetched,
     ModelFound,
     ModelLoad,
-    borrow,
+    open_model,
     start_thread,
 )
 from hearth.worker.model_snapshots import SnapshotLook
@@ -236,7 +236,7 @@ class HostedModel:
 
         def look_up() -> None:
             lease_client = resources.lease_client
-            opened = borrow(lease_client, order, is_given_up)
+            opened = open_model(lease_client, order, is_given_up)
             manifest, directory = opened.manifest, Path(opened.directory)
             tokenizer_json = lease_client.text_file(manifest, directory, TOKENIZER)
             spec = hosting_spec(order, manifest, tokenizer_json, resources.device)

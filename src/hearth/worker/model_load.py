@@ -27,16 +27,15 @@ from hearth.engine.step_shape import StepShape
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
+from hearth.store.transfer.destination import PageMapping
+from hearth.store.transfer.lease import Lease, await_keeper
 from hearth.store.transfer.lease_client import LeaseClient, OpenedModel
-from hearth.store.transfer.patient_loan import PatientLease, await_keeper
 from hearth.store.transfer.record import LoadRecord
 from hearth.worker.failure import failure_of
 from hearth.worker.hosting_spec import HostingSpec
-from hearth.worker.map_ahead import PageMapping
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
 from hearth.worker.weights_transfer import (
-    Destination,
     LoadNews,
     ModelBroken,
     WeightsLoaded,
@@ -174,9 +173,10 @@ class ModelLoad:
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._engine: Engine | None = None
+        self._lease: Lease | None = None
         self._transfer: WeightsTransfer | None = None
         self._mapping: PageMapping | None = None
-        self._new_map_ahead = partial(PageMapping, prepare, space.parts, resources.loader.threads)
+        self._new_mapping = partial(PageMapping, prepare, space.parts, resources.loader.threads)
         start_thread(lambda: self._prepare(engine), resources, post)
 
     @property
@@ -203,6 +203,8 @@ class ModelLoad:
             self._is_cancelled = True
             if self._mapping is not None:
                 self._mapping.stop()
+            if self._lease is not None:
+                self._lease.cancel()
             if self._transfer is not None:
                 self._transfer.cancel()
             if self._engine is not None:
@@ -285,22 +287,28 @@ class ModelLoad:
         From now on little else may go to the device by a copy, which would wait for as many chunks as are
         queued at a time.
         """
-        lease = self._borrow_missing()
+        opened, space, resources = self._opened, self._space, self._resources
+        lease = Lease(resources.lease_client, opened, missing_chunks(opened.manifest, space.gaps))
         with self._lock:
             if self._is_cancelled:
-                lease.cancel()
                 return
-            # Not before there is a lease: a thread that maps keeps the interpreter from one that asks.
-            self._mapping = self._new_map_ahead()
-            to = Destination(self._space.gaps, self._mapping, self._space.places, self._spec.layout)
+            self._lease = lease
+        lease.begin()
+        with self._lock:
+            if self._is_cancelled:
+                return
+            # Not before the lease has begun: a thread that maps keeps the interpreter from one that asks.
+            self._mapping = self._new_mapping()
             self.crossing_s = time.perf_counter()
-            self._transfer = WeightsTransfer(self._opened, lease, to, self._resources.loader, self._post)
+            self._transfer = WeightsTransfer(
+                lease, opened.manifest, space, self._spec.layout, self._mapping, resources.loader, self._post
+            )
 
     def _start_mapping(self) -> None:
         """Have bytes mapped that are there, in other hands, unless the load was called off."""
         with self._lock:
             if not self._is_cancelled:
-                self._mapping = self._new_map_ahead()
+                self._mapping = self._new_mapping()
 
     def _assemble(self) -> Engine:
         """Return the engine. Not under the lock: it takes its time, and touches none of the space."""
@@ -325,10 +333,6 @@ class ModelLoad:
             *(self._spec, self._space, engine), discarded=lambda reason: post(SnapshotDiscarded(reason))
         )
 
-    def _borrow_missing(self) -> PatientLease:
-        chunks = missing_chunks(self._opened.manifest, self._space.gaps)
-        return PatientLease(self._resources.lease_client, self._opened, chunks, lambda: self._is_cancelled)
-
 
 def start_thread(
     act: Callable[[], None], resources: HostingResources, post: Callable[[HostingNews], None]
@@ -344,7 +348,7 @@ def start_thread(
     resources.loader.threads.start(run)
 
 
-def borrow(lease_client: LeaseClient, order: HostModel, is_given_up: Callable[[], bool]) -> OpenedModel:
+def open_model(lease_client: LeaseClient, order: HostModel, is_given_up: Callable[[], bool]) -> OpenedModel:
     """Return the model as the keeper has it.
 
     Raises:

@@ -1,6 +1,7 @@
-"""Brings a model nearer that waits for its turn: it comes to host memory, and its first bytes cross.
+"""Prefetches what has no turn or no room yet: to host memory, and a model's first bytes to the device.
 
-Nobody waits for either, and what fails here is left to its turn. Takes no memory and decides nothing.
+No request waits for a prefetch. Its failures are logged; the load that follows meets them again. Takes no
+memory and decides nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from hearth.core.errors import HearthError, LoadCancelled
 from hearth.core.messages import HostModel
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange, Layout
-from hearth.store.transfer.lease_client import HostPrefetch, OpenedModel
-from hearth.store.transfer.patient_loan import await_keeper
-from hearth.worker.map_ahead import PageMapping
+from hearth.store.transfer.destination import PageMapping
+from hearth.store.transfer.lease import Lease
+from hearth.store.transfer.lease_client import HostPrefetch, OpenedAdapter, OpenedModel
 from hearth.worker.model_load import (
     FrontLoaded,
     HostingNews,
     HostPrefetched,
-    borrow,
+    open_model,
     start_thread,
 )
 from hearth.worker.runtime import HostingResources
 from hearth.worker.weights_transfer import (
-    Destination,
     LoadNews,
     ModelBroken,
     WeightsLoaded,
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelPrefetch:
-    """One wait of a model. The step thread makes, calls and cancels it and notes its news; others `post`."""
+    """One wait of a model for its turn. The step thread calls it and takes its news; threads `post` them."""
 
     def __init__(
         self,
@@ -46,36 +46,40 @@ class ModelPrefetch:
         resources: HostingResources,
         post: Callable[[HostingNews], None],
     ) -> None:
-        """Have the keeper bring the model to host memory. `opened`: the model as it was found."""
+        """Have the keeper bring the model to host memory."""
         self._order, self._opened, self._resources, self._post = order, opened, resources, post
         #: News that the step thread has taken so far.
         self.is_in_host = False
-        self.crossing_bytes = 0  #: that have a place and are on their way to it
+        self.crossing_bytes = 0  #: that have a place and are being transferred to it
         #: Keeps beginning and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._prefetch: HostPrefetch | None = None
         self._mapping: PageMapping | None = None
+        self._lease: Lease | None = None
         self._transfer: WeightsTransfer | None = None
         start_thread(self._run, resources, post)
 
     def cross(self, space: Space, layout: Layout, prepare: Callable[[ByteRange], None]) -> None:
-        """Have all gaps of a space filled; `prepare` makes a part of it ready to be written."""
+        """Fill all gaps of a space; `prepare` maps a part of it."""
         self.crossing_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
+        chunks = missing_chunks(self._opened.manifest, space.gaps)
+        lease = Lease(self._resources.lease_client, self._opened, chunks, is_prefetch=True)
         mapping = PageMapping(prepare, space.parts, self._resources.loader.threads)
         with self._lock:
-            self._mapping, self._transfer = mapping, None
-        to = Destination(space.gaps, mapping, space.places, layout)
-        start_thread(lambda: self._cross(to), self._resources, self._post)
+            self._mapping, self._lease, self._transfer = mapping, lease, None
+        start_thread(lambda: self._cross(lease, space, layout, mapping), self._resources, self._post)
 
     def cancel(self) -> None:
-        """Call all of it off, and wait until nobody touches the memory any more."""
+        """Cancel all of it, and wait until no thread touches the memory."""
         with self._lock:
             self._is_cancelled = True
             if self._prefetch is not None:
                 self._prefetch.cancel()
             if self._mapping is not None:
                 self._mapping.stop()
+            if self._lease is not None:
+                self._lease.cancel()
             if self._transfer is not None:
                 self._transfer.cancel()
 
@@ -84,14 +88,14 @@ class ModelPrefetch:
             self._post(HostPrefetched(self._bring_to_host()))
         except LoadCancelled:
             pass
-        except HearthError as error:  # whoever needs the model meets it again, and says so
+        except HearthError as error:
             self._log_failure(str(error))
             self._post(HostPrefetched(is_in_host=False))
 
     def _bring_to_host(self) -> bool:
-        """Return whether all of the model is in host memory, when no more of it is on its way."""
+        """Return whether all of the model is in host memory, when the prefetch is over."""
         lease_client = self._resources.lease_client
-        opened = borrow(lease_client, self._order, lambda: self._is_cancelled)
+        opened = open_model(lease_client, self._order, lambda: self._is_cancelled)
         if opened.is_in_host:
             return True
         prefetch = lease_client.prefetch(opened)
@@ -101,27 +105,25 @@ class ModelPrefetch:
                 prefetch.cancel()
         return prefetch.wait()
 
-    def _cross(self, to: Destination) -> None:
-        opened, lease_client = self._opened, self._resources.lease_client
-        chunks = missing_chunks(opened.manifest, to.gaps)
+    def _cross(self, lease: Lease, space: Space, layout: Layout, mapping: PageMapping) -> None:
         try:
-            # A lease that ends with its lender: others may wait for the memory, and nobody for these bytes.
-            lease = await_keeper(lambda: lease_client.fetch(opened, chunks), lambda: self._is_cancelled)
+            lease.begin()
             if not lease.is_in_host:
                 lease.cancel()
                 self._post(FrontLoaded(None))
                 return
             with self._lock:
-                if self._is_cancelled:
-                    lease.cancel()
-                else:
-                    self._transfer = WeightsTransfer(opened, lease, to, self._resources.loader, self._tell)
-        except HearthError as error:  # as above
+                if not self._is_cancelled:
+                    loader, manifest = self._resources.loader, self._opened.manifest
+                    self._transfer = WeightsTransfer(
+                        lease, manifest, space, layout, mapping, loader, self._tell
+                    )
+        except HearthError as error:
             self._log_failure(str(error))
             self._post(FrontLoaded(None))
 
     def _tell(self, news: LoadNews) -> None:
-        """Post how it ends; how far it is matters to nobody."""
+        """Post how the transfer ends, and no progress."""
         match news:
             case WeightsLoaded(record):
                 self._post(FrontLoaded(record))
@@ -134,3 +136,34 @@ class ModelPrefetch:
     def _log_failure(self, reason: str) -> None:
         if not self._is_cancelled:
             log.warning("load_ahead_failed model=%s reason=%s", self._order.model, reason)
+
+
+class AdapterPrefetch:
+    """An adapter on its way to host memory while it has no room on the device."""
+
+    def __init__(self, opened: OpenedAdapter, resources: HostingResources) -> None:
+        self._opened, self._resources = opened, resources
+        self._lock = threading.Lock()  #: keeps beginning and cancelling apart; guards the fields below
+        self._is_cancelled = False
+        self._prefetch: HostPrefetch | None = None
+        self.is_over = False  #: written by the thread that waits
+        resources.loader.threads.start(self._run)
+
+    def cancel(self) -> None:
+        """End it: the adapter is being loaded, or no request wants it."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._prefetch is not None:
+                self._prefetch.cancel()
+
+    def _run(self) -> None:
+        try:
+            with self._lock:
+                if self._is_cancelled:
+                    return
+                self._prefetch = self._resources.lease_client.prefetch(self._opened)
+            self._prefetch.wait()
+        except HearthError:
+            pass  # the load meets it again, and reports it
+        finally:
+            self.is_over = True

@@ -20,6 +20,7 @@ from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.store.format.peft import open_peft
 from hearth.store.format.verify import BadChunk, verify
 from hearth.store.transfer.destination import LoadPiece
+from hearth.store.transfer.lease import Lease
 from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.lease_server import LeaseServer
 from hearth.store.transfer.transfer import Loader
@@ -154,7 +155,7 @@ def test_an_adapter_is_brought_up_by_the_tiers_as_a_model_is(adapter: Path, tmp_
             assert data == wanted[: manifest.layout.num_bytes]
 
 
-def test_an_adapter_is_borrowed_as_a_model_is(adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_leased_as_a_model_is(adapter: Path, tmp_path: Path) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="hearth-") as folder,  # a socket's name must be short
         tiers_at(tmp_path) as tiers,
@@ -162,7 +163,7 @@ def test_an_adapter_is_borrowed_as_a_model_is(adapter: Path, tmp_path: Path) -> 
         closing(LeaseClient(Path(folder) / "host.sock", is_pinned=False)) as lease_client,
     ):
         opened = lease_client.open_adapter(adapter)
-        data = _loaded(opened.manifest, lambda chunks: lease_client.fetch(opened, chunks))
+        data = _loaded(opened.manifest, lambda chunks: Lease(lease_client, opened, chunks))
         assert data == (adapter / WEIGHTS).read_bytes()[: opened.manifest.layout.num_bytes]
         assert lease_client.open_adapter(adapter).is_in_host
         with pytest.raises(BadCheckpoint, match=r"is an adapter and no model; .*--base NAME"):

@@ -70,12 +70,12 @@ class TestLendingAtOnce:
             assert cells is not None
             assert fetcher.book.num_leased == 2
             lent = fetcher.leased(model, [3, 1], cells)
-            assert [chunk.cell for chunk in lent.chunks] == cells
-            assert [bytes(chunk.data) for chunk in lent.chunks] == [A[3], A[1]]
+            assert [chunk.cell for chunk in lent.taken] == cells
+            assert [bytes(chunk.data) for chunk in lent.taken] == [A[3], A[1]]
             assert fetcher.counters.num_hits == num_hits + 2
-            assert (fetcher.book.num_leased, lent.fetch.is_finished) == (2, False)
-            lent.fetch.release(*lent.chunks)
-            assert lent.fetch.is_finished
+            assert (fetcher.book.num_leased, lent.is_finished) == (2, False)
+            lent.release(*lent.taken)
+            assert lent.is_finished
             assert_settled(fetcher)
 
     def test_what_would_have_to_be_waited_for_is_not_lent_and_nothing_is_held(self) -> None:
@@ -131,7 +131,7 @@ class TestPassingOn:
     def test_chunks_that_nobody_waits_for_spare_the_first_cells(self) -> None:
         model = model_of("a", A)
         with fetching(Quick(A), num_cells=NUM_FIRST_CELLS + 4) as fetcher:
-            fetch = fetcher.fetch(model, all_chunks(model), is_ahead=True)
+            fetch = fetcher.fetch(model, all_chunks(model), is_prefetch=True)
             cells = [chunk.cell for chunk in fetch]
             fetch.cancel()
         assert cells == [*range(NUM_FIRST_CELLS, NUM_FIRST_CELLS + 4), 0, 1]
@@ -182,7 +182,7 @@ class TestOrder:
         gated = Gated(Shelf(A, B))
         order = ""
         with fetching(gated, num_cells=2) as fetcher:
-            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_ahead=True)
+            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_prefetch=True)
             fetches = {"a": ahead, "b": start(fetcher, model_of("b", B))}
             chunks = {name: iter(fetch) for name, fetch in fetches.items()}
             for _ in range(len(A) + len(B)):
@@ -197,7 +197,7 @@ class TestOrder:
         gated = Gated(Shelf(A, B))
         with fetching(gated, num_cells=2) as fetcher:
             wanted = start(fetcher, model_of("b", B))
-            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_ahead=True)
+            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_prefetch=True)
             gated.open()
             wanted.cancel()
             assert consume(ahead) == b"".join(A)
@@ -273,7 +273,7 @@ class TestCalledOff:
             ask = gated.next()
             fetch.cancel()
             ask.allow()
-            with pytest.raises(LoadCancelled, match="`a` was called off"):
+            with pytest.raises(LoadCancelled, match="`a` was cancelled"):
                 consume(fetch)
         assert shelf.asked == [("a", 0)]  # the others were queued, and are read for nobody
         assert_settled(fetcher)
@@ -401,7 +401,7 @@ class TestCalledOff:
             ask = gated.next()
             consumer = pool.submit(consume, fetch)
             closer = pool.submit(fetcher.close)
-            with pytest.raises(LoadCancelled, match="`a` was called off"):
+            with pytest.raises(LoadCancelled, match="`a` was cancelled"):
                 consumer.result(PATIENCE_S)
             ask.allow()
             closer.result(PATIENCE_S)
@@ -492,12 +492,12 @@ class FetchMachine(RuleBasedStateMachine):
         self.loads: list[_Consumer] = []
         self.ask: Ask | None = None  #: what the reader waits with
 
-    @rule(name=st.sampled_from(sorted(SHARED)), pass_through=st.booleans(), is_ahead=st.booleans())
-    def load(self, name: str, pass_through: bool, is_ahead: bool) -> None:
+    @rule(name=st.sampled_from(sorted(SHARED)), pass_through=st.booleans(), is_prefetch=st.booleans())
+    def load(self, name: str, pass_through: bool, is_prefetch: bool) -> None:
         if len(self.loads) < 4:
             model = model_of(name, SHARED[name])
             chunks = all_chunks(model)
-            fetch = self.fetcher.fetch(model, chunks, pass_through=pass_through, is_ahead=is_ahead)
+            fetch = self.fetcher.fetch(model, chunks, pass_through=pass_through, is_prefetch=is_prefetch)
             self.loads.append(_Consumer(fetch, SHARED[name]))
 
     @rule(is_whole=st.booleans())

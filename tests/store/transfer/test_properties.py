@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hearth.core.errors import ChunkCorrupt, ChunkMissing
 from hearth.store.format.manifest import WEIGHTS
-from hearth.store.transfer.transfer import Loader, Transfer, whole
+from hearth.store.transfer.destination import whole
+from hearth.store.transfer.transfer import Loader, Transfer
 from tests.store.stored import CHUNK_BYTES, WEIGHTS_BYTES, flip, tiers_at, write_model
 
 NUM_CHUNKS = -(-WEIGHTS_BYTES // CHUNK_BYTES)

@@ -22,10 +22,10 @@ from hearth.core.types import Rung
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import Manifest
 from hearth.store.transfer.copies import SingleCopies
-from hearth.store.transfer.destination import LoadPiece
+from hearth.store.transfer.destination import Destination, LoadPiece, whole
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.record import LoadRecord
-from hearth.store.transfer.transfer import Loader, Transfer, TransferGate, chunks_of, whole
+from hearth.store.transfer.transfer import Loader, Transfer, TransferGate
 from hearth.system.cuda.batches import ByteCopy
 from tests.store.stored import (
     CHUNK_BYTES,
@@ -120,7 +120,7 @@ class TestPlaces:
         places = [memory(part.end - part.begin) for part in parts]
         pieces = list(map(LoadPiece.to, parts, places))
         hand = Hand()
-        hand.give(*chunks_of(MANIFEST, [piece.part for piece in pieces]))
+        hand.give(*Destination(MANIFEST, pieces).chunks)
         CPU.load("m", MANIFEST, pieces, hand.opened).wait()
         assert [place.numpy().tobytes() for place in places] == [
             DATA[part.begin : part.end] for part in parts
@@ -132,7 +132,7 @@ class TestPlaces:
     def test_only_chunks_that_hold_wanted_bytes_are_fetched(self) -> None:
         spans = [ByteRange(5 * CHUNK_BYTES - 1, 5 * CHUNK_BYTES + 1), ByteRange(10, 20)]
         pieces = [LoadPiece.to(span, memory(span.end - span.begin)) for span in spans]
-        assert chunks_of(MANIFEST, [piece.part for piece in pieces]) == [0, 4, 5]
+        assert Destination(MANIFEST, pieces).chunks == [0, 4, 5]
 
     def test_a_destination_of_the_wrong_size_is_a_bug(self) -> None:
         with pytest.raises(AssertionError, match="piece"):

@@ -172,7 +172,7 @@ class Tiers:
         That is so also where it would not stay there, or not all of it would fit.
         """
         missing = self._missing(model, range(len(model.manifest.chunks)))
-        return self.fetcher.fetch(model, missing, is_ahead=True) if missing else None
+        return self.fetcher.fetch(model, missing, is_prefetch=True) if missing else None
 
     def refill(self, model: StoredModel, passed_through: Sequence[int]) -> Fetch | None:
         """Start bringing chunks to stay that a load has passed on; None if nothing is to come, as above."""

@@ -1,60 +1,107 @@
-"""The copies of one load's chunks to their places, in order. Knows no model, and reads no chunk.
+"""Copies of chunks to one device, in order. Knows no model, and reads no chunk.
 
-On a CUDA device they are queued on the copy stream, by the batch (`BatchedCopies`) or here one by one.
+On a CUDA device they are queued on one copy stream: a second one is no faster. The threads that queue share
+the interpreter with the one that steps, so the copies of many chunks are queued by one call without the
+interpreter lock (`BatchedCopies`). Without a C compiler they are queued one by one, with the lock held: a
+copy by torch releases it each time, and while a model computes each chunk would wait longer for the
+interpreter than for the bus.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-from hearth.store.transfer.copy_stream import CopyStream
-from hearth.system.cuda.batches import BatchedCopies, ByteCopy
+from hearth.system.cuda.batches import BatchedCopies, ByteCopy, batches_of
+from hearth.system.cuda.driver import CudaDriver
 
-#: Chunks of one load whose copies are queued at a time. Behind them the step's inputs and other loads get in,
-#: for all copies to a device pass one engine; with fewer, the engine would run dry when their thread is late.
+#: Chunks of one transfer whose copies are queued at a time. Step inputs and other transfers queue behind
+#: them, because all copies to a device pass one engine; with fewer, that engine would run dry at times.
 MAX_QUEUED_CHUNKS = 16
 
 
 class ChunkCopies(Protocol):
-    """One thread queues, any may stop it, or wait for what was queued until it is closed.
+    """One thread queues; any may stop it, or wait for what was queued until it is closed.
 
-    Chunks are named by their place among those that were queued.
+    A position counts `queue`d groups of copies, from 0.
     """
 
     @property
     def max_batch(self) -> int:
-        """Chunks that may be queued at once: whoever waits for one of them is told behind the last."""
+        """Groups to queue at once: their waiters are woken behind the last."""
 
     @property
     def num_queued(self) -> int: ...
 
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
-        """Queue the copies of the next chunks, as there is room; fewer of them once it is stopped.
+        """Queue groups of copies as there is room; fewer of them once stopped.
 
         Raises:
-            DeviceError: the device refused it. Of a chunk that does not count as queued no copy is under way.
+            DeviceError: the device refused it. No copy of a group that does not count as queued is running.
         """
 
     def stop(self) -> None: ...
 
     def wait(self, position: int) -> None:
-        """Return when the copies of a chunk have passed."""
+        """Wait until the copies at a position are done."""
 
     def has_passed(self, position: int) -> bool: ...
 
     def have_stream_wait(self, position: int) -> None:
-        """Have the calling thread's current stream wait for the copies of a chunk."""
+        """Make the calling thread's current stream wait for the copies at a position."""
 
     def close(self) -> None:
-        """Give back what it took to wait. Everything has passed, and is not waited for any more."""
+        """Free the events. All copies are done, and no thread waits for them."""
+
+
+class CopyStream:
+    """The stream of a CUDA device for copies from host memory. Any thread may call it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
+        self._driver = CudaDriver(self._stream.device.index)
+        self.batches = batches_of(self._driver)  #: None: copies are queued one by one
+
+    @property
+    def handle(self) -> int:
+        """The stream, as the driver knows it."""
+        return int(self._stream.cuda_stream)
+
+    @property
+    def device(self) -> torch.device:
+        """The device, with its index."""
+        return self._stream.device
+
+    def current_handle(self) -> int:
+        """Return the calling thread's current stream on this device, as the driver knows it."""
+        return int(torch.cuda.current_stream(self._stream.device).cuda_stream)
+
+    def wait_for_current(self) -> None:
+        """Make later copies wait for what is queued now on the calling thread's current stream."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def queue(self, copy: ByteCopy) -> None:
+        """Queue a copy; its source must stay until it is done."""
+        self._driver.copy_from_host(copy.destination, copy.source, copy.num_bytes, self.handle)
+
+    def drain(self) -> None:
+        """Wait until no copy is running, whether it succeeded or not."""
+        with suppress(RuntimeError):  # torch's, of a broken device: nothing is running there
+            self._stream.synchronize()
+
+    def record(self) -> torch.cuda.Event:
+        """Return an event behind all queued copies; waiting for it takes no core."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # as above
+        event.record(self._stream)
+        return event
 
 
 def copies_of(num_chunks: int, stream: CopyStream | None) -> ChunkCopies:
-    """Return the copies of a load; `stream`: None for a device whose memory the host writes itself."""
+    """Return the copies of one transfer; `stream`: None for a device whose memory the host writes itself."""
     if stream is None or stream.batches is None:
         return SingleCopies(stream)
     return BatchedCopies(
@@ -63,14 +110,14 @@ def copies_of(num_chunks: int, stream: CopyStream | None) -> ChunkCopies:
 
 
 class SingleCopies:
-    """`ChunkCopies` that are made or queued one by one. Mutable, as those are."""
+    """`ChunkCopies` that are made or queued one by one."""
 
     max_batch = 1
 
     def __init__(self, stream: CopyStream | None) -> None:
         self.num_queued = 0
         self._stream = stream
-        self._events: list[torch.cuda.Event] = []  #: by chunk, where there is a stream
+        self._events: list[torch.cuda.Event] = []  #: by position, where there is a stream
         self._is_stopped = False
 
     def queue(self, chunks: Sequence[Sequence[ByteCopy]]) -> None:
@@ -86,7 +133,7 @@ class SingleCopies:
                     self._events.append(self._stream.record())
             except BaseException:
                 if self._stream is not None:
-                    self._stream.drain()  # some of the chunk's copies may be queued, and it is given back
+                    self._stream.drain()  # of some queued copies, whose chunks are released
                 raise
             self.num_queued += 1
 

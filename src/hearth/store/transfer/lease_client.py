@@ -1,4 +1,4 @@
-"""Borrows chunks from the process that owns this machine's host segment. Reads no disk and copies nothing."""
+"""A worker's side of the keeper: opens models there, asks for leases, and maps and pins its host segment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hearth.store.format.file_stamp import FileStamp, stamp_of
 from hearth.store.format.manifest import TOKENIZER, Manifest, StoredManifest, damage_of, of_model
 from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.fetch import NUM_FIRST_CELLS
-from hearth.store.transfer.lease import Grant
+from hearth.store.transfer.lease_connection import Grant, LeaseConnection
 from hearth.store.transfer.lease_messages import (
     LeaseChunks,
     LeaseGranted,
@@ -37,19 +37,18 @@ from hearth.store.transfer.lease_messages import (
     received,
     send,
 )
-from hearth.store.transfer.lender_line import LeaseConnection
 from hearth.store.transfer.staging_buffers import StagingBuffers
 
 MAX_HELLO_BYTES = 4096
-#: How many models' descriptions are kept, some 100 KB each.
+#: Manifests kept in memory, about 100 KB each.
 MAX_MANIFESTS = 256
-#: How many questions that were asked ahead are kept encoded: adapters are asked for again and again.
+#: Encoded questions kept for `request`: the same adapters are asked for again and again.
 MAX_QUESTIONS = 4096
-#: Lines that stand open for the next loads. More of them at once are rare.
-MAX_STANDING = 4
+#: Idle connections kept for the next leases. More leases at once are rare.
+MAX_IDLE = 4
 
 
-#: The kind of description: a model's or an adapter's.
+#: The kind of manifest: a model's or an adapter's.
 M = TypeVar("M", bound=StoredManifest, covariant=True)
 
 
@@ -85,64 +84,58 @@ OpenedAdapter: TypeAlias = Opened[AdapterManifest]
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """A load that the lender was asked for, and whose answer nobody has read: to be fetched, or closed."""
+    """A lease that was asked for and whose answer is unread. To be passed to `grant`, or closed."""
 
-    line: LeaseConnection
+    connection: LeaseConnection
     model: Opened[StoredManifest]
     question: LeaseChunks
 
     def close(self) -> None:
-        """Want none of it: the lender takes back what it has lent."""
-        self.line.close()
+        """Give the lease up: the keeper takes all its chunks back."""
+        self.connection.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A question for chunks, and the line that it is sent as."""
-
-    message: LeaseChunks
-    line: bytes
-
-    @staticmethod
-    @lru_cache(maxsize=MAX_QUESTIONS)
-    def of(digest: Digest, directory: str, chunks: tuple[int, ...], *, pass_through: bool) -> _Question:
-        message = LeaseChunks(digest, directory, chunks, pass_through)
-        return _Question(message, encode(message))
+@lru_cache(maxsize=MAX_QUESTIONS)
+def _encoded(
+    digest: Digest, directory: str, chunks: tuple[int, ...], *, pass_through: bool
+) -> tuple[LeaseChunks, bytes]:
+    question = LeaseChunks(digest, directory, chunks, pass_through)
+    return question, encode(question)
 
 
 class LeaseClient:
-    """The lender's segment, mapped and, for a CUDA device, pinned. Any thread may ask.
+    """The keeper's host segment, mapped and, for a CUDA device, pinned. Any thread may call.
 
-    A lender that died and was started again lends from another segment, which is then mapped as well. What
-    asks or loads leaves its line to the next, so that a load has its first chunk after one question.
+    A keeper that died and was started again has another segment, which is then mapped as well. Connections
+    are reused, so that a lease has its first chunk after one question.
     """
 
     def __init__(self, path: Path, *, is_pinned: bool = True, is_device_up: bool = True) -> None:
-        """`is_pinned`: what is opened is copied to a CUDA device, if there is any.
+        """`is_pinned`: chunks are copied to a CUDA device, if there is one.
 
-        `is_device_up`: it may be pinned at once, for the device that is the current one. Else `device_is_up`
-        has to be called, before anything is fetched.
+        `is_device_up`: pinning may start now, for the current device. Otherwise `device_is_up` must be
+        called before the first lease.
 
         Raises:
-            KeeperGone: nobody lends at `path`.
-            StoreError: it is no lender, or one whose memory cannot be pinned and has to be.
+            KeeperGone: no keeper listens at `path`.
+            StoreError: the other side is no keeper, or its memory cannot be pinned and has to be.
         """
         self._path, self._is_pinned, self._is_device_up = path, is_pinned, is_device_up
         connection, segment = _introduce(path, is_pinned=is_pinned)
         connection.close()
         self.segment = self._pinned(segment)
-        #: For loads from memory that is not pinned yet; None: they pin it.
+        #: For leases from memory that is not pinned yet; None: they pin it themselves.
         self.staging: StagingBuffers | None = None
-        #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
+        #: By digest. Single operations of a dict are atomic, so it needs no lock.
         self._manifests: dict[Digest, StoredManifest] = {}
-        #: Files beside models that were the stored ones: of which digest, and in which state. As above.
+        #: Verified files beside models: their digest, and their state when it was checked. As above.
         self._texts: dict[Path, tuple[Digest, FileStamp | None]] = {}
-        #: Segments of lenders that are gone, mapped while a lease of theirs may still be copied from.
+        #: Segments of keepers that died, mapped while copies may still read them.
         self._old: list[Segment] = []
-        self._loans: list[Grant] = []  #: loans that are not over, and some that are
-        self._standing: list[LeaseConnection] = []  #: lines of loads that are over
+        self._grants: list[Grant] = []  #: all that are unfinished, and some that are finished
+        self._idle: list[LeaseConnection] = []
         self._is_closed = False
-        self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
+        self._lock = threading.Lock()  #: guards segments, grants and connections: many threads open models
 
     def device_is_up(
         self,
@@ -151,11 +144,11 @@ class LeaseClient:
         *,
         pins_first: bool = False,
     ) -> None:
-        """Begin to pin, for the device that is current for the calling thread.
+        """Start pinning, for the device that is current for the calling thread.
 
-        `staging` is for loads from memory that is not pinned yet, and closed with this; None: they pin it.
-        Until `wait` returns, which a thread calls, nothing is pinned that no load needs, but for the first
-        cells, which are pinned here and now if `pins_first`: a load from disk goes through these alone.
+        `staging` is closed with this client. Until `wait` returns, which a thread calls, only memory that a
+        load needs is pinned; and the first cells, before this returns, if `pins_first`: a load from disk
+        goes through those alone.
         """
         if staging is not None:
             staging.pin()
@@ -164,7 +157,7 @@ class LeaseClient:
             self.staging = staging
             segment = self.segment
             if wait is not None:
-                segment.load_began()  # as it were
+                segment.load_began()  # which holds pinning back
                 threading.Thread(
                     target=_after, args=(wait, segment.load_ended), name="hearth-pin-later", daemon=True
                 ).start()
@@ -177,25 +170,27 @@ class LeaseClient:
         """True if loads have to pin host memory themselves."""
         return self._is_pinned and self._is_device_up and self.staging is None
 
-    def open(self, where: str | Path, weight: float = 1.0) -> OpenedModel:
-        """Have the lender open a converted model; its description is read here.
+    # Models and their files.
 
-        A relative path is one of this process, whatever the lender's directory is.
+    def open(self, where: str | Path, weight: float = 1.0) -> OpenedModel:
+        """Have the keeper open a converted model. A relative path is relative to this process.
 
         Raises:
-            KeeperGone: nobody lends.
-            HearthError: there is none, or it cannot be opened.
+            KeeperGone: no keeper answers.
+            HearthError: there is no such model, or it cannot be opened.
         """
-        found = self._open(where, weight)
-        return replace(found, manifest=of_model(found.manifest, found.where))  # type: ignore[return-value]
+        opened, where = self._open(where, weight)
+        manifest = of_model(self._manifest(opened), where)
+        return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
 
     def open_adapter(self, where: str | Path, weight: float = 1.0) -> OpenedAdapter:
-        """Have the lender open a converted adapter, as `open` does a model."""
-        found = self._open(where, weight)
-        return replace(found, manifest=of_adapter(found.manifest, found.where))  # type: ignore[return-value]
+        """Have the keeper open a converted adapter. Raises as `open`."""
+        opened, where = self._open(where, weight)
+        manifest = of_adapter(self._manifest(opened), where)
+        return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
 
     def describe(self, directory: Path) -> Manifest:
-        """Read a model's description and check its tokenizer, for whoever will open it some day.
+        """Read a model's manifest and check its tokenizer, before the model is opened.
 
         Raises:
             HearthError: there is no such model, or a file of it is damaged.
@@ -205,12 +200,12 @@ class LeaseClient:
         return manifest
 
     def text_file(self, manifest: Manifest, directory: Path, name: str) -> Path | None:
-        """Return a file that lies beside a model's weights, if it is the one that was stored; None: none was.
+        """Return a file beside a model's weights; None: the model has none of that name.
 
-        Read once for each state of the file: one of some MB takes milliseconds, as descriptions do.
+        Each state of the file is verified once, because hashing some MB takes milliseconds.
 
         Raises:
-            ChunkCorrupt: it is not.
+            ChunkCorrupt: the file is not the one that was stored.
         """
         file = next((file for file in manifest.files if file.name == name), None)
         if file is None:
@@ -223,22 +218,24 @@ class LeaseClient:
             self._texts[path] = checked
         return path
 
-    def _open(self, where: str | Path, weight: float) -> Opened[StoredManifest]:
+    def _open(self, where: str | Path, weight: float) -> tuple[ModelOpened, str]:
+        """Return the keeper's answer, and the absolute path or URL that was opened."""
         where = str(where) if "://" in str(where) else str(Path(where).absolute())
-        match self._ask(OpenModel(where, weight)):
-            case ModelOpened() as opened:
-                pass
-            case Refused() as refused:
-                raise error_of(refused)
-            case None:
-                raise self._gone()
-            case other:
-                raise self._nonsense(other)
-        manifest = self._description(opened)
-        return Opened(opened.name, manifest, opened.directory, where, weight, opened.host_bytes)
+        connection, answer = self._ask(OpenModel(where, weight))
+        if answer is None:
+            connection.close()
+            raise self._gone()
+        self._keep(connection)
+        match answer:
+            case ModelOpened():
+                return answer, where
+            case Refused():
+                raise error_of(answer)
+            case _:
+                raise self._nonsense(answer)
 
-    def _description(self, opened: ModelOpened) -> StoredManifest:
-        """Return the manifest, read once: that takes milliseconds, which a switch of models does not have."""
+    def _manifest(self, opened: ModelOpened) -> StoredManifest:
+        """Return the manifest, read once: that takes milliseconds, too long for a switch of models."""
         known = self._manifests.get(opened.digest)
         if known is None:
             known = self._read(Path(opened.directory))
@@ -247,7 +244,6 @@ class LeaseClient:
         return known
 
     def _read(self, directory: Path) -> StoredManifest:
-        """Read a description, and keep it."""
         found = read_description(directory)
         if len(self._manifests) >= MAX_MANIFESTS:
             self._manifests.clear()
@@ -255,153 +251,137 @@ class LeaseClient:
         self._manifests[found.digest] = found
         return found
 
+    # Leases.
+
     def prefetch(self, model: Opened[StoredManifest]) -> HostPrefetch:
-        """Have the lender bring a model into host memory, as far as no load that is waited for is held up."""
+        """Have the keeper bring a model into host memory, behind all loads."""
         connection, _ = self._connect()
-        self._begin(connection, PrefetchModel(model.digest, model.directory))
-        return HostPrefetch(connection, model)
-
-    def ask(self, model: Opened[StoredManifest], chunks: Sequence[int]) -> LeaseRequest | None:
-        """Ask for a load, to be fetched later, without waiting for the answer; None: only `fetch` can.
-
-        So whoever has something else to do first, such as finding a place for it, does that meanwhile.
-        """
-        if (line := self._take_standing()) is None:
-            return None
-        question = _Question.of(
-            model.digest, model.directory, tuple(chunks), pass_through=self._may_pass_through()
-        )
         try:
-            line.send_line(question.line)
-        except OSError:  # whoever was at its other end is gone
-            line.close()
-            return None
-        return LeaseRequest(line, model, question.message)
-
-    def fetch(
-        self, model: Opened[StoredManifest], chunks: Sequence[int], asked: LeaseRequest | None = None
-    ) -> Grant:
-        """Begin a load of a model that may have been opened long ago. `asked`: what `ask` has returned.
-
-        Raises:
-            KeeperGone: nobody lends.
-            StoreError: the lender does not have the model any more, or has another one in its place.
-        """
-        if asked is not None and asked.model is model and asked.question.chunks == tuple(chunks):
-            question = asked.question
-        else:
-            if asked is not None:
-                asked.close()
-                asked = None
-            question = self._question(model, chunks)
-        try:
-            return self._fetch(model, question, asked)
-        except ModelNotOpen:  # a lender that was started anew, or has forgotten the model
-            again = self._open(model.where, model.weight)
-        if again.digest != model.digest:
-            raise StoreError(f"`{model.name}` is another model by now; open it again")
-        return self._fetch(again, replace(question, directory=again.directory))
-
-    def _question(self, model: Opened[StoredManifest], chunks: Sequence[int]) -> LeaseChunks:
-        digest, directory = model.digest, model.directory
-        return LeaseChunks(digest, directory, tuple(chunks), pass_through=self._may_pass_through())
-
-    def _may_pass_through(self) -> bool:
-        """True if only some memory is pinned, and the first cells are."""
-        segment = self.segment
-        return not segment.is_all_pinned and segment.are_first_pinned(NUM_FIRST_CELLS)
-
-    def _fetch(
-        self, model: Opened[StoredManifest], question: LeaseChunks, asked: LeaseRequest | None = None
-    ) -> Grant:
-        line, answer = self._asked(question, asked)
-        match answer:
-            case LeaseGranted() as began:
-                lease = Grant(line, model.name, len(question.chunks), self._keep, began)
-                with self._lock:
-                    self._loans.append(lease)
-                return lease
-            case Refused() as refused:
-                line.close()
-                raise error_of(refused)
-            case other:
-                line.close()
-                raise self._gone() if other is None else self._nonsense(other)
-
-    def _asked(
-        self, question: Message, asked: LeaseRequest | None = None
-    ) -> tuple[LeaseConnection, Message | None]:
-        """Return a line on which a question was asked, and the answer; None: the lender is gone."""
-        if asked is not None:
-            try:
-                answer = asked.line.read()
-            except StoreError:
-                asked.close()
-                raise
-            if answer is not None and self._is_mapped(asked.line.segment):
-                return asked.line, answer
-            asked.close()  # whoever was at its other end is gone
-        while (line := self._take_standing()) is not None:
-            with suppress(OSError):
-                if (answer := self._answer(line, question)) is not None:
-                    return line, answer
-            line.close()  # whoever was at its other end is gone
-        line = LeaseConnection(*self._connect())
-        try:
-            return line, self._answer(line, question)
-        except OSError as error:
-            raise self._gone() from error
-
-    def _answer(self, line: LeaseConnection, question: Message) -> Message | None:
-        """Ask on a line, which is closed where that fails."""
-        try:
-            line.send(question)
-            return line.read()
-        except (OSError, StoreError):  # the other end is gone, or answers nonsense
-            line.close()
-            raise
-
-    def _is_mapped(self, segment: Segment) -> bool:
-        """True unless a segment was closed, because its lender is gone and nothing was lent of it."""
-        with self._lock:
-            return segment is self.segment or any(segment is old for old in self._old)
-
-    def _take_standing(self) -> LeaseConnection | None:
-        with self._lock:
-            return self._standing.pop() if self._standing else None
-
-    def _keep(self, line: LeaseConnection) -> None:
-        """Keep the line of a load that is over for the next."""
-        with self._lock:
-            is_current = line.segment is self.segment and not self._is_closed
-            is_kept = is_current and len(self._standing) < MAX_STANDING
-            if is_kept:
-                self._standing.append(line)
-        if not is_kept:
-            line.close()
-
-    def _begin(self, connection: socket.socket, message: Message) -> None:
-        try:
-            send(connection, message)
+            send(connection, PrefetchModel(model.digest, model.directory))
         except OSError as error:
             connection.close()
             raise self._gone() from error
+        return HostPrefetch(connection, model)
+
+    def request(self, model: Opened[StoredManifest], chunks: Sequence[int]) -> LeaseRequest | None:
+        """Ask for a lease without waiting for the answer. None: no connection is idle, so only `grant` can.
+
+        The keeper answers while the caller finds device memory for the chunks.
+        """
+        if (connection := self._take_idle()) is None:
+            return None
+        question, line = _encoded(
+            model.digest, model.directory, tuple(chunks), pass_through=self._may_pass_through()
+        )
+        try:
+            connection.send_encoded(line)
+        except OSError:  # its keeper is gone
+            connection.close()
+            return None
+        return LeaseRequest(connection, model, question)
+
+    def grant(
+        self, model: Opened[StoredManifest], chunks: Sequence[int], request: LeaseRequest | None = None
+    ) -> Grant:
+        """Wait for the keeper to grant chunks of a model. `request`: what `request` has returned.
+
+        Raises:
+            KeeperGone: no keeper answers.
+            StoreError: the keeper does not have the model any more, or has another one in its place.
+        """
+        if request is not None and (request.model is not model or request.question.chunks != tuple(chunks)):
+            request.close()
+            request = None
+        question = (
+            LeaseChunks(model.digest, model.directory, tuple(chunks), self._may_pass_through())
+            if request is None
+            else request.question
+        )
+        try:
+            return self._grant(model.name, question, request)
+        except ModelNotOpen:  # the keeper was started again, or has forgotten the model
+            again, _ = self._open(model.where, model.weight)
+        if again.digest != model.digest:
+            raise StoreError(f"`{model.name}` is another model by now; open it again")
+        return self._grant(model.name, replace(question, directory=again.directory))
+
+    def _grant(self, name: str, question: LeaseChunks, request: LeaseRequest | None = None) -> Grant:
+        connection, answer = self._ask(question, request)
+        if isinstance(answer, LeaseGranted):
+            grant = Grant(connection, name, len(question.chunks), self._keep, answer)
+            with self._lock:
+                self._grants.append(grant)
+            return grant
+        connection.close()
+        if isinstance(answer, Refused):
+            raise error_of(answer)
+        raise self._gone() if answer is None else self._nonsense(answer)
+
+    def _may_pass_through(self) -> bool:
+        """True if the first cells are pinned and others are not: see `LeaseChunks.pass_through`."""
+        segment = self.segment
+        return not segment.is_all_pinned and segment.are_first_pinned(NUM_FIRST_CELLS)
+
+    # Connections.
+
+    def _ask(
+        self, question: Message, request: LeaseRequest | None = None
+    ) -> tuple[LeaseConnection, Message | None]:
+        """Return the answer, None if the keeper is gone, and the connection that it came over."""
+        if request is not None:
+            try:
+                answer = request.connection.read()
+            except StoreError:
+                request.close()
+                raise
+            if answer is not None and self._is_mapped(request.connection.segment):
+                return request.connection, answer
+            request.close()  # its keeper is gone
+        while (connection := self._take_idle()) is not None:
+            with suppress(OSError):
+                if (answer := _answer(connection, question)) is not None:
+                    return connection, answer
+            connection.close()  # its keeper is gone
+        connection = LeaseConnection(*self._connect())
+        try:
+            return connection, _answer(connection, question)
+        except OSError as error:
+            raise self._gone() from error
+
+    def _is_mapped(self, segment: Segment) -> bool:
+        """True unless the segment was closed because its keeper is gone and no chunk of it was leased."""
+        with self._lock:
+            return segment is self.segment or any(segment is old for old in self._old)
+
+    def _take_idle(self) -> LeaseConnection | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _keep(self, connection: LeaseConnection) -> None:
+        """Keep a connection for the next lease or question, or close it."""
+        with self._lock:
+            is_current = connection.segment is self.segment and not self._is_closed
+            is_kept = is_current and len(self._idle) < MAX_IDLE
+            if is_kept:
+                self._idle.append(connection)
+        if not is_kept:
+            connection.close()
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-        while (line := self._take_standing()) is not None:
-            line.close()
+        while (connection := self._take_idle()) is not None:
+            connection.close()
         if self.staging is not None:
-            self.staging.close()  # first: it may still read from them
+            self.staging.close()  # first: it may still read from the segments
         for segment in (*self._old, self.segment):
             segment.close()
 
     def _connect(self) -> tuple[socket.socket, Segment]:
-        """Raises KeeperGone also when this lease_client is closed."""
+        """Raises KeeperGone also when this client is closed."""
         connection, segment = _introduce(self._path, is_pinned=self._is_pinned)
         with self._lock:
-            if self._is_closed:  # on another thread, meanwhile: nobody would close these
+            if self._is_closed:  # by another thread, which does not know these two
                 connection.close()
                 segment.close()
                 raise self._gone()
@@ -419,27 +399,18 @@ class LeaseClient:
         return segment
 
     def _close_old(self) -> None:
-        self._loans = [lease for lease in self._loans if not lease.is_finished]
-        lent = {id(lease.segment) for lease in self._loans}
+        self._grants = [grant for grant in self._grants if not grant.is_finished]
+        leased = {id(grant.segment) for grant in self._grants}
         for segment in self._old:
-            if id(segment) not in lent:
+            if id(segment) not in leased:
                 segment.close()
-        self._old = [segment for segment in self._old if id(segment) in lent]
-
-    def _ask(self, question: Message) -> Message | None:
-        """Return the answer to a question; None: the lender is gone. The line stands for the next one."""
-        line, answer = self._asked(question)
-        if answer is None:
-            line.close()
-        else:
-            self._keep(line)
-        return answer
+        self._old = [segment for segment in self._old if id(segment) in leased]
 
     def _nonsense(self, answer: Message) -> StoreError:
-        return StoreError(f"the lender at `{self._path}` answered {answer}")
+        return StoreError(f"the keeper at `{self._path}` sent an unexpected answer: {answer}")
 
     def _gone(self) -> KeeperGone:
-        return KeeperGone(f"the lender at `{self._path}` is gone; start it again")
+        return KeeperGone(f"the keeper at `{self._path}` is gone; start it again")
 
 
 class HostPrefetch:
@@ -450,9 +421,9 @@ class HostPrefetch:
         self._is_cancelled = False
 
     def wait(self) -> bool:
-        """Return whether all of the model is in host memory, when no more of it is on its way.
+        """Wait until the prefetch is over; return whether all of the model is in host memory.
 
-        Raises what the lender met, LoadCancelled after `cancel`, StoreError if the lender is gone.
+        Raises what the keeper met, LoadCancelled after `cancel`, StoreError if the keeper is gone.
         """
         with self._connection, closing(received(self._connection)) as messages:
             try:
@@ -464,15 +435,14 @@ class HostPrefetch:
                 return host_bytes >= self._model.distinct_bytes
             case Refused() as refused:
                 raise error_of(refused)
-        name = self._model.name
         if self._is_cancelled:
-            raise LoadCancelled(f"the prefetch of `{name}` was called off")
-        raise StoreError(f"whoever was to bring `{name}` into host memory is gone; ask again")
+            raise LoadCancelled(f"the prefetch of `{self._model.name}` was cancelled")
+        raise StoreError(f"the keeper that prefetched `{self._model.name}` is gone; ask again")
 
     def cancel(self) -> None:
-        """Ask for no more, and wake the thread that waits."""
+        """End the prefetch, and wake the thread that waits."""
         self._is_cancelled = True
-        with suppress(OSError):  # the lender may be gone, or the answer here
+        with suppress(OSError):  # the keeper may be gone, or has answered
             self._connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -481,31 +451,43 @@ def _after(wait: Callable[[], None], act: Callable[[], None]) -> None:
     act()
 
 
+def _answer(connection: LeaseConnection, question: Message) -> Message | None:
+    """Return the answer to a question; None: the keeper is gone. Closes the connection if it raises."""
+    try:
+        connection.send(question)
+        return connection.read()
+    except (OSError, StoreError):
+        connection.close()
+        raise
+
+
 def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:
-    """Return a connection to the lender, and its segment, mapped. `is_pinned`: the segment will be."""
+    """Return a connection to the keeper, and its segment, mapped. `is_pinned`: it will be pinned."""
     with ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             connection.connect(str(path))
             line, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
         except OSError as error:
-            raise KeeperGone(f"nobody lends host memory at `{path}`: {error.strerror or error}") from error
-        if not line:  # it took the connection, and died before it said anything
-            raise KeeperGone(f"nobody lends host memory at `{path}`: it hung up at once")
+            raise KeeperGone(f"no keeper listens at `{path}`: {error.strerror or error}") from error
+        if not line:  # it accepted, and died before its hello
+            raise KeeperGone(f"no keeper listens at `{path}`: it closed the connection at once")
         for fd in fds:
             undo.callback(os.close, fd)
         hello = parse(line)
         if not isinstance(hello, ServerHello) or len(fds) != 1:
-            raise StoreError(f"`{path}` is no socket of a lender: {line[:80]!r}")
+            raise StoreError(f"`{path}` is not the socket of a keeper: {line[:80]!r}")
         if is_pinned and not hello.keeps_pages:
-            # A device would go on reading the pages that it knows, which are no longer those of the segment.
+            # A device would go on reading the pages that it knows, which are no longer the segment's.
             raise StoreError(
-                f"the lender at `{path}` gives pages back to the system, as suits a CPU, so they cannot be "
-                "pinned for a CUDA device; start its keeper for `cuda`"
+                f"the keeper at `{path}` returns pages to the system, as suits a CPU, so they cannot be "
+                "pinned for a CUDA device; start the keeper for `cuda`"
             )
         try:
             segment = Segment(fds[0], hello.num_cells, hello.cell_bytes)
         except (OSError, ValueError) as error:
-            raise StoreError(f"the host memory lent at `{path}` cannot be mapped: {error}") from error
+            raise StoreError(
+                f"the host segment of the keeper at `{path}` cannot be mapped: {error}"
+            ) from error
         undo.pop_all()
         return connection, segment

@@ -57,7 +57,7 @@ class Tally:
     """The record of a load in the making. Mutable; written by the thread of that load."""
 
     began_s: float
-    num_bytes: int = 0
+    num_bytes: int = 0  #: of all that is to be copied
     wait_s: float = 0.0
     first_layer_s: float | None = None
     num_host_chunks: int = 0
