@@ -18,7 +18,7 @@ from hearth.core.errors import DeviceError
 from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage, RungBytes, StartRequest
 from hearth.core.types import AdapterId, ModelId
 from hearth.engine.engine import Engine
-from hearth.policy.memory.adapter_residency import Residence
+from hearth.policy.memory.adapter_residency import AdapterState
 from hearth.store.transfer.lease_client import OpenedAdapter
 from hearth.worker.adapter_load import (
     AdapterArriving,
@@ -101,7 +101,7 @@ class WorkerAdapters:
         wanted = self._wanted.get(adapter)
         if wanted is None:
             wanted = self._wanted[adapter] = _WantedAdapter(order, request.model, now_s)
-        elif self.residency.residence(adapter) is Residence.AWAY and not self.residency.runs_of(adapter):
+        elif not self.residency.has_memory(adapter) and not self.residency.runs_of(adapter):
             wanted.asked_s = now_s
         wanted.order, wanted.base = order, request.model
         if order.is_pinned:
@@ -374,7 +374,7 @@ class WorkerAdapters:
             self._wanted[adapter].is_finding = False
             name = self._wanted[adapter].order.name
             log.error("adapter_failed adapter=%s label=%s reason=%s", name, failure.label, failure.reason)
-        if self.residency.residence(adapter) is not Residence.AWAY:
+        if self.residency.has_memory(adapter):
             self._pieces.drop(adapter)
             self._reclaimer.policy.room_may_have_come()
         self._found.pop(adapter, None)  # it may be another one when it is asked for again
@@ -394,10 +394,10 @@ class WorkerAdapters:
 
     def _drop_forgotten(self) -> None:
         for adapter in [one for one in self._forgotten if not self.residency.runs_of(one)]:
-            match self.residency.residence(adapter):
-                case Residence.COMING:
+            match self.residency.state(adapter):
+                case AdapterState.LOADING:
                     continue  # until it is there
-                case Residence.THERE:
+                case AdapterState.LOADED:
                     self._pieces.drop(adapter)
                     self._reclaimer.policy.room_may_have_come()
             self._forgotten.remove(adapter)
@@ -409,7 +409,7 @@ class WorkerAdapters:
         for adapter in (*self._unwanted, *self.residency.take_unused()):
             self._unwanted.discard(adapter)
             wanted = self._wanted.get(adapter)
-            if wanted is None or self.residency.is_known(adapter):
+            if wanted is None or self.residency.state(adapter) is not None:
                 continue
             if wanted.prefetch is not None:
                 wanted.prefetch.cancel()
