@@ -251,7 +251,7 @@ def test_a_model_that_breaks_when_an_adapter_in_use_is_given_up_leaves_and_other
             failed, ended = rig.gateway.until(HostingFailed), rig.gateway.until(RunFailed)
 
         assert (failed.model, "no such adapter" in failed.reason) == (twin, True)
-        assert (ended.run, "had to give way while it was in use" in ended.reason) == (run, True)
+        assert (ended.run, "was evicted while it was in use" in ended.reason) == (run, True)
         assert rig.there() == {}
         rig.check(rig.ask(adapter), rig.ask(None))
 
