@@ -52,8 +52,11 @@ TOKENIZER = "tokenizer.json"
 #: The files that a tokenizer and its chat template are read from.
 TEXT_FILES = frozenset(
     {
-        *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
-        *("generation_config.json", "chat_template.jinja"),
+        TOKENIZER,
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+        "chat_template.jinja",
     }
 )
 #: The largest chunk: whoever reads one has memory for all of it.

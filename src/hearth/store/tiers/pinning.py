@@ -257,7 +257,9 @@ class Pinning:
             log.warning(
                 "fallback copies=pageable reason=pin_failed pinned=%d of=%d cuda_error=%d "
                 "remedy=`raise the limit of locked memory (ulimit -l) or lower store.host_bytes`",
-                *(len(self._codes) - 1, len(self._regions), code),
+                len(self._codes) - 1,
+                len(self._regions),
+                code,
             )
 
 

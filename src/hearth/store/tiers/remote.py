@@ -144,7 +144,11 @@ class RemoteModel:
                 self._count(num_retries=1)
                 log.warning(
                     "object_retry url=%s/%s try=%d delay_s=%.2f reason=%s",
-                    *(self.url, name, num_tries, delay_s, error),
+                    self.url,
+                    name,
+                    num_tries,
+                    delay_s,
+                    error,
                 )
             time.sleep(delay_s)
             if not is_wanted():

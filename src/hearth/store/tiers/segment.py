@@ -100,7 +100,10 @@ class Segment:
                 touching = self._touch_in_background()
                 assert touching is not None, "there are cells"
                 self._pinning = Pinning(
-                    *(self.address, self._regions(), touching, *cuda_registration()),
+                    self.address,
+                    self._regions(),
+                    touching,
+                    *cuda_registration(),
                     num_loads=self._num_loads,
                 )
 
@@ -182,7 +185,9 @@ class Segment:
     def _touch_in_background(self) -> Touching | None:
         if self._touching is None and self.num_cells:
             self._touching = Touching(
-                *(self._bytes, self.address, self._regions()),
+                self._bytes,
+                self.address,
+                self._regions(),
                 makes_pages=self._is_new,
                 num_loads=self._num_loads,
             )

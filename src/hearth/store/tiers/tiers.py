@@ -226,7 +226,10 @@ class Tiers:
             self.prices.moved(rung, use.num_bytes, use.seconds)
         log.info(
             "model_loaded model=%s bytes=%d load_s=%.3f first_layer_s=%.3f rungs=%s",
-            *(record.model, record.num_bytes, record.total_s, record.first_layer_s),
+            record.model,
+            record.num_bytes,
+            record.total_s,
+            record.first_layer_s,
             ",".join(f"{rung}:{use.num_bytes}" for rung, use in record.rungs.items()),
         )
 

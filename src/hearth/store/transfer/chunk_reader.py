@@ -86,7 +86,11 @@ class ChunkReader:
             began_s = time.perf_counter()
             try:
                 read = read_verified(
-                    *(place.path, place.offset, buffer, chunk.digest, place.known),
+                    place.path,
+                    place.offset,
+                    buffer,
+                    chunk.digest,
+                    place.known,
                     may_be_direct=self._may_be_direct,
                 )
             except StoreError as error:

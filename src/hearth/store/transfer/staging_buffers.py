@@ -39,9 +39,14 @@ class _Slot(ctypes.Structure):
     """A slot as `staging_buffers.c` has it, which alone reads and writes it."""
 
     _fields_ = (
-        *(("next", ctypes.c_void_p), ("out", ctypes.c_void_p)),
-        *((name, ctypes.c_int64) for name in ("offset", "num_bytes", "begun", "missing")),
-        *(("fd", ctypes.c_int32), ("error", ctypes.c_int32)),
+        ("next", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("offset", ctypes.c_int64),
+        ("num_bytes", ctypes.c_int64),
+        ("begun", ctypes.c_int64),
+        ("missing", ctypes.c_int64),
+        ("fd", ctypes.c_int32),
+        ("error", ctypes.c_int32),
     )
 
 
@@ -131,7 +136,11 @@ class _FillThreads:
             library.hearth_staging_wait,
         )
         self.ask.argtypes = (
-            *(ctypes.POINTER(_Slot), ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
+            ctypes.POINTER(_Slot),
+            ctypes.c_int,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
         )
         self.ask.restype = None
         for call in (self._state, self._wait):
