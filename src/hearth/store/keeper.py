@@ -1,11 +1,11 @@
-"""The process that owns the host segment and the disk of this machine, and lends chunks to its workers.
+"""The process that owns the host segment and the disk of this machine, and leases chunks to its workers.
 
     python -m hearth.store.keeper     a `KeeperSetup` comes as a line on standard input; a line of JSON on
                                       standard output says `ready`, or what is wrong; each line that
                                       follows is answered by a `KeeperPulse`
 
-The process ends when its standard input does. It copies nothing to a device and so never touches one. Its
-main thread only answers, and so does at once whatever the disk and object storage take their time for.
+The process ends when its standard input does. It never touches a device. Its main thread only answers pulses,
+so it is never blocked by the disk or object storage.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
         _say({"ready": True, "reads_natively": is_native()})
         probe = BooksProbe(tiers.pass_books)
         stack.enter_context(collect_when_idle())  # its threads leave next to no garbage: late is soon enough
-        for _ in sys.stdin.buffer:  # until whoever started this is gone, or has had enough
+        for _ in sys.stdin.buffer:  # until the parent closes it or dies
             _answer(KeeperPulse(probe.held_s()))
     return 0
 

@@ -104,7 +104,7 @@ class _GgufTensor:
         return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
 
     def read(self) -> torch.Tensor:
-        """Return the values, quantised ones in float32, so that whoever rounds them rounds once.
+        """Return the values, quantised ones in float32, so that they are rounded once.
 
         Takes little more memory than the tensor itself.
         """

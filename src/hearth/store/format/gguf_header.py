@@ -2,7 +2,7 @@
 
 | magic, version, counts | fields: key, kind, value | tensors: name, shape, kind, offset | padding | bytes |
 
-A stranger may have made the file, so no length in it is believed: it is compared with what is left of the
+The file is untrusted, so no length in it is believed: it is compared with what is left of the
 header before anything is made of it, and the header itself has a limit.
 """
 

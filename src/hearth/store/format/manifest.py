@@ -59,7 +59,7 @@ TEXT_FILES = frozenset(
         "chat_template.jinja",
     }
 )
-#: The largest chunk: whoever reads one has memory for all of it.
+#: The largest chunk: a reader has memory for all of it.
 MAX_CHUNK_BYTES = 1 << 30
 
 
@@ -87,7 +87,7 @@ class Chunk:
 
     @property
     def id(self) -> ChunkId:
-        """The identity of the chunk. The length is part of it: nobody reads bytes at another's length."""
+        """The identity of the chunk, which includes its length."""
         return ChunkId(f"{self.digest}-{self.num_bytes}")
 
 

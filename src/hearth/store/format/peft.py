@@ -200,7 +200,7 @@ class _Config:
     def check_targets(self, modules: Iterable[str]) -> None:
         """Refuse factors of modules that the config does not name, where it names them one by one."""
         targets = self.fields.get("target_modules")
-        if not isinstance(targets, list):  # a pattern of a stranger is not tried; the factors say it all
+        if not isinstance(targets, list):  # an untrusted pattern is not run; the factors say it all
             return
         named = tuple(f".{target}" for target in targets if isinstance(target, str))
         for module in modules:

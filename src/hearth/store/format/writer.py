@@ -330,7 +330,7 @@ def _clear(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory, its lock last: whoever gets it next finds nothing of ours, or clears what stays."""
+    """Remove a directory, its lock last: the next owner of the lock finds it empty, or clears it."""
     with suppress(OSError):
         _clear(directory)
         (directory / LOCK).unlink()
