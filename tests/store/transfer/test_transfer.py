@@ -25,7 +25,7 @@ from hearth.store.transfer.copies import SingleCopies
 from hearth.store.transfer.destination import Destination, LoadPiece, whole
 from hearth.store.transfer.fetch import HostChunk
 from hearth.store.transfer.record import LoadRecord
-from hearth.store.transfer.transfer import Loader, Transfer, TransferGate
+from hearth.store.transfer.transfer import Loader, Transfer, TransferGate, TransferHooks
 from hearth.system.cuda.batches import ByteCopy
 from tests.store.stored import (
     CHUNK_BYTES,
@@ -389,10 +389,15 @@ def test_copies_to_memory_that_is_idle_wait_for_nothing_else_on_the_device(is_id
     steps = torch.cuda.Event()  # type: ignore[no-untyped-call] # as above
     steps.record()
     with fetching(Shelf(PARTS), num_cells=len(PARTS), num_readers=2) as fetcher:
-        load = loader.load(
-            *("m", MANIFEST, whole(MANIFEST, base), lambda chunks: fetcher.fetch(MODEL, chunks)),
-            is_idle=is_idle,
-        )
+        if is_idle:
+            destination = Destination(MANIFEST, whole(MANIFEST, base))
+            source = fetcher.fetch(MODEL, destination.chunks)
+            load = loader.transfer("m", source, destination, TransferHooks())
+            load.start(loader.threads)
+        else:
+            load = loader.load(
+                "m", MANIFEST, whole(MANIFEST, base), lambda chunks: fetcher.fetch(MODEL, chunks)
+            )
         load.wait()
         assert steps.query() != is_idle
     torch.cuda.synchronize()
