@@ -44,8 +44,6 @@ MAX_PATTERNS = 64
 
 @dataclass(frozen=True)  # no slots: what is derived is kept
 class AdapterManifest(StoredManifest):
-    """The description of a stored adapter, as manifest.json holds it."""
-
     family: str  #: of the base that it was made for, as in `Arch`
     dimensions: Dimensions  #: of that base
     targets: tuple[AdapterTarget, ...]  #: in forward order

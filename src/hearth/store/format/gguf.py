@@ -85,8 +85,6 @@ def open_gguf(path: Path) -> Iterator[ModelSource]:
 
 @dataclass(frozen=True, slots=True)
 class _GgufTensor:
-    """A tensor in the mapped file."""
-
     data: npt.NDArray[np.generic]  #: values of F32 and F16, rows of bytes of all other kinds
     kind: GGMLQuantizationType
     shape: Shape

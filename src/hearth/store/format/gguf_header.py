@@ -105,7 +105,6 @@ class _Cursor:
         self.offset = 0
 
     def take(self, num_bytes: int, what: str) -> memoryview:
-        """Return the next bytes and move behind them."""
         begin, self.offset = self.offset, self.offset + num_bytes
         if self.offset > len(self._head):
             raise self._beyond(what)

@@ -87,7 +87,6 @@ class Chunk:
 
     @property
     def id(self) -> ChunkId:
-        """The identity of the chunk, which includes its length."""
         return ChunkId(f"{self.digest}-{self.num_bytes}")
 
 
@@ -97,8 +96,6 @@ def chunk_of(data: bytes | bytearray | memoryview, *, on_all_cores: bool = False
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of the tokenizer, which lies beside the weights."""
-
     name: str
     digest: Digest
     num_bytes: int
@@ -132,7 +129,6 @@ class StoredManifest(ABC):
 
     @cached_property
     def chunk_ids(self) -> tuple[ChunkId, ...]:
-        """The identities of the chunks, in their order."""
         return tuple(chunk.id for chunk in self.chunks)
 
     def to_json(self) -> str:
@@ -143,14 +139,11 @@ class StoredManifest(ABC):
         return ByteRange(begin, begin + self.chunks[index].num_bytes)
 
     def chunks_of(self, wanted: ByteRange) -> range:
-        """Return the indices of the chunks that hold these bytes."""
         return range(wanted.begin // self.chunk_bytes, -(-wanted.end // self.chunk_bytes))
 
 
 @dataclass(frozen=True)
 class Manifest(StoredManifest):
-    """The description of a stored model, as manifest.json holds it."""
-
     arch: Arch
     quant: str  #: one of models.layout.QUANTS
     tensors: tuple[TensorSpec, ...]

@@ -90,8 +90,6 @@ MAX_ALPHA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """A LoRA adapter whose tensors can be read."""
-
     checkpoint: Checkpoint
     modules: LoraModules
     base_name: str | None  #: what it was trained on, as its config has it
@@ -163,8 +161,6 @@ def _unknown_tensor(name: str) -> UnsupportedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The fields of an adapter_config.json."""
-
     path: Path
     fields: Mapping[str, object]
 
@@ -273,8 +269,6 @@ class _Config:
 
 @dataclass(frozen=True, slots=True)
 class _ByPattern:
-    """A value for each module, by patterns of names."""
-
     patterns: tuple[tuple[re.Pattern[str], object], ...]
     otherwise: object
 

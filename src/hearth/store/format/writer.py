@@ -47,8 +47,6 @@ _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far writing or verifying a model has come."""
-
     done_bytes: int
     total_bytes: int
 

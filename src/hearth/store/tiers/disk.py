@@ -42,8 +42,6 @@ _CHUNK_FILE = re.compile("([0-9a-f]{64}-[0-9]{1,15})-([0-9a-f]{32})")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where in a file a chunk lies."""
-
     path: Path
     offset: int
     num_bytes: int
@@ -309,7 +307,6 @@ class DiskTier:
             self.counters.evicted_bytes += evicted_bytes
 
     def _delete(self, chunk_id: ChunkId) -> int:
-        """Delete a chunk file and return its bytes."""
         path = self._path(chunk_id, self._files[chunk_id])
         try:
             path.unlink(missing_ok=True)

@@ -91,7 +91,6 @@ class Touching:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when all regions are touched."""
         for thread in self._threads:
             thread.join()
 
@@ -205,7 +204,6 @@ class Pinning:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when everything is pinned that can be."""
         self._thread.join()
 
     def close(self) -> None:

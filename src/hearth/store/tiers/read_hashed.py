@@ -34,22 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HashedRead:
-    """How far a read came, and what it found."""
-
     num_bytes: int  #: fewer than wanted where the file has ended
     xxh3: str  #: of these bytes, in hexadecimal
     hash_s: float
 
 
 class _HashFunctions(ctypes.Structure):
-    """The functions of the hash library, as `read_hashed.c` calls them."""
-
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("create", "reset", "update", "digest", "destroy"))
 
 
 class _Result(ctypes.Structure):
-    """The result that `read_hashed.c` fills in."""
-
     _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64), ("hash_s", ctypes.c_double))
 
 

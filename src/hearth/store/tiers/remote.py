@@ -56,7 +56,6 @@ class Retry:
     min_bytes_per_s: float = 64 << 10
 
     def limit_s(self, num_bytes: int) -> float:
-        """Return how long one request for so many bytes may take."""
         return self.stall_s + num_bytes / self.min_bytes_per_s
 
     def delays_s(self) -> Iterator[float]:

@@ -68,7 +68,6 @@ class Segment:
         return 0 if self._pinning is None else self._pinning.pinned_bytes
 
     def memory(self, cell: int, num_bytes: int) -> memoryview:
-        """View the first bytes of a cell."""
         assert 0 <= cell < self.num_cells, f"{cell=} {self.num_cells=}"
         assert 0 <= num_bytes <= self.cell_bytes, f"{num_bytes=} {self.cell_bytes=}"
         begin = cell * self.cell_bytes
@@ -145,7 +144,6 @@ class Segment:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Count the context as a load."""
         self.load_began()
         try:
             yield

@@ -50,8 +50,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """How full a tier is and what it has done."""
-
     used_bytes: int
     capacity_bytes: int | None  #: None: unlimited
     pinned_bytes: int
@@ -61,8 +59,6 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A model in a directory and the state of its files when it was opened."""
-
     stamps: Mapping[str, FileStamp | None]  #: by file name, of all files that make up the model
     model: StoredModel
 
@@ -195,7 +191,6 @@ class Tiers:
         }
 
     def host_bytes(self, model: StoredModel) -> int:
-        """Return how much of a model lies in host memory."""
         sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
         return sum(sizes[chunk_id] for chunk_id in self.fetcher.resident(sizes))
 
@@ -322,7 +317,6 @@ class Tiers:
             write_upstream(directory, Upstream(found.manifest.digest))
 
     def _describe(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
-        """Bring all but the weights of a remote model into a directory."""
         num_bytes = len(found.text) + sum(file.num_bytes for file in found.manifest.files)
         # Another thread or process that opens it at the same time waits, and finds it done.
         with staged(directory, num_bytes, overwrite=True, wait=True) as staging:
@@ -339,8 +333,6 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """The manifest that a URL holds now."""
-
     text: bytes
     manifest: StoredManifest
 

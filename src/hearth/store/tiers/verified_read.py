@@ -46,8 +46,6 @@ class LocalHash:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRead:
-    """How long reading and checking a chunk took, and what is known of it now."""
-
     read_s: float
     verify_s: float
     known: LocalHash | None  #: None: the file has changed while it was read, or others may write it

@@ -73,7 +73,6 @@ class CopyStream:
 
     @property
     def device(self) -> torch.device:
-        """The device, with its index."""
         return self._stream.device
 
     def current_handle(self) -> int:

@@ -80,8 +80,6 @@ class HostCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A load that waits for a chunk to be read into a cell."""
-
     fetch: Fetch
     index: int
     cell: int
@@ -107,7 +105,6 @@ class Fetcher:
         *,
         keeps_chunks: bool = True,
     ) -> None:
-        """`keeps_chunks`: see `Tiers`."""
         self.segment = segment
         self.book = ChunkBook(segment.num_cells, keeps_idle=keeps_chunks)
         self.counters = HostCounters()
@@ -204,7 +201,6 @@ class Fetcher:
         return fetch
 
     def resident(self, chunk_ids: Iterable[ChunkId]) -> list[ChunkId]:
-        """Return those of the chunks that are in host memory now."""
         with self._lock:
             return [chunk_id for chunk_id in chunk_ids if self.book.is_resident(chunk_id)]
 
@@ -237,7 +233,6 @@ class Fetcher:
             self.segment.give_back()
 
     def _gives_way(self, fetch: Fetch) -> bool:
-        """True for a prefetch while another load wants chunks."""
         return fetch.is_prefetch and any(one.todo and not one.is_prefetch for one in self._round_robin)
 
     def _take(self, fetch: Fetch) -> bool:

@@ -34,7 +34,6 @@ class LeaseConnection:
     """An open connection. Closing it releases everything leased over it."""
 
     def __init__(self, connection: socket.socket, segment: Segment) -> None:
-        """`segment` is the keeper's host segment, mapped; it outlives the connection."""
         self.segment = segment
         self._connection = connection
         self._unread = bytearray()  #: received, not returned yet
@@ -110,7 +109,6 @@ class Grant:
         keep: Callable[[LeaseConnection], None],
         granted: LeaseGranted,
     ) -> None:
-        """`keep` receives the connection once all chunks were taken and released."""
         self.is_in_host = granted.is_in_host  #: all chunks were in host memory at the beginning
         self.num_chunks = num_chunks
         self.connection = connection

@@ -72,8 +72,6 @@ class LeaseChunks:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLeased:
-    """A chunk of the lease, which stays in its cell until it is released."""
-
     index: int
     cell: int
     num_bytes: int
@@ -110,7 +108,7 @@ class PrefetchModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelPrefetched:
-    """The answer to `PrefetchModel`, when no more of the model is on its way."""
+    """The prefetch is over."""
 
     host_bytes: int  #: of the model, in host memory now
 
@@ -179,8 +177,6 @@ class ModelForgotten:
 
 @dataclass(frozen=True, slots=True)
 class LookUpstream:
-    """Ask for the version that the source of a model has now."""
-
     source: str  #: a URL, or hf:ORG/NAME[@REVISION]
 
 
@@ -248,7 +244,6 @@ def refusal(error: HearthError) -> Refused:
 
 
 def error_of(refused: Refused) -> HearthError:
-    """Return the error that the keeper met."""
     kind = getattr(errors, refused.error, None)
     if isinstance(kind, type) and issubclass(kind, HearthError):
         return kind(refused.reason)

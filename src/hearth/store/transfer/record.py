@@ -11,8 +11,6 @@ from hearth.core.types import Rung
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How a chunk came into host memory."""
-
     rung: Rung
     num_bytes: int
     began_s: float
@@ -78,7 +76,6 @@ class Tally:
             self.host_bytes += num_bytes
 
     def waited(self, seconds: float) -> None:
-        """Count time that was spent waiting for a chunk, whatever its rung."""
         self.wait_s += seconds
 
     def record(self, model: str, now_s: float) -> LoadRecord:

@@ -114,7 +114,6 @@ class StagingBuffers:
         self._free.put(slot)
 
     def close(self) -> None:
-        """Unpin and unmap."""
         for slot in self._slots:
             self._threads.wait(ctypes.byref(slot))
         self._ring.close()

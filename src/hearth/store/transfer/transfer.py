@@ -68,8 +68,6 @@ class ChunkSource(Protocol):
 
 
 class TransferState(StrEnum):
-    """How far a transfer is."""
-
     COPYING = "copying"  #: chunks are awaited and their copies queued
     ARRIVING = "arriving"  #: all copies are queued: steps may be queued behind them
     DONE = "done"
