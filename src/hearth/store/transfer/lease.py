@@ -55,7 +55,7 @@ class Lease:
         no staging buffers.
         """
         self._client, self._model, self._chunks, self._is_prefetch = client, model, chunks, is_prefetch
-        #: None: nothing is asked, or the keeper died. Written by the thread that iterates, but for `cancel`.
+        #: None: nothing is asked, or the keeper died and the next one is awaited.
         self.state: LeaseRequest | Grant | None = None
         self._staging: StagingBuffers | None = None  #: None: no chunk was ever staged
         self._is_staged = False  #: chunks of the present grant go by staging buffers unless they are pinned
@@ -96,7 +96,7 @@ class Lease:
             StoreError: as `LeaseClient.grant`.
         """
         if not isinstance(self.state, Grant):
-            self._acquire(self._chunks, time.monotonic() + KEEPER_WAIT_S, self.state)
+            self._acquire(self._chunks, time.monotonic() + KEEPER_WAIT_S)
 
     def batches(self, most: int) -> Generator[list[HostChunk]]:
         """Yield the chunks in order, at most so many at once as can be copied from now.
@@ -105,9 +105,7 @@ class Lease:
         """
         self.begin()
         num_yielded = 0
-        give_up_s: float | None = (
-            None  #: when the lease ends unless another chunk comes; None: its keeper lives
-        )
+        give_up_s: float | None = None  #: when to stop waiting for a keeper; None: its keeper lives
         while num_yielded < len(self._chunks):
             try:
                 batch = self._next_staged(most) if self._is_staged else self._next_pinned(most)
@@ -149,14 +147,14 @@ class Lease:
                 self.state.cancel()
         self._drop_staged()
 
-    def _acquire(
-        self, chunks: Sequence[int], give_up_s: float, request: LeaseRequest | Grant | None = None
-    ) -> None:
+    def _acquire(self, chunks: Sequence[int], give_up_s: float) -> None:
         """Have a keeper grant chunks; wait for one until `give_up_s`. Raises as `begin`."""
-        asked = request if isinstance(request, LeaseRequest) else None
+        with self._lock:
+            request = self.state if isinstance(self.state, LeaseRequest) else None
+            self.state = request
         try:
             grant = await_keeper(
-                lambda: self._client.grant(self._model, chunks, asked),
+                lambda: self._client.grant(self._model, chunks, request),
                 lambda: self._is_cancelled,
                 give_up_s=give_up_s,
                 pause=self._pause,  # the thread that cancels waits for this one
