@@ -36,7 +36,7 @@ from hearth.store.format.manifest import CHUNK_BYTES
 from hearth.store.tiers.pinning import cuda_registration
 from hearth.store.tiers.segment import Segment
 from hearth.store.transfer import staging_buffers as staging_module
-from hearth.store.transfer.copy_stream import CopyStream
+from hearth.store.transfer.copies import CopyStream
 from hearth.store.transfer.staging_buffers import StagingBuffers
 from hearth.system.cuda.batches import ByteCopy
 

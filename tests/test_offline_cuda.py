@@ -13,9 +13,11 @@ from hearth.core.config import EngineConfig, StoreConfig
 from hearth.core.types import Rung
 from hearth.store.format.manifest import WEIGHTS
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader, whole
+from hearth.store.transfer.destination import whole
+from hearth.store.transfer.lease import Lease
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.lease_server import LeaseServer
+from hearth.store.transfer.transfer import Loader
 from tests.models.zoo import VARIANTS, build
 from tests.store.stored import converted, tiers_at
 
@@ -69,21 +71,21 @@ def test_eight_bits_say_on_the_device_what_they_say_on_the_cpu(name: str, quant:
     assert first_logprobs[1] == pytest.approx(first_logprobs[0], abs=1e-3)
 
 
-def test_borrowed_chunks_reach_the_device_whole(tmp_path: Path) -> None:
+def test_leased_chunks_reach_the_device_whole(tmp_path: Path) -> None:
     model = converted("llama-gqa", "float32")
     with tiers_at(tmp_path) as tiers, tempfile.TemporaryDirectory(prefix="hearth-") as folder:
-        lender = Lender(tiers, Path(folder) / "host.sock")
-        borrower = Borrower(Path(folder) / "host.sock")
-        borrower.segment.wait_pinned()
-        borrowed = borrower.open(model)
-        manifest = borrowed.manifest
+        server = LeaseServer(tiers, Path(folder) / "host.sock")
+        lease_client = LeaseClient(Path(folder) / "host.sock")
+        lease_client.segment.wait_pinned()
+        opened = lease_client.open(model)
+        manifest = opened.manifest
         base = torch.empty(manifest.num_bytes, dtype=torch.uint8, device="cuda")
 
         load = Loader(base.device).load(
-            "borrowed", manifest, whole(manifest, base), lambda chunks: borrower.fetch(borrowed, chunks)
+            "opened", manifest, whole(manifest, base), lambda chunks: Lease(lease_client, opened, chunks)
         )
         load.wait()
 
         assert base.cpu().numpy().tobytes() == (model / WEIGHTS).read_bytes()
-        borrower.close()
-        lender.close()
+        lease_client.close()
+        server.close()

@@ -87,8 +87,8 @@ from hearth.snapshot.kernel_handles import KernelHandles
 from hearth.snapshot.native_rebuild import NativeRebuild
 from hearth.snapshot.restored_graphs import RestoredGraphs
 from hearth.store.format.manifest import read_manifest
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.loader import Load, Loader
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.transfer import Loader, Transfer
 from hearth.system.garbage import collect_when_idle
 from hearth.worker import __main__ as worker_main
 from hearth.worker import snapshot_maker
@@ -117,7 +117,7 @@ _TRACED = (
     (WorkerLoop, "_send_residency", "tell_residency"),
     *((HostedModels, name, name) for name in ("drop", "found", "engine_ready", "weights_loaded", "load")),
     *((ModelSteps, "settle", "settle step"), (HostedModels, "_announced", "announce load")),
-    *((MappedPool, "load_ended", "load_ended"), (Load, "_give_back", "give back chunks")),
+    *((MappedPool, "load_ended", "load_ended"), (Transfer, "_release_copied", "release chunks")),
     *((ModelLoad, "_capture_first", "capture first steps"), (RestoredGraphs, "_functions", "functions")),
     *((Reclaimer, name, name) for name in ("place", "before_step", "after_step")),
     *((Runner, name, name) for name in ("launch", "close", "settle", "fill_tables")),
@@ -320,16 +320,16 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[tuple[Rig, WorkerLoop]]:
             with step("kernels"), ThreadPoolExecutor(2) as pool:
                 list(pool.map(compile_one, orders))
         socket = stack.enter_context(keeping(device, scale.host_bytes, place))
-        borrower = Borrower(socket, is_pinned=is_cuda)
-        stack.callback(borrower.close)
+        lease_client = LeaseClient(socket, is_pinned=is_cuda)
+        stack.callback(lease_client.close)
         first_tokens, launches = FirstTokens(), StepLaunches()
         cache = KernelCache.open(kernels) if is_cuda else None
         graphs = worker_main._snapshot_graphs(setup, runtime, first_tokens, launches, cache)
         resources = HostingResources(
-            *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
+            *(runtime.device, config, runtime.new_pool, lease_client, Loader(runtime.device)),
             kernels=None
             if cache is None
-            else worker_main._kernels(cache, runtime, borrower, first_tokens, graphs),
+            else worker_main._kernels(cache, runtime, lease_client, first_tokens, graphs),
             snapshots=worker_main._snapshots(setup, config, runtime, graphs),
             torch_limit=runtime.torch_limit,
             marks=WorkerMarks(None, launches),
@@ -341,7 +341,7 @@ def working(scale: Scale, *, is_tiny: bool) -> Iterator[tuple[Rig, WorkerLoop]]:
         facts: Queue[TimedFact | None] = Queue()
         loop = WorkerLoop(resources, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
 
-        yield Rig(scale, WorkerClient(inbox, facts, orders, borrower.segment), graphs, ring), loop
+        yield Rig(scale, WorkerClient(inbox, facts, orders, lease_client.segment), graphs, ring), loop
 
 
 def hasten_snapshots() -> None:

@@ -30,8 +30,9 @@ from hearth.store.format.manifest import CHUNK_BYTES
 from hearth.store.format.verify import verify
 from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.loader import Loader, whole
+from hearth.store.transfer.destination import whole
 from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.transfer import Loader
 
 MIB, GIB = 1 << 20, 1 << 30
 SHM = Path("/dev/shm")

@@ -42,15 +42,15 @@ from hearth.memory.pool import EvictionTerms
 from hearth.memory.vmm import MappedPool
 from hearth.models.adapter import AdapterLayout
 from hearth.store.format.adapter_manifest import stored_bytes
-from hearth.store.transfer.borrower import BorrowedAdapter, Borrower
-from hearth.store.transfer.chunk_copies import ChunkCopies
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.copies import ChunkCopies
+from hearth.store.transfer.lease_client import LeaseClient, OpenedAdapter
+from hearth.store.transfer.transfer import Loader
 from hearth.system.cuda.batches import ByteCopy
 from hearth.worker.adapter_load import (
     AdapterArriving,
     AdapterFilled,
     AdapterNews,
-    ask_for_adapter,
+    adapter_lease,
     load_adapter,
 )
 from hearth.worker.runtime import HostingResources
@@ -108,7 +108,7 @@ class SwapSetting:
     pool: MappedPool
     order: AdapterOrder
     layout: AdapterLayout
-    borrowed: BorrowedAdapter
+    opened: OpenedAdapter
     resources: HostingResources
     loader: TimedLoader  #: of the resources
 
@@ -120,7 +120,8 @@ class SwapSetting:
         time.sleep(REST_S)  # by then the one before has given its chunks back, and left its line
         begun = self._mark()
         began_s = time.perf_counter()
-        asked = ask_for_adapter(self.borrowed, self.resources)
+        lease = adapter_lease(self.opened, self.resources)
+        lease.request()
         noted_s["asked"] = time.perf_counter()
         pieces = self.pool.pieces.place(self.order.adapter, self.layout.layer_sizes)
         assert pieces is not None, f"{self.pool.usage()}"
@@ -132,12 +133,11 @@ class SwapSetting:
             noted_s["prepared"] = time.perf_counter()
 
         load_adapter(
-            *(self.order, self.borrowed, pieces, prepare, self.resources),
-            *(lambda _, told: news.put(told), asked),
+            self.order, self.opened, lease, pieces, prepare, self.resources, lambda _, told: news.put(told)
         )
         told = news.get(timeout=60)
         if isinstance(told, AdapterArriving):
-            told.last.have_stream_wait()
+            told.transfer.have_stream_wait()
         noted_s["told"] = time.perf_counter()
         there = self._mark(is_waited_for=False)
         if isinstance(told, AdapterArriving):
@@ -186,13 +186,13 @@ def swap(num_layers: int) -> Iterator[Answer]:
     with tempfile.TemporaryDirectory(prefix="hearth-") as name, closing(new_pool()) as pool:
         root = Path(name)
         manifest = write_adapter(arch, layout, memoryview(content), root / "adapter")
-        with keeping(CUDA, 1 << 30, root) as socket, closing(Borrower(socket)) as borrower:
-            borrower.segment.wait_pinned()
+        with keeping(CUDA, 1 << 30, root) as socket, closing(LeaseClient(socket)) as lease_client:
+            lease_client.segment.wait_pinned()
             loader = TimedLoader(CUDA)
-            resources = HostingResources(CUDA, EngineConfig(), lambda terms: pool, borrower, loader)
-            borrowed = borrower.open_adapter(root / "adapter")
+            resources = HostingResources(CUDA, EngineConfig(), lambda terms: pool, lease_client, loader)
+            opened = lease_client.open_adapter(root / "adapter")
             order = AdapterOrder(AdapterId(manifest.digest), "adapter", str(root / "adapter"))
-            setting = SwapSetting(pool, order, layout, borrowed, resources, loader)
+            setting = SwapSetting(pool, order, layout, opened, resources, loader)
             copy_s = _copy_s(layout.num_bytes)
             yield setting.answer("swap", copy_s)
             scatter(pool, layout)

@@ -34,7 +34,7 @@ from hearth.memory.cuda_pages import PAGE_BYTES
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.vmm import MappedPool
 from hearth.store.format.adapter_manifest import stored_bytes
-from hearth.store.transfer.borrower import Borrower
+from hearth.store.transfer.lease_client import LeaseClient
 from hearth.system.cuda.batches import BatchedCopies, ByteCopy
 from hearth.worker.runtime import HostingResources
 
@@ -82,12 +82,12 @@ def swaps(num_layers: int, num_swaps: int) -> Iterator[Answer]:
     with tempfile.TemporaryDirectory(prefix="hearth-") as name, closing(_new_pool()) as pool:
         root = Path(name)
         manifest = write_adapter(arch, layout, memoryview(content), root / "adapter")
-        with own_keeper(HOST_BYTES, root) as socket, closing(Borrower(socket)) as borrower:
+        with own_keeper(HOST_BYTES, root) as socket, closing(LeaseClient(socket)) as lease_client:
             loader = TimedLoader(CPU, lambda _: UnmadeCopies())
-            resources = HostingResources(CPU, EngineConfig(), lambda terms: pool, borrower, loader)
-            borrowed = borrower.open_adapter(root / "adapter")
+            resources = HostingResources(CPU, EngineConfig(), lambda terms: pool, lease_client, loader)
+            opened = lease_client.open_adapter(root / "adapter")
             order = AdapterOrder(AdapterId(manifest.digest), "adapter", str(root / "adapter"))
-            setting = SwapSetting(pool, order, layout, borrowed, resources, loader)
+            setting = SwapSetting(pool, order, layout, opened, resources, loader)
             yield _answer("swap", setting, num_swaps)
             scatter(pool, layout)
             yield _answer("scattered", setting, num_swaps)

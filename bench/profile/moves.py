@@ -52,7 +52,8 @@ from hearth.snapshot.cost_profile import MeasuredMapping, MeasuredSwitch
 from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.store.format.verify import verify
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.loader import Loader, whole
+from hearth.store.transfer.destination import whole
+from hearth.store.transfer.transfer import Loader
 
 #: Pages beyond what the largest model takes: sinks of others, and what rounding may cost.
 SPARE_PAGES = 8

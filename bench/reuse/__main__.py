@@ -23,7 +23,7 @@ import torch
 from bench.report import HERE, arguments, emit, peers
 from bench.reuse.parts import PARTS, describe, device_pages, document, host_pages, measure
 from bench.reuse.setting import SHORT, TINY, NewPages, Scale, Setting
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.transfer import Loader
 
 
 def main() -> None:

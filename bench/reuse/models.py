@@ -222,7 +222,7 @@ class Library:
 
 
 class HostStream:
-    """A `ChunkStream` over host memory that holds everything. One thread iterates."""
+    """A `ChunkSource` over host memory that holds everything. One thread iterates."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class HostStream:
 
     @property
     def release_batch(self) -> int:
-        """See `ChunkStream`. Nobody waits for what is given back."""
+        """See `ChunkSource`. Nobody waits for what is given back."""
         return 1
 
     def batches(self, most: int) -> Generator[list[HostChunk]]:

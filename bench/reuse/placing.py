@@ -20,8 +20,8 @@ from bench.reuse.setting import Aim, Part, Setting
 from hearth.core.types import ModelId
 from hearth.memory.pool import Pool, Space
 from hearth.models.layout import ByteRange
-from hearth.store.transfer.loader import Loader, whole
-from hearth.store.transfer.piece_copies import LoadPiece
+from hearth.store.transfer.destination import LoadPiece, whole
+from hearth.store.transfer.transfer import Loader
 
 MAX_MAPPING = 1.02
 PACKERS = ("mapped", "arena", "merge_all")

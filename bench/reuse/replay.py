@@ -18,9 +18,8 @@ from hearth.core.types import Hold, ModelId
 from hearth.memory.pool import EvictionTerms, Pool, Space
 from hearth.models.layout import ByteRange
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
-from hearth.store.transfer.loader import Loader
-from hearth.store.transfer.piece_copies import LoadPiece
-from hearth.worker.map_ahead import MapAhead
+from hearth.store.transfer.destination import LoadPiece, PageMapping
+from hearth.store.transfer.transfer import Loader
 
 
 class ReplayTerms:
@@ -59,9 +58,9 @@ class Loaded:
     load_s: float  #: all of it
 
 
-def map_ahead_of(pool: Pool, model: ModelId, space: Space, loader: Loader) -> MapAhead:
+def map_ahead_of(pool: Pool, model: ModelId, space: Space, loader: Loader) -> PageMapping:
     """Prepare memory as a worker has it done, ahead of the copies."""
-    return MapAhead(lambda part: pool.prepare(model, part), space.parts, loader.threads)
+    return PageMapping(lambda part: pool.prepare(model, part), space.parts, loader.threads)
 
 
 @dataclass(slots=True)
@@ -124,14 +123,14 @@ class Replay:
         if space.gaps:
             pieces = [LoadPiece.to(gap.part, gap.destination) for gap in space.gaps]
             self.terms.is_loading = True
-            map_ahead = map_ahead_of(self.pool, model.id, space, self.loader)
+            mapping = map_ahead_of(self.pool, model.id, space, self.loader)
             self.loader.load(
                 model.id,
                 model.manifest,
                 pieces,
-                lambda chunks: self.library.stream(model, chunks, map_ahead.wait_for),
+                lambda chunks: self.library.stream(model, chunks, mapping.wait_for),
             ).wait()
-            map_ahead.wait()
+            mapping.wait()
             self.terms.is_loading = False
         self.pool.load_ended(model.id, is_whole=True)
 

@@ -30,7 +30,7 @@ from hearth.models.layout import layout_of
 from hearth.policy.memory.packing import merge_all, pack
 from hearth.store.format.manifest import CHUNK_BYTES
 from hearth.store.tiers.segment import Segment
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.transfer import Loader
 
 MIB, GIB = 1 << 20, 1 << 30
 #: How many times the budget all models are: Tangram's pools of 120 and 200 GB over an L40's 45 GB.

@@ -42,9 +42,9 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.tiers.segment import Segment
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.lease_server import LeaseServer
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.runtime import HostingResources
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
@@ -154,13 +154,13 @@ def working_over(
     inbox: Inbox = SimpleQueue()
     facts: Queue[TimedFact | None] = Queue()
     interval_s = sys.getswitchinterval()
-    with closing(Borrower(socket)) as borrower:
-        resources = HostingResources(device, engine, new_pool, borrower, Loader(device), turns)
+    with closing(LeaseClient(socket)) as lease_client:
+        resources = HostingResources(device, engine, new_pool, lease_client, Loader(device), turns)
         loop = WorkerLoop(resources, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
         thread = threading.Thread(target=_run, args=(loop, facts), name="hearth-steps", daemon=True)
         sys.setswitchinterval(SWITCH_S)
         thread.start()
-        worker = WorkerClient(inbox, facts, orders, borrower.segment)
+        worker = WorkerClient(inbox, facts, orders, lease_client.segment)
         try:
             yield worker
             worker.send(*(DropModel(model) for model in orders))
@@ -184,7 +184,7 @@ def keeping(device: torch.device, host_bytes: int, place: Path) -> Iterator[Path
     socket = place / "keeper.sock"
     config = StoreConfig(path=str(place / "store"), host_bytes=host_bytes)
     if device.type != "cuda":
-        with closing(Tiers(config, is_pinned=False)) as tiers, closing(Lender(tiers, socket)):
+        with closing(Tiers(config, is_pinned=False)) as tiers, closing(LeaseServer(tiers, socket)):
             yield socket
         return
     with own_keeper(host_bytes, place) as socket:

@@ -57,7 +57,7 @@ from hearth.models.dtypes import DTYPES
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.format.manifest import read_manifest
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.transfer import Loader
 
 AIM = 1.1  #: times the gap of a model that is alone
 RUNNING, WAITING = ModelId("running"), tuple(ModelId(f"waiting-{number}") for number in range(48))

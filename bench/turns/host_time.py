@@ -51,7 +51,7 @@ from hearth.policy.batch.plan import StepPlan
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile, ShapeProfile
 from hearth.store.format.manifest import read_manifest
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runs import Runs

@@ -38,15 +38,15 @@ from hearth.core.types import Hold, ModelId
 from hearth.memory.pool import EvictionTerms
 from hearth.memory.pool import Shape as PoolShape
 from hearth.memory.vmm import MappedPool
-from hearth.store.transfer.borrower import BorrowedModel, Borrower
-from hearth.store.transfer.loader import Loader
-from hearth.worker.map_ahead import MapAhead
-from hearth.worker.watched_load import (
-    Destination,
+from hearth.store.transfer.destination import PageMapping
+from hearth.store.transfer.lease import Lease
+from hearth.store.transfer.lease_client import LeaseClient, OpenedModel
+from hearth.store.transfer.transfer import Loader
+from hearth.worker.weights_transfer import (
     LoadNews,
     ModelBroken,
-    WatchedLoad,
     WeightsLoaded,
+    WeightsTransfer,
     missing_chunks,
 )
 
@@ -85,8 +85,10 @@ def main() -> None:
 class _Rig:
     """Two models of which one has room, and a thread that computes. Mutable in its pool alone."""
 
-    def __init__(self, pool: MappedPool, borrower: Borrower, model: BorrowedModel, loader: Loader) -> None:
-        self._pool, self._borrower, self._model, self._loader = pool, borrower, model, loader
+    def __init__(
+        self, pool: MappedPool, lease_client: LeaseClient, model: OpenedModel, loader: Loader
+    ) -> None:
+        self._pool, self._lease_client, self._model, self._loader = pool, lease_client, model, loader
         self._numbers = itertools.count()
         self._steps: list[float] = []  #: how long each took, in seconds
         self._is_over = False
@@ -99,21 +101,21 @@ class _Rig:
             directory = write_random(place / "model", shape.config, shape.dtype, 0, device)
         with ExitStack() as undo:
             socket = undo.enter_context(keeping(device, scale.host_bytes, place))
-            borrower = undo.enter_context(closing(Borrower(socket)))
-            model = borrower.open(directory)
+            lease_client = undo.enter_context(closing(LeaseClient(socket)))
+            model = lease_client.open(directory)
             num_bytes = (-(-model.manifest.num_bytes // scale.page_bytes) + 3) * scale.page_bytes
             new_pages = device_pages if device.type == "cuda" else host_pages
             terms = EvictionTerms(Hold.RETAINED, 1.0, is_loading=False)
             pages = new_pages(num_bytes, scale.page_bytes)
             pool = undo.enter_context(closing(MappedPool(pages, lambda _: terms)))
-            yield _Rig(pool, borrower, model, Loader(device))
+            yield _Rig(pool, lease_client, model, Loader(device))
 
     def measure(self, seconds: float) -> tuple[list[float], list[float], list[float]]:
         """Return the steps alone, those beside loads, and how long each of the loads took."""
         with step("once each, and pinning"):
             for _ in MODELS:
                 self._cross(next(self._numbers))
-            self._borrower.segment.wait_pinned()
+            self._lease_client.segment.wait_pinned()
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         computing = threading.Thread(target=self._compute, args=(_turns_of_a_step(),), daemon=True)
@@ -148,14 +150,14 @@ class _Rig:
         )
         space = pool.place(name, shape)
         news: SimpleQueue[LoadNews] = SimpleQueue()
-        loan = self._borrower.fetch(self._model, missing_chunks(manifest, space.gaps))
-        map_ahead = MapAhead(partial(pool.prepare, name), space.parts, self._loader.threads)
-        to = Destination(space.gaps, map_ahead, space.places, manifest.layout)
-        watched = WatchedLoad(self._model, loan, to, self._loader, news.put)
+        lease = Lease(self._lease_client, self._model, missing_chunks(manifest, space.gaps), is_prefetch=True)
+        lease.begin()
+        mapping = PageMapping(partial(pool.prepare, name), space.parts, self._loader.threads)
+        transfer = WeightsTransfer(lease, manifest, space, manifest.layout, mapping, self._loader, news.put)
         while not isinstance(heard := news.get(timeout=PATIENCE_S), WeightsLoaded):
             if isinstance(heard, ModelBroken):
                 raise RuntimeError(f"the load broke: {heard.failure.reason}")
-        watched.cancel()  # which waits for its threads
+        transfer.cancel()  # which waits for its threads
         pool.load_ended(name, is_whole=True)
         pool.drop(name)
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from hearth.core.config import EngineConfig, StoreConfig
-from hearth.core.errors import DeviceError, ModelError, StoreError
+from hearth.core.errors import DeviceError, HearthError, ModelError
 from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
@@ -40,8 +40,9 @@ from hearth.store.format.read_adapter import AdapterBytes, read_adapter
 from hearth.store.format.source import ModelSource
 from hearth.store.format.widen_dtype import served_layout, stored_part, widen
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.loader import Load, Loader, LoadGate, whole
+from hearth.store.transfer.destination import whole
 from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.transfer import Loader, Transfer, TransferGate
 from hearth.system.cpus import log_if_threads_spin, num_usable_cores
 from hearth.text.tokenizer import Tokenizer
 
@@ -157,7 +158,7 @@ class _ConvertedModel:
             is_cuda = device.type == "cuda"
             store = Tiers(store, is_pinned=is_cuda, keeps_chunks=is_cuda)
         self._tiers = store
-        self._load: Load | None = None
+        self._load: Transfer | None = None
         self._has_ended = threading.Event()  #: of the load
         self._captures: CaptureAhead | None = None
         try:
@@ -182,7 +183,7 @@ class _ConvertedModel:
         # Only now: whatever else goes to the device would have to queue behind the weights.
         load = self._start(stored_part(base, manifest))
         if self._dtype == manifest.dtype:
-            engine.runner.layers.follow(LoadGate(load, manifest))
+            engine.runner.layers.follow(TransferGate(load, manifest))
         else:
             load.wait()
             widen(base, manifest, layout)
@@ -191,7 +192,7 @@ class _ConvertedModel:
             self._captures = CaptureAhead(engine.runner.layers, lambda: not self._has_ended.is_set())
         return engine
 
-    def _start(self, base: torch.Tensor) -> Load:
+    def _start(self, base: torch.Tensor) -> Transfer:
         model = self._model
         self._load = Loader(self._device).load(
             model.name,
@@ -212,7 +213,7 @@ class _ConvertedModel:
             self._captures.stop()
         self._close_tiers()
 
-    def _ended(self, outcome: LoadRecord | StoreError) -> None:
+    def _ended(self, outcome: LoadRecord | HearthError) -> None:
         self._has_ended.set()
         if isinstance(outcome, LoadRecord):
             self._tiers.loaded(outcome)

@@ -16,7 +16,7 @@ from bench.reuse.models import LARGE, MIDDLE, SMALL
 from bench.reuse.parts import PARTS, document, host_pages, measure
 from bench.reuse.setting import ARMS, PRESSURES, TINY, Scale, Setting
 from hearth.models.layout import layout_of
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.transfer import Loader
 
 CPU = torch.device("cpu")
 SCALE = replace(TINY, levels=("L2",), num_warm_runs=2, num_runs=3)

@@ -12,7 +12,7 @@ import pytest
 from hearth.control.demand_reports import DemandReports
 from hearth.core.errors import StoreError
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import LeaseServer
 from tests.store.stored import tiers_at, write_model
 
 
@@ -85,7 +85,7 @@ def test_requests_at_the_gateway_keep_a_busy_model_dear_in_the_keepers_host_memo
         tiers.prices.load_began(model)
         socket = tmp_path / "lend.sock"
         digest, chunk = model.manifest.digest, model.manifest.chunk_ids[0]
-        with closing(Lender(tiers, socket)):
+        with closing(LeaseServer(tiers, socket)):
             client = KeeperClient(socket)
             before = tiers.prices.of_host_chunk(chunk)
             asyncio.run(client.count_requests({digest: 1}))

@@ -22,8 +22,8 @@ from hearth.core.types import Rung
 from hearth.store import keeper
 from hearth.store.format.manifest import CHUNK_BYTES, read_manifest
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lending import HostMeasured
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.lease_messages import HostMeasured
 from hearth.system.garbage import MAX_YOUNG
 from tests.store.stored import converted
 from tests.worker.harness import folder, keeper_setup, keeping, process
@@ -46,42 +46,42 @@ def setup() -> Iterator[KeeperSetup]:
 
 
 @pytest.fixture(scope="module")
-def borrower(setup: KeeperSetup) -> Iterator[Borrower]:
-    borrower = Borrower(Path(setup.socket), is_pinned=False)
-    yield borrower
-    borrower.close()
+def lease_client(setup: KeeperSetup) -> Iterator[LeaseClient]:
+    lease_client = LeaseClient(Path(setup.socket), is_pinned=False)
+    yield lease_client
+    lease_client.close()
 
 
-def test_tells_how_much_of_a_model_lies_where(setup: KeeperSetup, borrower: Borrower) -> None:
+def test_tells_how_much_of_a_model_lies_where(setup: KeeperSetup, lease_client: LeaseClient) -> None:
     client, where = KeeperClient(Path(setup.socket)), converted("llama-gqa")
     digest, num_bytes = read_manifest(where).digest, read_manifest(where).num_bytes
 
     async def ask() -> None:
         assert await client.count([digest]) == {}
-        model = borrower.open(where, weight=2.0)
+        model = lease_client.open(where, weight=2.0)
         assert await client.count([digest, "unknown"]) == {digest: {Rung.HOST: 0, Rung.DISK: num_bytes}}
-        loan = borrower.fetch(model, [0])
-        (chunk,) = loan
+        lease = lease_client.grant(model, [0])
+        (chunk,) = lease
         counted = await client.count([digest])
         assert counted == {digest: {Rung.HOST: model.manifest.chunks[0].num_bytes, Rung.DISK: num_bytes}}
         assert await client.host_memory() == HostMeasured(CHUNK_BYTES, 2 * CHUNK_BYTES)
-        loan.release(chunk)
+        lease.release(chunk)
 
     asyncio.run(ask())
 
 
-def test_what_it_was_told_to_forget_it_does_not_know(setup: KeeperSetup, borrower: Borrower) -> None:
+def test_what_it_was_told_to_forget_it_does_not_know(setup: KeeperSetup, lease_client: LeaseClient) -> None:
     client, where = KeeperClient(Path(setup.socket)), converted("opt-pre")
 
     async def ask() -> None:
-        model = borrower.open(where)
+        model = lease_client.open(where)
         await client.forget(str(where))
         await client.forget(str(where))  # again is harmless
-        assert await client.count([model.opened.digest]) == {}
+        assert await client.count([model.digest]) == {}
         with pytest.raises(StoreError, match="open it again"):
-            borrower.prefetch(model).wait()
-        borrower.open(where)
-        assert model.opened.digest in await client.count([model.opened.digest])
+            lease_client.prefetch(model).wait()
+        lease_client.open(where)
+        assert model.digest in await client.count([model.digest])
 
     asyncio.run(ask())
 
@@ -100,7 +100,7 @@ def test_what_keeps_it_from_starting_is_said(setup: KeeperSetup) -> None:
         assert second.wait() == 1
 
     assert answer["error"] == "store"
-    assert "another process lends at" in answer["reason"]
+    assert "another keeper listens at" in answer["reason"]
 
 
 def test_ends_with_its_input_and_leaves_no_socket() -> None:

@@ -46,9 +46,9 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.lease_server import LeaseServer
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
@@ -222,7 +222,7 @@ def working_in_process(
     """With `max_facts`, the worker waits when so many lie there untaken."""
     with (
         folder() as place,
-        closing(Lender(tiers, place / "s")),
+        closing(LeaseServer(tiers, place / "s")),
         working_beside(
             place / "s", new_pool, device, config, max_facts, turns, kernels, marks, snapshots
         ) as gateway,
@@ -232,7 +232,7 @@ def working_in_process(
 
 @contextmanager
 def working_beside(
-    lender: Path,
+    server: Path,
     new_pool: NewPool,
     device: torch.device | None = None,
     config: EngineConfig = CONFIG,
@@ -244,7 +244,7 @@ def working_beside(
 ) -> Iterator[LoopGateway]:
     """A worker that borrows from whoever lends at a socket, otherwise as `working_in_process`."""
     device = device or torch.device("cpu")
-    with closing(Borrower(lender, is_pinned=device.type == "cuda")) as borrower:
+    with closing(LeaseClient(server, is_pinned=device.type == "cuda")) as lease_client:
         gateway = LoopGateway(SimpleQueue(), Queue(max_facts), limits_of(config))
 
         def kept_pool(eviction_terms: EvictionTermsOf) -> Pool:
@@ -255,7 +255,7 @@ def working_beside(
             device,
             config,
             kept_pool,
-            borrower,
+            lease_client,
             Loader(device),
             turns,
             kernels,

@@ -17,16 +17,18 @@ from hearth.memory.arena import ArenaPool
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import WEIGHTS
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import AskedLoan, Borrower
-from hearth.store.transfer.chunk_copies import SingleCopies
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer import lease_client as lease_clients
+from hearth.store.transfer.copies import SingleCopies
+from hearth.store.transfer.lease import Lease
+from hearth.store.transfer.lease_client import LeaseClient, LeaseRequest
+from hearth.store.transfer.lease_server import LeaseServer
+from hearth.store.transfer.transfer import Loader
 from hearth.worker import adapter_load
 from hearth.worker.adapter_load import (
     AdapterBroken,
     AdapterFilled,
     AdapterNews,
-    ask_for_adapter,
+    adapter_lease,
     load_adapter,
 )
 from hearth.worker.runtime import HostingResources
@@ -46,22 +48,31 @@ class Road:
 
     def __post_init__(self) -> None:
         self.stored = stored_adapter("llama-gqa")
-        self.borrowed = self.resources.borrower.open_adapter(self.stored.order.where)
+        self.opened = self.resources.lease_client.open_adapter(self.stored.order.where)
         *first, last = (part.end - part.begin for _, part in self.stored.layout.layers)
         #: All layers but the last one behind the other.
         self.runs = [run_in(torch.zeros(sum(sizes), dtype=torch.uint8), *sizes) for sizes in (first, [last])]
         self.pieces = [piece for run in self.runs for piece in run.split()]
 
-    def load(self, prepare: Callable[[], None] = lambda: None, asked: AskedLoan | None = None) -> AdapterNews:
+    def lease(self) -> Lease:
+        return adapter_lease(self.opened, self.resources)
+
+    def requested(self) -> Lease:
+        """Return a lease that the keeper was asked for."""
+        lease = self.lease()
+        assert lease.request()
+        return lease
+
+    def load(self, prepare: Callable[[], None] = lambda: None, lease: Lease | None = None) -> AdapterNews:
         """Have the adapter come; return what is told of it."""
         load_adapter(
             self.stored.order,
-            self.borrowed,
+            self.opened,
+            lease or self.lease(),
             self.runs,
             prepare,
             self.resources,
             lambda _, news: self.news.put(news),
-            asked,
         )
         return self.news.get(timeout=PATIENCE_S)
 
@@ -81,11 +92,11 @@ class Road:
 def road(tmp_path: Path) -> Iterator[Road]:
     with (
         tiers_at(tmp_path / "tiers", num_cells=64) as tiers,
-        closing(Lender(tiers, tmp_path / "s")),
-        closing(Borrower(tmp_path / "s", is_pinned=False)) as borrower,
+        closing(LeaseServer(tiers, tmp_path / "s")),
+        closing(LeaseClient(tmp_path / "s", is_pinned=False)) as lease_client,
     ):
         resources = HostingResources(
-            CPU, EngineConfig(), lambda terms: ArenaPool(CPU, 1 << 20, terms), borrower, Loader(CPU)
+            CPU, EngineConfig(), lambda terms: ArenaPool(CPU, 1 << 20, terms), lease_client, Loader(CPU)
         )
         yield Road(tiers, resources, SimpleQueue())
 
@@ -94,7 +105,7 @@ def road(tmp_path: Path) -> Iterator[Road]:
 def test_an_adapter_is_there_when_it_is_told(
     road: Road, max_short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_load, "MAX_SHORT_CHUNKS", max_short)
+    monkeypatch.setattr(adapter_load, "MAX_RUN_CHUNKS", max_short)
     for _ in range(2):  # from disk, and from host memory
         for piece in road.pieces:
             piece.zero_()
@@ -120,14 +131,13 @@ def test_pieces_side_by_side_are_one_copy_if_they_are_so_in_the_file() -> None:
 def test_an_adapter_that_was_asked_for_ahead_is_not_asked_for_again(
     road: Road, max_short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_load, "MAX_SHORT_CHUNKS", max_short)
-    asked = ask_for_adapter(road.borrowed, road.resources)
-    assert asked is not None
+    monkeypatch.setattr(adapter_load, "MAX_RUN_CHUNKS", max_short)
+    lease = road.requested()
     until(lambda: road.num_leased > 0)
 
     with monkeypatch.context() as silent:
-        silent.setattr(Borrower, "_answer", lambda *_: pytest.fail("it was asked for already"))
-        assert isinstance(road.load(asked=asked), AdapterFilled)
+        silent.setattr(lease_clients, "_answer", lambda *_: pytest.fail("it was asked for already"))
+        assert isinstance(road.load(lease=lease), AdapterFilled)
 
     assert road.is_there()
     until(lambda: road.num_leased == 0)
@@ -137,8 +147,7 @@ def test_what_was_asked_for_goes_back_if_its_memory_cannot_be_prepared(road: Roa
     def refuse() -> None:
         raise StoreError("no such page")
 
-    asked = ask_for_adapter(road.borrowed, road.resources)
-    assert isinstance(road.load(refuse, asked), AdapterBroken)
+    assert isinstance(road.load(refuse, road.requested()), AdapterBroken)
     until(lambda: road.num_leased == 0)
 
 
@@ -148,18 +157,18 @@ def test_a_load_that_breaks_after_its_chunks_went_back_leaves_its_line_to_the_ne
     def refuse(*_: object) -> None:
         raise DeviceError("out of order")
 
-    asked = ask_for_adapter(road.borrowed, road.resources)
-    assert asked is not None
+    lease = road.requested()
+    assert isinstance(asked := lease.state, LeaseRequest)
     with monkeypatch.context() as broken:
         broken.setattr(SingleCopies, "close", refuse)
-        assert isinstance(road.load(asked=asked), AdapterFilled)
+        assert isinstance(road.load(lease=lease), AdapterFilled)
         assert isinstance(road.news.get(timeout=PATIENCE_S), AdapterBroken)
 
-    again = ask_for_adapter(road.borrowed, road.resources)
-    assert again is not None
-    assert again.line is asked.line
-    assert again.line.read() is not None, "somebody has closed it"
-    again.close()
+    again = road.requested()
+    assert isinstance(again.state, LeaseRequest)
+    assert again.state.connection is asked.connection
+    assert again.state.connection.read() is not None, "the load has closed it"
+    again.cancel()
 
 
 def test_memory_that_cannot_be_prepared_breaks_the_load_alone(road: Road) -> None:

@@ -22,9 +22,9 @@ from hearth.core.types import AdapterId, Hold, ModelId, Rung
 from hearth.engine.engine import Engine
 from hearth.policy.batch.step_sharing import StepReadiness
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.transfer.borrower import AskedLoan, BorrowedAdapter, Borrower
-from hearth.store.transfer.chunk_copies import SingleCopies
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.copies import SingleCopies
+from hearth.store.transfer.lease_client import LeaseClient, LeaseRequest, OpenedAdapter
+from hearth.store.transfer.transfer import Loader
 from hearth.system.cuda.batches import ByteCopy
 from hearth.worker.adapter_pieces import AdapterPieces
 from hearth.worker.failure import ModelBroke
@@ -254,7 +254,7 @@ def test_a_model_that_breaks_when_an_adapter_in_use_is_given_up_leaves_and_other
             failed, ended = rig.gateway.until(HostingFailed), rig.gateway.until(RunFailed)
 
         assert (failed.model, "no such adapter" in failed.reason) == (twin, True)
-        assert (ended.run, "had to give way while it was in use" in ended.reason) == (run, True)
+        assert (ended.run, "was evicted while it was in use" in ended.reason) == (run, True)
         assert rig.there() == {}
         rig.check(rig.ask(adapter), rig.ask(None))
 
@@ -278,22 +278,22 @@ def test_an_adapter_larger_than_all_that_is_not_promised_is_refused_with_the_num
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[AskedLoan]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[LeaseRequest]:
     """All that the keeper is asked for ahead."""
-    asked: list[AskedLoan] = []
-    ask = Borrower.ask
+    asked: list[LeaseRequest] = []
+    ask = LeaseClient.request
 
-    def note(borrower: Borrower, model: BorrowedAdapter, chunks: Sequence[int]) -> AskedLoan | None:
-        if (one := ask(borrower, model, chunks)) is not None:
+    def note(lease_client: LeaseClient, model: OpenedAdapter, chunks: Sequence[int]) -> LeaseRequest | None:
+        if (one := ask(lease_client, model, chunks)) is not None:
             asked.append(one)
         return one
 
-    monkeypatch.setattr(Borrower, "ask", note)
+    monkeypatch.setattr(LeaseClient, "request", note)
     return asked
 
 
 def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
-    tmp_path: Path, asked: list[AskedLoan], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: list[LeaseRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = stored_adapter(BASE)
     with serving("mapped", tmp_path) as rig:
@@ -302,13 +302,13 @@ def test_what_the_keeper_was_asked_for_goes_back_if_there_is_no_place_after_all(
             rig.ask(adapter)
             rig.gateway.until(RunFailed)
         assert asked, "there was room for it"
-        assert all(one.line.read() is None for one in asked), "a line stands over which it is lent"
+        assert all(one.connection.read() is None for one in asked), "a line stands over which it is lent"
 
         rig.check(rig.ask(adapter))
 
 
 def test_what_the_keeper_was_asked_for_goes_back_if_a_model_breaks_that_was_to_give_way(
-    tmp_path: Path, asked: list[AskedLoan], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: list[LeaseRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base is loaded by then: a load may have the one line that stands, and nothing is asked ahead."""
 
@@ -322,7 +322,7 @@ def test_what_the_keeper_was_asked_for_goes_back_if_a_model_breaks_that_was_to_g
         rig.gateway.until(HostingFailed)
 
         assert asked, "there was room for it"
-        assert all(one.line.read() is None for one in asked), "a line stands over which it is lent"
+        assert all(one.connection.read() is None for one in asked), "a line stands over which it is lent"
 
 
 def test_what_fits_on_a_page_of_others_takes_nothing_that_models_are_promised(tmp_path: Path) -> None:

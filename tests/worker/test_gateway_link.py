@@ -19,7 +19,7 @@ from hearth.core.types import WorkerId
 from hearth.memory.arena import ArenaPool
 from hearth.store.format.manifest import CHUNK_BYTES
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import LeaseServer
 from hearth.worker import runtime
 from hearth.worker.__main__ import _start
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
@@ -120,7 +120,7 @@ def test_a_worker_connects_only_when_it_has_its_memory(
     with (
         folder() as place,
         closing(Tiers(store, is_pinned=False)) as tiers,
-        closing(Lender(tiers, place / "s")),
+        closing(LeaseServer(tiers, place / "s")),
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         listener.setblocking(False)

@@ -58,7 +58,7 @@ from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.steps import MAX_VAIN_ROUNDS, ModelSteps
-from hearth.worker.watched_load import WeightsLoaded
+from hearth.worker.weights_transfer import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
 from tests.worker.harness import BUDGET_BYTES, greedy
 from tests.worker.in_process import LoopGateway, working_in_process
@@ -669,7 +669,7 @@ def test_no_first_step_is_captured_that_would_come_too_late(
     load.first, load._is_cancelled, load.weights = FirstRequests(1, 5, 1), False, None
     load._is_beside, load.is_almost_loaded = is_beside, False
     load._resources = SimpleNamespace(marks=WorkerMarks())  # type: ignore[assignment] # all that is asked of it
-    load._map_ahead = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # likewise
+    load._mapping = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment] # likewise
     posted = list[HostingNews]()
     load._post = posted.append
     sizes = PaddedSizes(decode=(1, 8), mixed=(16,), samples=(1, 8))
@@ -726,7 +726,7 @@ def test_models_short_of_kv_are_stuck_when_each_has_tried_again_since_the_last_a
 def test_progress_is_told_by_bytes_and_layers(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hearth.worker.watched_load.PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hearth.worker.weights_transfer.PROGRESS_INTERVAL_S", 0.0)
     manifest = read_manifest(model)
     bench.gateway.host("a", model)
 

@@ -16,10 +16,9 @@ from hearth.core.messages import HostingFailed, KeeperSetup, ModelLoaded
 from hearth.core.types import Hold, ModelId
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.format.manifest import CHUNK_BYTES
-from hearth.store.transfer import patient_loan
+from hearth.store.transfer import lease as leases
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.lending import Message
-from hearth.store.transfer.loan import Loan
+from hearth.store.transfer.lease_connection import Grant
 from tests.engine.harness import assert_greedy
 from tests.store.stored import PATIENCE_S
 from tests.worker.harness import folder, greedy, keeper_setup, keeping
@@ -41,23 +40,26 @@ class HeldLoads:
         self._gates = {number: threading.Event() for number in held}
         self._reached = {number: threading.Event() for number in held}
         self._num_taken = 0
-        accept = Loan._accept
+        take_pinned = Grant.take_pinned
 
-        def held_back(loan: Loan, message: Message | None) -> HostChunk:
-            chunk = accept(loan, message)
+        def held_back(grant: Grant, most: int) -> list[HostChunk]:
+            chunk = take_pinned(grant, most)
             self._num_taken += 1  # loads of these tests follow each other
             if self._num_taken in self._gates:
                 self._reached[self._num_taken].set()
                 assert self._gates[self._num_taken].wait(PATIENCE_S)
             return chunk
 
-        monkeypatch.setattr(Loan, "_accept", held_back)
+        monkeypatch.setattr(Grant, "take_pinned", held_back)
 
     def wait_at(self, number: int) -> None:
         assert self._reached[number].wait(PATIENCE_S), "no load has come so far"
 
     def let_go(self, number: int) -> None:
         self._gates[number].set()
+
+    def is_past(self, number: int) -> bool:
+        return self._gates[number].is_set()
 
 
 @dataclass(slots=True)
@@ -131,7 +133,7 @@ def test_a_load_under_way_goes_on_with_the_next_keeper_and_the_one_after(
 def test_a_load_whose_keeper_never_returns_ends_and_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patient_loan, "LENDER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(leases, "KEEPER_WAIT_S", 0.5)
     with working("mapped") as rig:
         host(rig.gateway, SETTINGS["mapped"], FIRST)
         rig.gateway.until(ModelLoaded)
@@ -144,22 +146,22 @@ def test_a_load_whose_keeper_never_returns_ends_and_others_are_served(
 
         failed = rig.gateway.until(HostingFailed)
         assert (failed.model, failed.label) == (SECOND, "lender_gone")
-        assert "nobody lends host memory" in failed.reason
+        assert "no keeper listens" in failed.reason
         rig.check_answer(FIRST, rig.gateway.start(FIRST, PROMPT, SHORT))
 
 
 def test_a_load_that_waits_for_a_keeper_can_be_called_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_loan, "LENDER_DELAY_S", PATIENCE_S)  # it is woken, or the test is late
+    monkeypatch.setattr(leases, "KEEPER_RETRY_S", PATIENCE_S)  # it is woken, or the test is late
     held = HeldLoads(monkeypatch, 2)
     waits = threading.Event()
-    patiently = patient_loan.patiently
+    await_keeper = leases.await_keeper
 
     def noted(*args: object, **options: object) -> object:
-        if "give_up_s" in options:
+        if held.is_past(2):
             waits.set()
-        return patiently(*args, **options)  # type: ignore[arg-type] # as it was called
+        return await_keeper(*args, **options)  # type: ignore[arg-type] # as it was called
 
-    monkeypatch.setattr(patient_loan, "patiently", noted)
+    monkeypatch.setattr(leases, "await_keeper", noted)
     with working("mapped") as rig:
         host(rig.gateway, SETTINGS["mapped"], FIRST)
         held.wait_at(2)

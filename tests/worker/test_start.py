@@ -14,8 +14,8 @@ from hearth.core.messages import WorkerSetup
 from hearth.core.types import WorkerId
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer import staging_buffers
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.lease_server import LeaseServer
 from hearth.system.native_code import NativeCodeUnavailable
 from hearth.worker import __main__ as worker
 from hearth.worker.background import FirstTokens
@@ -54,15 +54,15 @@ def test_a_worker_on_a_gpu_has_buffers_or_tells_why_loads_have_to_pin(
     with (
         tempfile.TemporaryDirectory(prefix="hearth-") as folder,  # a socket's name must be short
         closing(Tiers(config, CELL_BYTES, is_pinned=False)) as tiers,
-        closing(Lender(tiers, Path(folder) / "host.sock")),
-        closing(Borrower(Path(folder) / "host.sock", is_device_up=False)) as borrower,
+        closing(LeaseServer(tiers, Path(folder) / "host.sock")),
+        closing(LeaseClient(Path(folder) / "host.sock", is_device_up=False)) as lease_client,
     ):
-        staging = worker._staging(setup_of("cuda", tmp_path / "kernels"), borrower)
-        assert not borrower.is_unstaged
-        borrower.device_is_up(staging)
-        assert (staging is not None, borrower.is_unstaged) == (obstacle is None, obstacle is not None)
+        staging = worker._staging(setup_of("cuda", tmp_path / "kernels"), lease_client)
+        assert not lease_client.is_unstaged
+        lease_client.device_is_up(staging)
+        assert (staging is not None, lease_client.is_unstaged) == (obstacle is None, obstacle is not None)
         assert staging is None or staging.slot_bytes == CELL_BYTES
-        assert worker._staging(setup_of("cpu", tmp_path / "kernels"), borrower) is None
+        assert worker._staging(setup_of("cpu", tmp_path / "kernels"), lease_client) is None
     assert caplog.text.count(f"fallback staging=off {told}") == (obstacle is not None)
 
 

@@ -32,12 +32,12 @@ from hearth.policy.fleet.profile import Promise
 from hearth.policy.turns.turn_policy import TurnChange, TurnPolicy, TurnRules, WeightsView
 from hearth.store.format.convert import convert
 from hearth.store.format.manifest import read_manifest
-from hearth.store.transfer.borrower import BorrowedModel, Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import LeaseClient, OpenedModel
+from hearth.store.transfer.lease_server import LeaseServer
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
-from hearth.worker.load_ahead import LoadAhead
+from hearth.worker.prefetch import ModelPrefetch
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runs import _checked
 from hearth.worker.runtime import HostingResources
@@ -465,14 +465,14 @@ def test_the_keeper_opens_a_model_once_however_often_it_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str | Path] = []
-    open_model = Borrower.open
+    open_model = LeaseClient.open
 
-    def noted(borrower: Borrower, where: str | Path, weight: float = 1.0) -> BorrowedModel:
+    def noted(lease_client: LeaseClient, where: str | Path, weight: float = 1.0) -> OpenedModel:
         opened.append(where)
-        return open_model(borrower, where, weight)
+        return open_model(lease_client, where, weight)
 
-    monkeypatch.setattr(Borrower, "open", noted)
-    monkeypatch.setattr(LoadAhead, "_bring_to_host", lambda ahead: False)  # which asks where its bytes lie
+    monkeypatch.setattr(LeaseClient, "open", noted)
+    monkeypatch.setattr(ModelPrefetch, "_bring_to_host", lambda ahead: False)  # which opens it as well
     names = SETTINGS["mapped"].names[:2]
     with taking_turns("mapped", tmp_path, names) as gateway:
         for _ in range(2):
@@ -561,11 +561,11 @@ def test_a_paused_model_is_held_less_than_a_busy_one_and_costs_the_less_the_late
     with (
         tiers_at(tmp_path / "store") as tiers,
         folder() as place,
-        closing(Lender(tiers, place / "s")),
-        closing(Borrower(place / "s")) as borrower,
+        closing(LeaseServer(tiers, place / "s")),
+        closing(LeaseClient(place / "s")) as lease_client,
     ):
         new_pool = partial(setting.new_pool, setting, 1 << 20)
-        resources = HostingResources(setting.device, CONFIG, new_pool, borrower, Loader(setting.device))
+        resources = HostingResources(setting.device, CONFIG, new_pool, lease_client, Loader(setting.device))
         reclaimer = Reclaimer(new_pool, hosted, lambda model: due_in_s[0])
         hosted[name] = model = HostedModel(order, resources, reclaimer.pool, lambda hosting, news: None)
         model.has_turn = False

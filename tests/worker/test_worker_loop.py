@@ -37,14 +37,14 @@ from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTerms
 from hearth.store.format.convert import convert
 from hearth.store.format.manifest import WEIGHTS, read_manifest
-from hearth.store.transfer import patient_loan
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer import lease
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.transfer import Loader
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
 from hearth.worker.runs import _checked
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import ModelBroken
+from hearth.worker.weights_transfer import ModelBroken
 from tests.models.zoo import build, save, tiny
 from tests.store.stored import converted, flip
 from tests.text.conftest import byte_level
@@ -552,21 +552,21 @@ def test_a_load_waits_for_a_keeper_that_is_started_anew(model: Path) -> None:
 
 
 def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_loan, "LENDER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(lease, "KEEPER_WAIT_S", 0.0)
     news: SimpleQueue[HostingNews] = SimpleQueue()
     with folder() as place, keeping(keeper_setup(place)) as keeper:
-        borrower = Borrower(Path(keeper_setup(place).socket), is_pinned=False)
+        lease_client = LeaseClient(Path(keeper_setup(place).socket), is_pinned=False)
         keeper.kill()
         keeper.wait()
         device = torch.device("cpu")
         resources = HostingResources(
-            device, CONFIG, lambda terms: ArenaPool(device, 1 << 30, terms), borrower, Loader(device)
+            device, CONFIG, lambda terms: ArenaPool(device, 1 << 30, terms), lease_client, Loader(device)
         )
         pool = resources.new_pool(lambda model: EvictionTerms(Hold.BUSY, 0.0, is_loading=False))
         hosted = HostedModel(host_order("a", model), resources, pool, lambda hosting, told: news.put(told))
         hosted.find()
         failed = news.get(timeout=60)
-        borrower.close()
+        lease_client.close()
 
     assert isinstance(failed, ModelBroken)
     assert failed.failure.label == "lender_gone"

@@ -42,7 +42,7 @@
     │   ├── SnapshotForeign   it was made for another model, machine, software or format
     │   └── SnapshotUnauthenticated  it was not written by this installation
     └── StoreError            a rung of the store cannot deliver or take what it should
-        ├── LenderGone        the process that lends host memory is not there
+        ├── KeeperGone        the process that lends host memory is not there
         ├── ModelNotOpen      it is there, and was started anew or told to forget the model
         ├── ChunkCorrupt      bytes were read, but they are not those that were stored
         ├── ChunkMissing      a file or object ends early, is gone, or cannot be read
@@ -261,7 +261,7 @@ class UpstreamChanged(StoreError):
     label = "upstream_changed"
 
 
-class LenderGone(StoreError):
+class KeeperGone(StoreError):
     label = "lender_gone"
 
 

@@ -1,11 +1,11 @@
-"""The process that owns the host segment and the disk of this machine, and lends chunks to its workers.
+"""The process that owns the host segment and the disk of this machine, and leases chunks to its workers.
 
     python -m hearth.store.keeper     a `KeeperSetup` comes as a line on standard input; a line of JSON on
                                       standard output says `ready`, or what is wrong; each line that
                                       follows is answered by a `KeeperPulse`
 
-The process ends when its standard input does. It copies nothing to a device and so never touches one. Its
-main thread only answers, and so does at once whatever the disk and object storage take their time for.
+The process ends when its standard input does. It never touches a device. Its main thread only answers pulses,
+so it is never blocked by the disk or object storage.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -21,10 +24,9 @@ import msgspec
 from hearth.core.config import StoreConfig
 from hearth.core.errors import HearthError
 from hearth.core.messages import KeeperPulse, KeeperSetup
-from hearth.store.books_probe import BooksProbe
 from hearth.store.tiers.read_hashed import is_native
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import LeaseServer
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
 
@@ -40,14 +42,14 @@ def main() -> int:
             config = StoreConfig(path=setup.path, disk_bytes=setup.disk_bytes, host_bytes=setup.host_bytes)
             keeps_chunks = setup.kind == "cuda"
             tiers = stack.enter_context(closing(Tiers(config, is_pinned=False, keeps_chunks=keeps_chunks)))
-            stack.enter_context(closing(Lender(tiers, Path(setup.socket))))
+            stack.enter_context(closing(LeaseServer(tiers, Path(setup.socket))))
         except HearthError as error:
             _say({"error": error.label, "reason": str(error)})
             return 1
         _say({"ready": True, "reads_natively": is_native()})
         probe = BooksProbe(tiers.pass_books)
         stack.enter_context(collect_when_idle())  # its threads leave next to no garbage: late is soon enough
-        for _ in sys.stdin.buffer:  # until whoever started this is gone, or has had enough
+        for _ in sys.stdin.buffer:  # until the parent closes it or dies
             _answer(KeeperPulse(probe.held_s()))
     return 0
 
@@ -59,6 +61,34 @@ def _say(answer: dict[str, str | bool]) -> None:
 def _answer(pulse: KeeperPulse) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(pulse) + b"\n")
     sys.stdout.buffer.flush()
+
+
+class BooksProbe:
+    """One thread of its own looks whenever it is asked for. One other thread asks."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        """`look` takes every lock of the books once, and returns."""
+        self._look = look
+        self._asked = threading.Event()
+        #: When the look under way began; None: the last one is over.
+        self._began_s: float | None = None
+        threading.Thread(target=self._work, name="hearth-probe", daemon=True).start()
+
+    def held_s(self) -> float:
+        """Return for how long the look under way has been waiting, and begin one if none is; at once."""
+        began_s, now_s = self._began_s, time.monotonic()
+        if began_s is not None:
+            return now_s - began_s
+        self._began_s = now_s
+        self._asked.set()
+        return 0.0
+
+    def _work(self) -> None:
+        while True:
+            self._asked.wait()
+            self._asked.clear()
+            self._look()
+            self._began_s = None
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hearth.core.errors import StoreError
 from hearth.core.types import Digest, Rung
-from hearth.store.transfer.lending import (
+from hearth.store.transfer.lease_messages import (
     BytesCounted,
     CountBytes,
     CountRequests,

@@ -29,9 +29,9 @@ from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache, know_compiler
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import LeaseClient
 from hearth.store.transfer.staging_buffers import StagingBuffers
+from hearth.store.transfer.transfer import Loader
 from hearth.system.cuda.batches import native_calls
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
@@ -107,7 +107,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     predecessor = Predecessor(setup.predecessor)
     times = StartTimes()
     is_cuda = setup.kind == "cuda"
-    borrower = Borrower(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
+    lease_client = LeaseClient(Path(setup.keeper_socket), is_pinned=is_cuda, is_device_up=False)
     times.note("keeper")
     cache = KernelCache.open(Path(setup.kernels_path)) if is_cuda and HAS_TRITON else None
     if cache is not None:
@@ -120,9 +120,9 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         runtime.device,
         config,
         runtime.new_pool,
-        borrower,
+        lease_client,
         Loader(runtime.device),
-        kernels=None if cache is None else _kernels(cache, runtime, borrower, first_tokens, graphs),
+        kernels=None if cache is None else _kernels(cache, runtime, lease_client, first_tokens, graphs),
         snapshots=_snapshots(setup, config, runtime, graphs),
         torch_limit=runtime.torch_limit,
         turns=TurnRules() if setup.turns else None,
@@ -130,7 +130,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
         first_tokens=first_tokens,
     )
     times.note("kernels")
-    staging = _staging(setup, borrower)
+    staging = _staging(setup, lease_client)
     if staging is not None and not predecessor.is_gone:
         staging.touch()  # while there is time; pinning would delay the predecessor's end
     predecessor.wait()
@@ -142,7 +142,7 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     times.note("memory")
     # Not before: pinning slows down everything else. A worker that replaces another one has its model in host
     # memory most likely, and requests wait for it.
-    borrower.device_is_up(
+    lease_client.device_is_up(
         staging, wait=partial(_wait_for_calm, first_tokens), pins_first=setup.predecessor is None
     )
     times.note("pinning")
@@ -160,13 +160,13 @@ def _wait_for_calm(first_tokens: FirstTokens) -> None:
     first_tokens.give_way(MAX_PINNING_DELAY_S)()
 
 
-def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
+def _staging(setup: WorkerSetup, lease_client: LeaseClient) -> StagingBuffers | None:
     """Return buffers for loads that start before host memory is pinned; None: loads pin it themselves."""
     if setup.kind != "cuda":
         return None
     libraries = KernelCache.directory(Path(setup.kernels_path)) if HAS_TRITON else None
     try:
-        return StagingBuffers(borrower.segment.cell_bytes, libraries=libraries)
+        return StagingBuffers(lease_client.segment.cell_bytes, libraries=libraries)
     except (OSError, DeviceError) as error:
         log.warning("fallback staging=off reason=`%s` remedy=`%s`", error, remedy_for(error))
         return None
@@ -175,14 +175,14 @@ def _staging(setup: WorkerSetup, borrower: Borrower) -> StagingBuffers | None:
 def _kernels(
     cache: KernelCache,
     runtime: Runtime,
-    borrower: Borrower,
+    lease_client: LeaseClient,
     first_tokens: FirstTokens,
     graphs: SnapshotGraphs | None,
 ) -> ModelKernels:
     COMPILATIONS.watch()
     give_way = first_tokens.give_way if graphs is None else graphs.give_way
     learn = None if graphs is None else graphs.learn
-    return ModelKernels(cache, runtime.device, borrower.describe, give_way, learn)
+    return ModelKernels(cache, runtime.device, lease_client.describe, give_way, learn)
 
 
 def _snapshots(

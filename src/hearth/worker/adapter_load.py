@@ -1,34 +1,33 @@
-"""How an adapter comes to a worker's device: it is looked up, and its bytes are copied. Places nothing.
+"""How an adapter comes to a worker's device: it is looked up, and transferred. Places nothing.
 
-Threads do both, beside the steps, and post news. The bytes pass the copy stream, as those of models do.
+Threads do both, beside the steps, and post news. The bytes take the same way as those of models.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hearth.core.errors import HearthError, ModelError, StoreError
+from hearth.core.errors import HearthError, ModelError
 from hearth.core.messages import AdapterOrder
 from hearth.core.types import AdapterId
 from hearth.memory.pool import PieceRun
 from hearth.models.layout import ByteRange
-from hearth.store.transfer.borrower import AskedLoan, BorrowedAdapter, Prefetch
-from hearth.store.transfer.patient_loan import PatientLoan, patiently
-from hearth.store.transfer.piece_copies import LoadPiece
+from hearth.store.transfer.destination import Destination, LoadPiece
+from hearth.store.transfer.lease import Lease, await_keeper
+from hearth.store.transfer.lease_client import OpenedAdapter
 from hearth.store.transfer.record import LoadRecord
-from hearth.store.transfer.short_load import MAX_SHORT_CHUNKS, LastCopies, load_here
+from hearth.store.transfer.transfer import MAX_RUN_CHUNKS, Transfer, TransferHooks
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.runtime import HostingResources
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFound:
-    """The keeper has the adapter, and what it takes is known."""
+    """The keeper has the adapter, and its size is known."""
 
-    borrowed: BorrowedAdapter
+    opened: OpenedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,9 @@ class AdapterMissing:
 
 @dataclass(frozen=True, slots=True)
 class AdapterArriving:
-    """All bytes of the adapter are on the device but the last: who computes with it waits there for those."""
+    """All bytes of the adapter are on the device but the last, for which a stream can wait."""
 
-    last: LastCopies
+    transfer: Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class AdapterFilled:
     """All bytes of the adapter are on the device."""
 
     record: LoadRecord
-    was_arriving: bool  #: `AdapterArriving` was told before
+    was_arriving: bool  #: `AdapterArriving` was posted before
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,105 +67,64 @@ def find_adapter(order: AdapterOrder, resources: HostingResources, post: PostAda
     """Have the keeper look an adapter up, on a thread of its own."""
 
     def look_up() -> None:
-        borrower = resources.borrower
-        borrowed = patiently(lambda: borrower.open_adapter(order.where, order.weight), lambda: False)
-        if AdapterId(borrowed.manifest.digest) != order.adapter:
+        lease_client = resources.lease_client
+        opened = await_keeper(lambda: lease_client.open_adapter(order.where, order.weight), lambda: False)
+        if AdapterId(opened.manifest.digest) != order.adapter:
             raise ModelError(
                 f"the adapter `{order.name}` was changed since it was deployed (manifest "
-                f"{borrowed.manifest.digest}, deployed {order.adapter}); deploy it again"
+                f"{opened.manifest.digest}, deployed {order.adapter}); deploy it again"
             )
-        post(order.adapter, AdapterFound(borrowed))
+        post(order.adapter, AdapterFound(opened))
 
     _start(look_up, resources, lambda failure: post(order.adapter, AdapterMissing(failure)))
 
 
-class AdapterClimb:
-    """An adapter on its way to host memory while it has no room on the device. Nobody waits for it."""
-
-    def __init__(self, borrowed: BorrowedAdapter, resources: HostingResources) -> None:
-        self._borrowed, self._resources = borrowed, resources
-        self._lock = threading.Lock()  #: keeps beginning and cancelling apart; guards the fields below
-        self._is_cancelled = False
-        self._prefetch: Prefetch | None = None
-        self.is_over = False  #: written by the thread that waits
-        resources.loader.threads.start(self._run)
-
-    def cancel(self) -> None:
-        """Ask for no more of it: the adapter is loaded now, or nobody wants it."""
-        with self._lock:
-            self._is_cancelled = True
-            if self._prefetch is not None:
-                self._prefetch.cancel()
-
-    def _run(self) -> None:
-        try:
-            with self._lock:
-                if self._is_cancelled:
-                    return
-                self._prefetch = self._resources.borrower.prefetch(self._borrowed)
-            self._prefetch.wait()
-        except HearthError:
-            pass  # whoever needs the adapter meets it again, and says so
-        finally:
-            self.is_over = True
-
-
-def ask_for_adapter(borrowed: BorrowedAdapter, resources: HostingResources) -> AskedLoan | None:
-    """Ask the keeper for an adapter that `load_adapter` will load, or close it if the adapter gets no place.
-
-    The keeper answers while the place is looked for. None: it has to be asked when that is there.
-    """
-    return resources.borrower.ask(borrowed, range(len(borrowed.manifest.chunks)))
+def adapter_lease(opened: OpenedAdapter, resources: HostingResources) -> Lease:
+    """Return the lease of an adapter, of which nothing is asked yet."""
+    return Lease(resources.lease_client, opened, range(len(opened.manifest.chunks)))
 
 
 def load_adapter(
     order: AdapterOrder,
-    borrowed: BorrowedAdapter,
+    opened: OpenedAdapter,
+    lease: Lease,
     runs: Sequence[PieceRun],
     prepare: Callable[[], None],
     resources: HostingResources,
     post: PostAdapterNews,
-    asked: AskedLoan | None = None,
 ) -> None:
-    """Have the bytes of an adapter copied to its pieces, once `prepare` has made them ready to be written.
+    """Transfer an adapter to its pieces, once `prepare` has mapped them and the device is done with them."""
+    adapter = order.adapter
+    is_arriving = False  #: that was posted
 
-    `asked`: what `ask_for_adapter` has returned.
-    """
-    manifest, adapter = borrowed.manifest, order.adapter
-    pieces = _load_pieces(manifest.layout.layers, runs)
-    is_arriving = False  #: that was told
-
-    def arrive(last: LastCopies) -> None:
+    def arriving(transfer: Transfer) -> None:
         nonlocal is_arriving
         is_arriving = True
-        post(adapter, AdapterArriving(last))
+        post(adapter, AdapterArriving(transfer))
 
-    def end(outcome: LoadRecord | StoreError) -> None:
-        if isinstance(outcome, StoreError):
+    def ended(outcome: LoadRecord | HearthError) -> None:
+        if isinstance(outcome, HearthError):
             post(adapter, AdapterBroken(failure_of(outcome)))
         else:
             post(adapter, AdapterFilled(outcome, was_arriving=is_arriving))
 
-    unread = asked  #: until it is fetched: then its line is the loan's, and may be another's soon
-
-    def fetch(chunks: Sequence[int]) -> PatientLoan:
-        nonlocal unread
-        taken, unread = unread, None
-        return PatientLoan(resources.borrower, borrowed, chunks, asked=taken)
-
-    def fail(failure: Failure) -> None:
-        if unread is not None:
-            unread.close()
-        post(adapter, AdapterBroken(failure))
-
     def load() -> None:
         prepare()
         loader = resources.loader
-        # Who prepared the pieces waited until the device is done with them.
-        if len(manifest.chunks) <= MAX_SHORT_CHUNKS:
-            load_here(order.name, manifest, pieces, fetch, loader.new_copies, end, arrive)
+        destination = Destination(opened.manifest, _load_pieces(opened.manifest.layout.layers, runs))
+        is_short = len(destination.chunks) <= MAX_RUN_CHUNKS
+        # Behind the last copies of a long transfer, steps would wait too long on the device.
+        hooks = TransferHooks(arriving=arriving, ended=ended) if is_short else TransferHooks(ended=ended)
+        transfer = loader.transfer(order.name, lease, destination, hooks)
+        lease.begin()
+        if is_short:
+            transfer.run()
         else:
-            loader.load(order.name, manifest, pieces, fetch, on_end=end, is_idle=True)
+            transfer.start(loader.threads)
+
+    def fail(failure: Failure) -> None:
+        lease.cancel()
+        post(adapter, AdapterBroken(failure))
 
     _start(load, resources, fail)
 
@@ -191,12 +149,12 @@ def _load_pieces(layers: Sequence[tuple[int, ByteRange]], runs: Sequence[PieceRu
 def _start(
     act: Callable[[], object], resources: HostingResources, on_failure: Callable[[Failure], None]
 ) -> None:
-    """Have `act` run beside the steps; `on_failure` is told what it raises."""
+    """Run `act` beside the steps; `on_failure` receives what it raises."""
 
     def run() -> None:
         try:
             act()
-        except Exception as error:  # the thread's top: whoever waits for the adapter is told
+        except Exception as error:  # the thread's top
             on_failure(failure_of(error))
 
     resources.loader.threads.start(run)

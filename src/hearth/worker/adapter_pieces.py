@@ -1,9 +1,8 @@
 """The memory of adapters on a worker's device, and the engines that compute with it. Loads nothing.
 
-An engine is told of an adapter when its first request starts, whichever engine that is: one that was retired,
-or put together anew, has nothing to be told before. It forgets the adapter when the bytes go. Where requests
-of a model that waits for its turn have the adapter, the engine keeps it, and is told where it is when it is
-back: it makes no step until then.
+An engine learns of an adapter when its first request starts, and forgets it when the adapter is evicted. If
+running requests of a model that waits for its turn have the adapter, the engine keeps it, and learns its new
+place when it is loaded again: it makes no step until then.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ class AdapterPieces:
 
     pool: Pool
     residency: AdapterResidency
-    engines: Callable[[], Mapping[ModelId, Engine]]  #: of all models, also of retired ones
+    engines: Callable[[], Mapping[ModelId, Engine]]  #: of all models, including retired ones
     _runs: dict[AdapterId, Sequence[PieceRun]] = field(default_factory=dict)
-    #: Of those that were split.
     _pieces: dict[AdapterId, Sequence[torch.Tensor]] = field(default_factory=dict)
-    _layouts: dict[AdapterId, AdapterLayout] = field(default_factory=dict)  #: of those that are there
+    _layouts: dict[AdapterId, AdapterLayout] = field(default_factory=dict)  #: of loaded ones
     #: By adapter whose last request has ended: a mark behind all steps that may read it.
     _last_reads: dict[AdapterId, Mark] = field(default_factory=dict)
 
@@ -47,15 +45,15 @@ class AdapterPieces:
         return runs is not None
 
     def split(self, adapter: AdapterId) -> Sequence[torch.Tensor]:
-        """Return the memory of each piece of an adapter; best asked for while its bytes are on their way."""
+        """Return the memory of each piece of an adapter; best called while it is being transferred."""
         if adapter not in self._pieces:
             self._pieces[adapter] = [piece for run in self._runs[adapter] for piece in run.split()]
         return self._pieces[adapter]
 
     def filled(self, adapter: AdapterId, layout: AdapterLayout) -> None:
-        """Note that all bytes of an adapter are there, and tell the engines that wait for them."""
+        """Note that an adapter is loaded, and tell the engines that wait for it."""
         self._layouts[adapter] = layout
-        # A request that lacked it may have ended before it was back: its mark is ahead of the last bytes.
+        # A request that lacked it may have ended before: its mark is ahead of the last copies.
         self._last_reads.pop(adapter, None)
         for model, engine in self.engines().items():
             if adapter in engine.adapters:
@@ -63,23 +61,22 @@ class AdapterPieces:
                     engine.move_adapter(adapter, layout, self.split(adapter))
 
     def bind(self, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
-        """Have the engine of a model know an adapter that is there, for a request that starts."""
+        """Add a loaded adapter to the engine of a request that starts."""
         self._last_reads.pop(adapter, None)
         if adapter not in engine.adapters:
             with blaming(model):
                 engine.add_adapter(adapter, self._layouts[adapter], self.split(adapter))
 
     def rest(self, adapter: AdapterId) -> None:
-        """Note that the last request of an adapter has ended: no step reads it that is queued from now on.
+        """Note that the last request of an adapter has ended: no step queued from now on reads it.
 
-        Those that are queued by then have ended when it gives way, unless that is within a step or two. So
-        whoever gets its memory need not wait for those that run meanwhile.
+        The next owner of its memory waits only for steps before this mark.
         """
         if adapter in self._runs and (mark := self.pool.pieces.mark()) is not None:
             self._last_reads[adapter] = mark
 
     def drop(self, adapter: AdapterId) -> int:
-        """Take back the memory of an adapter that no step uses; return how many bytes came free."""
+        """Free the memory of an adapter that no step uses; return how many bytes came free."""
         free_bytes = self.pool.free_bytes
         for model, engine in self.engines().items():
             if adapter in engine.adapters and not self.residency.is_run_by(adapter, model):

@@ -1,7 +1,7 @@
-"""The adapters of a worker as they are asked for, come, stay and go. Steps nothing and talks to nobody.
+"""The adapters of a worker: looked up, loaded, kept and evicted. Steps nothing and sends no messages.
 
-`AdapterResidency` decides which comes next and who takes requests, `ReclaimPolicy` who gives way for it. An
-adapter is looked up as soon as a request for it is here, and comes while its model is loaded or waits for its
+`AdapterResidency` decides which is placed next and which take requests, `ReclaimPolicy` what is evicted for
+them. An adapter is looked up with its first request, and loaded while its model is loading or waits for its
 turn, as far as memory is free.
 """
 
@@ -18,32 +18,32 @@ from hearth.core.errors import DeviceError
 from hearth.core.messages import AdapterLoaded, AdapterOrder, AdapterUsage, RungBytes, StartRequest
 from hearth.core.types import AdapterId, ModelId
 from hearth.engine.engine import Engine
-from hearth.policy.memory.adapter_residency import Residence
-from hearth.store.transfer.borrower import BorrowedAdapter
+from hearth.policy.memory.adapter_residency import AdapterState
+from hearth.store.transfer.lease_client import OpenedAdapter
 from hearth.worker.adapter_load import (
     AdapterArriving,
     AdapterBroken,
-    AdapterClimb,
     AdapterFilled,
     AdapterFound,
     AdapterMissing,
     AdapterNews,
     PostAdapterNews,
-    ask_for_adapter,
+    adapter_lease,
     find_adapter,
     load_adapter,
 )
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.hosted_model import HostedModel
+from hearth.worker.prefetch import AdapterPrefetch
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources
 
 log = logging.getLogger(__name__)
 
-#: How many adapters stay looked up that nobody asks for, so that the next request costs no question.
+#: Adapters that stay looked up without requests, so that the next request asks the keeper nothing.
 MAX_FOUND = 1024
-#: How many adapters are looked up at once, and how many come to host memory: each takes a thread.
-MAX_FINDING, MAX_CLIMBING = 16, 8
+#: Adapters looked up at once, and prefetched to host memory at once: each takes a thread.
+MAX_FINDING, MAX_PREFETCHING = 16, 8
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class _WantedAdapter:
 
     order: AdapterOrder
     base: ModelId  #: of the last request
-    asked_s: float  #: since when it is waited for, on the clock of `time.perf_counter`
+    asked_s: float  #: since when requests wait for it, by `time.perf_counter`
     is_finding: bool = False  #: the keeper is being asked, or will be
-    climb: AdapterClimb | None = None
+    prefetch: AdapterPrefetch | None = None
     wait_s: float = 0.0  #: until it had its memory
-    was_asked_in_vain: bool = False  #: the keeper was asked for it ahead, and then there was no place
+    was_asked_in_vain: bool = False  #: its lease was requested ahead, and then there was no place
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +77,21 @@ class WorkerAdapters:
         hosted: Mapping[ModelId, HostedModel],
         post: PostAdapterNews,
     ) -> None:
-        """`hosted` are the hosted models, kept by whoever calls."""
         self._resources, self._reclaimer, self._hosted, self._post = resources, reclaimer, hosted, post
         self.residency, self._pieces = reclaimer.adapters, reclaimer.pieces
         self._wanted: dict[AdapterId, _WantedAdapter] = {}
-        self._unwanted: set[AdapterId] = set()  #: those of them to be forgotten when they are looked up
-        #: Adapters as they were found, the one that was used longest ago first.
-        self._found: dict[AdapterId, BorrowedAdapter] = {}
+        self._unwanted: set[AdapterId] = set()  #: to be forgotten when they are looked up
+        #: Looked-up adapters, the least recently used first.
+        self._found: dict[AdapterId, OpenedAdapter] = {}
         #: Adapters that were removed and still have memory or requests.
         self._forgotten: set[AdapterId] = set()
-        self._is_due = False  #: something has happened that may let an adapter come or a request start
+        self._is_due = False  #: an adapter may be placed, or a request start, that could not before
         #: When room was looked for last: the generation of memory, and whether a promise was short.
         self._seen: tuple[int, bool] | None = None
         self._to_find: deque[AdapterOrder] = deque()  #: adapters that the keeper will be asked for
         self._num_finding = 0
 
-    # What happens.
+    # Events.
 
     def asked(self, request: StartRequest, order: AdapterOrder, arrived_s: float) -> None:
         """Note a request that wants an adapter."""
@@ -101,7 +100,7 @@ class WorkerAdapters:
         wanted = self._wanted.get(adapter)
         if wanted is None:
             wanted = self._wanted[adapter] = _WantedAdapter(order, request.model, now_s)
-        elif self.residency.residence(adapter) is Residence.AWAY and not self.residency.runs_of(adapter):
+        elif not self.residency.has_memory(adapter) and not self.residency.runs_of(adapter):
             wanted.asked_s = now_s
         wanted.order, wanted.base = order, request.model
         if order.is_pinned:
@@ -120,36 +119,36 @@ class WorkerAdapters:
         self.look_again()
 
     def ended(self, run: int) -> None:
-        """Note that a request has ended, wherever it was. One that wants no adapter is unknown."""
+        """Note that a request has ended; one without an adapter is unknown."""
         if (adapter := self.residency.ended(run)) is not None:
             self._pieces.rest(adapter)
         self.look_again()
 
     def forget(self, adapter: AdapterId) -> None:
-        """Note that an adapter was removed: its memory goes with its last request."""
+        """Note that an adapter was removed: its memory is freed with its last request."""
         self._forgotten.add(adapter)
         self.look_again()
 
     def look_again(self) -> None:
-        """Note that something has happened: an adapter may come, or a request start."""
+        """Note that an adapter may be placed, or a request start, that could not before."""
         self._is_due = True
 
     def take_news(self, adapter: AdapterId, news: AdapterNews) -> AdapterLoaded | FailedRuns | None:
-        """Note what a thread has to tell of an adapter. Returns what others have to be told then.
+        """Take a thread's news of an adapter. Returns what the gateway has to be told.
 
-        Raises ModelBroke if a model breaks by it: once that one has gone, the same news are to be told again.
+        Raises ModelBroke if a model breaks by it: drop that one and take the same news again.
         """
         self.look_again()
         match news:
-            case AdapterFound(borrowed):
+            case AdapterFound(opened):
                 self._looked_up()
-                self._note_found(adapter, borrowed)
+                self._note_found(adapter, opened)
                 return None
             case AdapterMissing(failure):
                 self._looked_up()
                 return self._note_missing(adapter, failure)
-            case AdapterArriving(last):
-                last.have_stream_wait()  # before anybody computes with it, or takes its memory
+            case AdapterArriving(transfer):
+                transfer.have_stream_wait()  # before a step computes with it, or its memory is taken
                 self._note_there(adapter)
                 return None
             case AdapterFilled():
@@ -159,17 +158,17 @@ class WorkerAdapters:
             case _:
                 assert_never(news)
 
-    # What follows.
+    # Consequences.
 
     @property
     def is_due(self) -> bool:
-        """True if an adapter may come, or a request start, that could not before."""
+        """True if `advance` may place an adapter, or a request may start."""
         return self._is_due or self._seen != self._seen_now()
 
     def advance(self) -> Iterator[FailedRuns]:
-        """Have adapters come that requests wait for, as far as there is room; yield those that never can.
+        """Place adapters that requests wait for, as far as there is room; yield the requests of the others.
 
-        Whoever calls ends their requests before it goes on.
+        The caller ends those requests before it goes on.
         """
         self._is_due = is_blocked = False
         self._drop_forgotten()
@@ -177,41 +176,41 @@ class WorkerAdapters:
             if self._may_have_room(adapter) and self._place(adapter, may_take=True):
                 continue
             if self._waits_for_room(adapter):
-                self._climb(adapter)
+                self._prefetch(adapter)
                 is_blocked = True
                 break
             yield self._fail(adapter, failure_of(self._shortage(adapter)))
         for adapter in self.residency.early():
             if is_blocked or not self._place(adapter, may_take=False):
-                self._climb(adapter)
+                self._prefetch(adapter)
         self._seen = self._seen_now()
         self._forget_unwanted()
 
     def give_up(self, short: ModelId) -> FailedRuns | None:
-        """Give up an adapter in use, if there is one, for a model that cannot go on otherwise.
+        """Evict an adapter in use, if there is one, for a model that cannot go on otherwise.
 
-        Adapters are promised nothing, so their requests end before a model does.
+        Adapters are promised no memory, so their requests fail before a model does.
         """
         adapter = self.residency.last_in_use()
         if adapter is None:
             return None
         name = self._wanted[adapter].order.name
         error = DeviceError(
-            f"the adapter `{name}` had to give way while it was in use: `{short}` is promised more KV than "
+            f"the adapter `{name}` was evicted while it was in use: `{short}` is promised more KV than "
             f"adapters leave of {self._reclaimer.pool.budget_bytes} bytes; ask again, stop another model, or "
             "raise `service.memory_bytes`"
         )
         return self._fail(adapter, failure_of(error))
 
     def start(self, run: int, adapter: AdapterId, model: ModelId, engine: Engine) -> None:
-        """Have the engine of a model know the adapter of a request that starts now."""
+        """Bind the adapter of a request that starts now to its model's engine."""
         self._pieces.bind(adapter, model, engine)
         self.residency.started(run)
 
     def running_bytes(self, base: ModelId) -> int:
-        """Return the memory that adapters of a model's running requests take, also those that are not there.
+        """Return the bytes that adapters of a model's running requests need, loaded or not.
 
-        With what pages lose on which not all of another piece fits.
+        Includes what pages lose because pieces do not fill them.
         """
         page_bytes, num_bytes = self._reclaimer.pool.pieces.page_bytes, 0
         for adapter in self.residency.run_by(base):
@@ -224,11 +223,14 @@ class WorkerAdapters:
         return -(-num_bytes // page_bytes) * page_bytes
 
     def usages(self) -> list[AdapterUsage]:
-        """Return all adapters that have memory or requests here."""
         return [
             AdapterUsage(
-                *(self._wanted[use.adapter].order.name, self._wanted[use.adapter].base, use.num_bytes),
-                *(use.num_running, use.num_waiting, use.is_pinned),
+                self._wanted[use.adapter].order.name,
+                self._wanted[use.adapter].base,
+                use.num_bytes,
+                use.num_running,
+                use.num_waiting,
+                use.is_pinned,
             )
             for use in self.residency.uses()
         ]
@@ -238,27 +240,27 @@ class WorkerAdapters:
         return policy.generation, policy.is_short
 
     def _unpin_others(self, order: AdapterOrder) -> None:
-        """Have what was deployed under the same name before give way: nobody will ask for it again."""
+        """Unpin what was deployed under the same name before: it is not asked for again."""
         for adapter, wanted in self._wanted.items():
             if wanted.order.name == order.name and adapter != order.adapter:
                 self.residency.unpin(adapter)
 
     def _find_more(self) -> None:
-        """Have the keeper look adapters up, not too many at once, the one that was asked for first before."""
+        """Have the keeper look adapters up in order, at most `MAX_FINDING` at once."""
         while self._to_find and self._num_finding < MAX_FINDING:
             order = self._to_find.popleft()
             if self.residency.runs_of(order.adapter):
                 self._num_finding += 1
                 find_adapter(order, self._resources, self._post)
             elif (wanted := self._wanted.get(order.adapter)) is not None:
-                wanted.is_finding = False  # nobody waits for it any more
+                wanted.is_finding = False  # no request waits for it any more
 
     def _looked_up(self) -> None:
         self._num_finding -= 1
         self._find_more()
 
     def _note_missing(self, adapter: AdapterId, failure: Failure) -> FailedRuns | None:
-        """Have requests end whose adapter is nowhere. Where it was found before, the same bytes serve."""
+        """Fail requests whose adapter is nowhere. If it was found before, the same bytes serve."""
         if adapter not in self._found:
             return self._fail(adapter, failure)
         if (wanted := self._wanted.get(adapter)) is not None:
@@ -266,71 +268,76 @@ class WorkerAdapters:
             self.residency.found(adapter)
         return None
 
-    def _note_found(self, adapter: AdapterId, borrowed: BorrowedAdapter) -> None:
+    def _note_found(self, adapter: AdapterId, opened: OpenedAdapter) -> None:
         if len(self._found) >= MAX_FOUND:
             self._forget_oldest()
-        self._found[adapter] = borrowed
+        self._found[adapter] = opened
         if (wanted := self._wanted.get(adapter)) is not None:
             wanted.is_finding = False
             self.residency.found(adapter)
 
     def _forget_oldest(self) -> None:
-        """Forget the adapter that was asked for longest ago, of those that nobody wants."""
+        """Forget the least recently used adapter without requests."""
         oldest = next((one for one in self._found if one not in self._wanted), None)
         if oldest is not None:
             del self._found[oldest]
             self._reclaimer.reload_costs.forget(oldest)
 
     def _may_have_room(self, adapter: AdapterId) -> bool:
-        """True unless those that drain for an adapter still run: to look again would preempt in vain."""
+        """True unless adapters that drain for it still run: another attempt would preempt in vain."""
         is_first = not self.residency.is_any_draining
         return is_first or self._seems_to_have_room(self._found[adapter].manifest.layout.num_bytes)
 
     def _seems_to_have_room(self, num_bytes: int) -> bool:
-        """True if so much is free, or something can be given up, whoever else is promised that."""
+        """True if so much is free or something can be evicted, promised to models or not."""
         return bool(self.residency.idle()) or self._reclaimer.pool.free_bytes >= num_bytes
 
     def _place(self, adapter: AdapterId, *, may_take: bool) -> bool:
-        """Give an adapter its memory, and have it filled; False: there is no room."""
-        wanted, borrowed = self._wanted[adapter], self._found[adapter]
-        layout = borrowed.manifest.layout
-        asked = None
+        """Give an adapter its memory, and start its transfer; False: there is no room."""
+        wanted, opened = self._wanted[adapter], self._found[adapter]
+        layout = opened.manifest.layout
+        lease, is_asked = adapter_lease(opened, self._resources), False
         if may_take and not wanted.was_asked_in_vain and self._seems_to_have_room(layout.num_bytes):
-            asked = ask_for_adapter(borrowed, self._resources)
+            is_asked = lease.request()  # the keeper answers while the place is found
         is_placed = False
         try:
             is_placed = self._reclaimer.place_adapter(adapter, layout.layer_sizes, may_take=may_take)
         finally:
-            if asked is not None and not is_placed:  # also where a model broke that was to give way
-                asked.close()
+            if is_asked and not is_placed:  # also if a model broke that was evicted for it
+                lease.cancel()
                 wanted.was_asked_in_vain = True
         if not is_placed:
             return False
         wanted.was_asked_in_vain = False
         self.residency.placed(adapter, layout.num_bytes)
-        if wanted.climb is not None:
-            wanted.climb.cancel()
-            wanted.climb = None
+        if wanted.prefetch is not None:
+            wanted.prefetch.cancel()
+            wanted.prefetch = None
         wanted.wait_s = time.perf_counter() - wanted.asked_s
         pool = self._reclaimer.pool
         load_adapter(
-            *(wanted.order, borrowed, self._pieces[adapter], lambda: pool.pieces.prepare(adapter)),
-            *(self._resources, self._post, asked),
+            wanted.order,
+            opened,
+            lease,
+            runs=self._pieces[adapter],
+            prepare=lambda: pool.pieces.prepare(adapter),
+            resources=self._resources,
+            post=self._post,
         )
         self._pieces.split(adapter)
         return True
 
-    def _climb(self, adapter: AdapterId) -> None:
-        """Have an adapter that has no room yet come to host memory meanwhile."""
-        wanted, borrowed = self._wanted[adapter], self._found[adapter]
-        if wanted.climb is not None or borrowed.is_in_host:
+    def _prefetch(self, adapter: AdapterId) -> None:
+        """Prefetch an adapter without room on the device to host memory."""
+        wanted, opened = self._wanted[adapter], self._found[adapter]
+        if wanted.prefetch is not None or opened.is_in_host:
             return
-        climbs = [one.climb for one in self._wanted.values() if one.climb is not None]
-        if sum(not climb.is_over for climb in climbs) < MAX_CLIMBING:
-            wanted.climb = AdapterClimb(borrowed, self._resources)
+        prefetches = [one.prefetch for one in self._wanted.values() if one.prefetch is not None]
+        if sum(not prefetch.is_over for prefetch in prefetches) < MAX_PREFETCHING:
+            wanted.prefetch = AdapterPrefetch(opened, self._resources)
 
     def _waits_for_room(self, adapter: AdapterId) -> bool:
-        """Have others make room when their requests end; False: nobody can."""
+        """Have adapters drain to make room; False: neither they nor a load can."""
         num_bytes = self._found[adapter].manifest.layout.num_bytes
         return (
             self.residency.drain(num_bytes)
@@ -339,13 +346,13 @@ class WorkerAdapters:
         )
 
     def _note_there(self, adapter: AdapterId) -> None:
-        """Have requests start that wait for an adapter, once all engines that compute with it know of it."""
+        """Tell all engines that know an adapter where it is; then its requests may start."""
         self._pieces.filled(adapter, self._found[adapter].manifest.layout)
         self.residency.loaded(adapter)
-        self._reclaimer.policy.note_freed()  # what is there may be taken again
+        self._reclaimer.policy.note_freed()  # it may be evicted again
 
     def _filled(self, adapter: AdapterId, news: AdapterFilled) -> AdapterLoaded | None:
-        """Learn from a load; None: nobody knows the adapter any more."""
+        """Learn from a load; None: the adapter has neither memory nor requests any more."""
         if not news.was_arriving:
             self._note_there(adapter)
         wanted, record = self._wanted.get(adapter), news.record
@@ -363,13 +370,13 @@ class WorkerAdapters:
         return AdapterLoaded(adapter, runs, record.num_bytes, rungs, wanted.wait_s, record.total_s)
 
     def _fail(self, adapter: AdapterId, failure: Failure) -> FailedRuns:
-        """Give up an adapter that cannot be had, and whoever waits for it; the next request tries again."""
+        """Give an adapter and its requests up; the next request tries again."""
         runs = self.residency.runs_of(adapter)
         if adapter in self._wanted:
             self._wanted[adapter].is_finding = False
             name = self._wanted[adapter].order.name
             log.error("adapter_failed adapter=%s label=%s reason=%s", name, failure.label, failure.reason)
-        if self.residency.residence(adapter) is not Residence.AWAY:
+        if self.residency.has_memory(adapter):
             self._pieces.drop(adapter)
             self._reclaimer.policy.note_freed()
         self._found.pop(adapter, None)  # it may be another one when it is asked for again
@@ -389,10 +396,10 @@ class WorkerAdapters:
 
     def _drop_forgotten(self) -> None:
         for adapter in [one for one in self._forgotten if not self.residency.runs_of(one)]:
-            match self.residency.residence(adapter):
-                case Residence.COMING:
-                    continue  # until it is there
-                case Residence.THERE:
+            match self.residency.state(adapter):
+                case AdapterState.LOADING:
+                    continue  # until it is loaded
+                case AdapterState.LOADED:
                     self._pieces.drop(adapter)
                     self._reclaimer.policy.note_freed()
             self._forgotten.remove(adapter)
@@ -400,15 +407,15 @@ class WorkerAdapters:
                 self._reclaimer.reload_costs.forget(adapter)
 
     def _forget_unwanted(self) -> None:
-        """Forget adapters that have neither memory nor requests, once the keeper has been asked for them."""
+        """Forget adapters without memory and requests, unless the keeper is being asked for them."""
         for adapter in (*self._unwanted, *self.residency.take_unused()):
             self._unwanted.discard(adapter)
             wanted = self._wanted.get(adapter)
-            if wanted is None or self.residency.is_known(adapter):
+            if wanted is None or self.residency.state(adapter) is not None:
                 continue
-            if wanted.climb is not None:
-                wanted.climb.cancel()
-                wanted.climb = None
+            if wanted.prefetch is not None:
+                wanted.prefetch.cancel()
+                wanted.prefetch = None
             if wanted.is_finding:
                 self._unwanted.add(adapter)
             else:

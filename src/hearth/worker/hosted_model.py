@@ -20,7 +20,7 @@ from hearth.memory.pool import Pool, Space
 from hearth.policy.memory.eviction import effective_hold
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.store.format.manifest import TOKENIZER
-from hearth.store.transfer.borrower import BorrowedModel
+from hearth.store.transfer.lease_client import OpenedModel
 from hearth.store.transfer.record import LoadRecord
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.hosting_state import (
@@ -35,21 +35,21 @@ from hearth.worker.hosting_state import (
     Retired,
     ServedModel,
 )
-from hearth.worker.load_ahead import LoadAhead
 from hearth.worker.model_load import (
     EngineReady,
     FrontLoaded,
-    HostClimbed,
     HostingNews,
+    HostPrefetched,
     ModelFound,
     ModelLoad,
-    borrow,
+    open_model,
     start_thread,
 )
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.pending_requests import PendingRequests
+from hearth.worker.prefetch import ModelPrefetch
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import WeightsLoaded
+from hearth.worker.weights_transfer import WeightsLoaded
 
 #: Tuples for `isinstance`, which is called many times a step.
 _WITH_ENGINE = (Loading, Loaded, Incomplete, Retired)
@@ -89,8 +89,8 @@ class HostedModel:
         self.look: SnapshotLook | None = None  #: the result of looking for a snapshot; None: not looked for
         self.memory: MemoryProfile | None = None  #: of its snapshot; None: it has none
         self.first_load: ModelLoaded | None = None  #: None: it was never whole
-        self._borrowed: BorrowedModel | None = None  #: the model as it was found
-        self._ahead: LoadAhead | None = None  #: while it waits for its turn, and is one of the next
+        self._opened: OpenedModel | None = None  #: the model as it was found
+        self._ahead: ModelPrefetch | None = None  #: while it waits for its turn, and is one of the next
         self._untold: list[LoadRecord] = []  #: of bytes that came ahead, since all of it was there
         self._resources, self._pool, self._post = resources, pool, post
         self._is_closed = threading.Event()  #: for the thread that looks the model up
@@ -198,19 +198,19 @@ class HostedModel:
         is_given_up = self._is_closed.is_set
 
         def look_up() -> None:
-            borrower = resources.borrower
-            borrowed = borrow(borrower, order, is_given_up)
-            manifest, directory = borrowed.manifest, Path(borrowed.opened.directory)
-            tokenizer_json = borrower.text_file(manifest, directory, TOKENIZER)
+            lease_client = resources.lease_client
+            opened = open_model(lease_client, order, is_given_up)
+            manifest, directory = opened.manifest, Path(opened.directory)
+            tokenizer_json = lease_client.text_file(manifest, directory, TOKENIZER)
             spec = hosting_spec(order, manifest, tokenizer_json, resources.device)
-            post(order.hosting, ModelFound(spec, borrowed))
+            post(order.hosting, ModelFound(spec, opened))
 
         start_thread(look_up, resources, lambda news: post(order.hosting, news))
 
     def found(self, news: ModelFound) -> None:
         match self.state:
             case Finding(began_s):
-                self._borrowed = news.borrowed
+                self._opened = news.opened
                 self.state = Found(news.spec, time.perf_counter() - began_s)
             case _:
                 raise self._wrong("was found")
@@ -271,10 +271,10 @@ class HostedModel:
         is_beside: bool = False,
     ) -> ModelLoad:
         pool, post, name, hosting = self._pool, self._post, self.model, self.order.hosting
-        if self._borrowed is None:
+        if self._opened is None:
             raise self._wrong("was never found")
         load = ModelLoad(
-            self._borrowed,
+            self._opened,
             spec,
             space,
             self._resources,
@@ -293,20 +293,20 @@ class HostedModel:
 
     # What comes ahead of its turn.
 
-    def climb(self) -> None:
+    def prefetch(self) -> None:
         """Have the model come to host memory, unless it does or all of it is on the device."""
         if (
             self._ahead is None
-            and self._borrowed is not None
+            and self._opened is not None
             and not self.is_loading
             and isinstance(self.state, Found | Incomplete | Retired)
         ):
             post, hosting = self._post, self.order.hosting
-            self._ahead = LoadAhead(
-                self.order, self._borrowed, self._resources, lambda news: post(hosting, news)
+            self._ahead = ModelPrefetch(
+                self.order, self._opened, self._resources, lambda news: post(hosting, news)
             )
 
-    def climbed(self, news: HostClimbed) -> None:
+    def prefetched(self, news: HostPrefetched) -> None:
         if self._ahead is not None:
             self._ahead.is_in_host = news.is_in_host
 

@@ -20,10 +20,10 @@ from hearth.worker.model_load import EngineReady, FrontLoaded, HostingNews, Mode
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources
 from hearth.worker.turns import Turns
-from hearth.worker.watched_load import WeightsLoaded
+from hearth.worker.weights_transfer import WeightsLoaded
 
 #: How many of those that wait for their turn come to host memory meanwhile.
-NUM_CLIMBING = 2
+NUM_PREFETCHING = 2
 #: Engines of retired models that are kept. Besides pool memory each takes some tens of MB, mostly for graphs.
 MAX_RETIRED = 16
 
@@ -191,8 +191,8 @@ class HostedModels:
         for model, hosted in self.hosted.items():
             if model not in line:
                 hosted.stop_waiting()
-        for model in [model for model in line if not self.hosted[model].is_loaded][:NUM_CLIMBING]:
-            self.hosted[model].climb()
+        for model in [model for model in line if not self.hosted[model].is_loaded][:NUM_PREFETCHING]:
+            self.hosted[model].prefetch()
         if line and self.reclaimer.pool.keeps_addresses:
             self._cross(line)
 

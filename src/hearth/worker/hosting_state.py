@@ -1,15 +1,17 @@
 """The states of a model on a worker, each with what a model has in it. Changes no state.
 
-Finding      a thread has the keeper look the model up
-Found        what it takes is known, and it has no memory yet
-Assembling   it has its memory; a thread puts its engine together, and starts to load its bytes
-Loading      it has its engine, and some of its bytes are missing. Once the last ones should be there soon
-             a step may follow them layer by layer, which holds up the step thread for some milliseconds,
-             so it is made only while no other model has one to make
-Loaded       all of it is there. While it has no requests others may take from its tail
-Incomplete   that has happened: what is missing is loaded for the next request
-Retired      it is promised nothing; where addresses last, its engine waits for the model to come back
+Finding      a thread has the keeper open the model
+Found        its size is known, and it has no memory yet
+Assembling   it has its memory; a thread starts its transfer and assembles its engine
+Loading      it has its engine, and some of its bytes are missing. When the last ones are about to arrive, a
+             step may follow them layer by layer. That blocks the step thread for some milliseconds, so it is
+             done only while no other model has a step to make
+Loaded       all of it is on the device. While it has no requests, its tail may be evicted
+Incomplete   it was: what is missing is loaded for the next request
+Retired      it is promised no memory; where addresses last, its engine is kept for its return
 Closed       nothing of it is left
+
+Adapters take the same ladder, without engine and tail: `AdapterState` (`policy/memory/adapter_residency.py`).
 """
 
 from __future__ import annotations
@@ -42,59 +44,45 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The keeper is asked for the model."""
-
     began_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The model is known and has no memory yet."""
-
     spec: HostingSpec
     open_s: float  #: how long it took to find
 
 
 @dataclass(frozen=True, slots=True)
 class Assembling:
-    """The model has its memory and no engine yet."""
-
     spec: HostingSpec
     load: ModelLoad
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """The model has its engine; some of its bytes, or their mapping, are still to come."""
-
     served: ServedModel
     load: ModelLoad
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All of the model is there."""
-
     served: ServedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """The model has its memory, but others took from its weights."""
-
     served: ServedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """The model has its engine, and perhaps weights, but no other memory."""
-
     served: ServedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Nothing of the model is left."""
+    pass
 
 
 HostingState = Finding | Found | Assembling | Loading | Loaded | Incomplete | Retired | Closed

@@ -1,10 +1,10 @@
-"""How a placed model comes to be there: what is missing is loaded, and its engine is put together meanwhile.
+"""Loads a placed model: transfers its missing bytes, and assembles its engine meanwhile. Places nothing.
 
-    pages of weights   | mapped ahead of those who fill them
-    bytes                | cross
-    workspace, tables      | mapped | engine assembled, tables filled, graphs on their way | first step
+    pages of weights   | mapped ahead of the copies
+    bytes                | transferred
+    workspace, tables      | mapped | engine assembled, tables filled, graphs restored | first step
 
-All of it happens on threads of their own, while the step thread makes tokens of other models. Places nothing.
+All of it happens on threads of their own, while the step thread makes tokens of other models.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from hearth.engine.step_shape import StepShape
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
-from hearth.store.transfer.borrower import BorrowedModel, Borrower
-from hearth.store.transfer.patient_loan import PatientLoan, patiently
+from hearth.store.transfer.destination import PageMapping
+from hearth.store.transfer.lease import Lease, await_keeper
+from hearth.store.transfer.lease_client import LeaseClient, OpenedModel
 from hearth.store.transfer.record import LoadRecord
 from hearth.worker.failure import failure_of
 from hearth.worker.hosting_spec import HostingSpec
-from hearth.worker.map_ahead import MapAhead
 from hearth.worker.model_snapshots import SnapshotLook
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import (
-    Destination,
+from hearth.worker.weights_transfer import (
     LoadNews,
     ModelBroken,
-    WatchedLoad,
     WeightsLoaded,
+    WeightsTransfer,
     missing_chunks,
 )
 
@@ -48,49 +47,49 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFound:
-    """The keeper has the model, and what it takes to host it is known."""
+    """The keeper has opened the model."""
 
     spec: HostingSpec
-    borrowed: BorrowedModel
+    opened: OpenedModel
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """A placed model has its engine, which follows the bytes that are missing."""
+    """A placed model has its engine; missing bytes may still be in transfer."""
 
     engine: Engine
     is_whole: bool  #: no bytes are missing
-    look: SnapshotLook | None = None  #: for a snapshot of it; None: it was there before, or none are used
+    look: SnapshotLook | None = None  #: for its snapshot; None: the engine is not new, or none are used
 
 
 @dataclass(frozen=True, slots=True)
-class HostClimbed:
-    """A model that waits for its turn is in host memory, unless there is not enough of it."""
+class HostPrefetched:
+    """The prefetch of a model to host memory is over."""
 
     is_in_host: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FrontLoaded:
-    """The first missing bytes of a model that waited for its turn have crossed."""
+    """The transfer of a model's first missing bytes, ahead of its turn, is over."""
 
-    record: LoadRecord | None  #: None: they were not in host memory any more, and have not
+    record: LoadRecord | None  #: None: it failed, or the bytes were not in host memory any more
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRequests:
-    """Requests that wait for a model while it comes, as far as their first steps can be foreseen."""
+    """Requests that wait for a model being loaded, as far as their first steps can be foreseen."""
 
     num_requests: int = 0
     num_tokens: int = 0  #: of their prompts
     num_decoding: int = 0  #: of them, those that are not over with their first token
 
     def with_one(self, request: StartRequest) -> FirstRequests:
-        """Return these and one more; one with an adapter, or whose prompt is read, does not count."""
+        """Return these and `request`, unless it has an adapter or is pooled."""
         return self._changed(request, 1)
 
     def without_one(self, request: StartRequest) -> FirstRequests:
-        """Return these but for one of them."""
+        """Return these without `request`."""
         return self._changed(request, -1)
 
     def _changed(self, request: StartRequest, by: int) -> FirstRequests:
@@ -107,27 +106,33 @@ class FirstRequests:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDiscarded:
-    """State that was restored from a model's snapshot computes something else than an ordinary start."""
+    """State restored from a model's snapshot computes something else than an ordinary start."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStepsUncaptured:
-    """The first steps of requests that wait could not be captured, and are launched kernel by kernel."""
+    """The first steps of waiting requests were not captured, and are launched kernel by kernel."""
 
 
 HostingNews = (
-    ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded | SnapshotDiscarded | FirstStepsUncaptured
+    ModelFound
+    | EngineReady
+    | LoadNews
+    | HostPrefetched
+    | FrontLoaded
+    | SnapshotDiscarded
+    | FirstStepsUncaptured
 )
 
 
 class ModelLoad:
-    """A load under way. The step thread makes and cancels it and notes its news; others call `post`."""
+    """A load under way. The step thread calls it and takes its news; other threads `post` them."""
 
     def __init__(
         self,
-        borrowed: BorrowedModel,
+        opened: OpenedModel,
         spec: HostingSpec,
         space: Space,
         resources: HostingResources,
@@ -141,126 +146,130 @@ class ModelLoad:
         engine: Engine | None = None,
         is_beside: bool = False,
     ) -> None:
-        """Start to load what is missing, and to put the engine together, unless the model has one.
+        """Start to transfer missing bytes, and to assemble the engine, unless the model has one.
 
-        `prepare` makes a part of the space ready to be written, `prepare_rest` all of it but the weights.
-        `borrowed`: the model as it was found, which took `open_s`. `marks` is told how the engine's steps
-        advance. `is_beside`: others step, and should not be held up.
+        `prepare` maps a part of the weights, `prepare_rest` the rest of the space. Opening the model took
+        `open_s`. `marks` follows the engine's steps. `is_beside`: other models step meanwhile.
         """
         self._spec, self._space, self._resources, self._marks = spec, space, resources, marks
         self._prepare_rest, self._is_beside = prepare_rest, is_beside
-        #: Whose first steps are captured beside the load, if graphs are restored; written by the step thread.
+        #: Their first steps are captured beside the load. Written by the step thread.
         self.first = FirstRequests()
         self._request_by_run: dict[int, StartRequest] = {}  #: those that `first` counts
-        self._borrowed, self._post, self.began_s, self.open_s = borrowed, post, began_s, open_s
+        self._opened, self._post, self.began_s, self.open_s = opened, post, began_s, open_s
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
-        #: Bytes as stored that need no load: the model's own, or those of a model like it.
+        #: Stored bytes that are on the device: the model's own, or those of a model like it.
         self.reused_bytes = max(0, spec.tensor_bytes - gap_bytes)
         #: News that the step thread has taken so far.
         self.is_engine_ready = False
         self.is_almost_loaded = False
         self.weights: WeightsLoaded | None = None
-        #: When bytes began to cross, if any do, and when the engine was there: by `time.perf_counter`.
+        #: When the transfer began, if there is one, and when the engine was there: by `time.perf_counter`.
         self.crossing_s = self.ready_s = 0.0
-        self.kernels_s = 0.0  #: in which kernels were brought to the device
+        self.kernels_s = 0.0  #: for bringing kernels to the device
         #: Keeps building and cancelling apart; guards the fields below.
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._engine: Engine | None = None
-        self._watched: WatchedLoad | None = None
-        self._map_ahead: MapAhead | None = None
-        self._new_map_ahead = partial(MapAhead, prepare, space.parts, resources.loader.threads)
+        self._lease: Lease | None = None
+        self._transfer: WeightsTransfer | None = None
+        self._mapping: PageMapping | None = None
+        self._new_mapping = partial(PageMapping, prepare, space.parts, resources.loader.threads)
         start_thread(lambda: self._prepare(engine), resources, post)
 
     @property
     def can_follow(self) -> bool:
-        """True if a step may follow the bytes: they should be there soon, and the engine waits for them."""
+        """True if a step may follow the transfer, which is about to end."""
         return self.is_almost_loaded and self.is_engine_ready
 
     def expect(self, request: StartRequest) -> None:
-        """Note a request that waits for the model, or has it compute as soon as it can."""
+        """Note a request that waits for the model."""
         self._request_by_run[request.run] = request
         self.first = self.first.with_one(request)
 
     def forget(self, run: int) -> None:
-        """Note that a request has ended, if it was one of those that wait: its steps never come."""
+        """Note that a waiting request has ended."""
         if (request := self._request_by_run.pop(run, None)) is not None:
             self.first = self.first.without_one(request)
 
     def cancel(self) -> Engine | None:
-        """Call the load off, if it is not over, and wait until nobody touches the memory any more.
+        """Cancel the load, if it is not over, and wait until no thread touches the memory.
 
-        Returns the engine as far as there is one. Whatever was posted is stale from here on.
+        Returns the engine if there is one. Posted news are stale from here on.
         """
         with self._lock:
             self._is_cancelled = True
-            if self._map_ahead is not None:
-                self._map_ahead.stop()
-            if self._watched is not None:
-                self._watched.cancel()
+            if self._mapping is not None:
+                self._mapping.stop()
+            if self._lease is not None:
+                self._lease.cancel()
+            if self._transfer is not None:
+                self._transfer.cancel()
             if self._engine is not None:
                 self._engine.runner.layers.follow(None)
             return self._engine
 
     def _prepare(self, engine: Engine | None) -> None:
-        with self._resources.borrower.segment.loading():  # what it takes on the device must not have to wait
+        with (
+            self._resources.lease_client.segment.loading()
+        ):  # what it takes on the device must not have to wait
             self._run(engine)
 
     def _run(self, engine: Engine | None) -> None:
-        """Start to load what is missing, and put the engine together beside that, where there is none."""
         space = self._space
         if space.gaps:
-            self._start_crossing()
+            self._start_transfer()
         elif space.parts:
             self._start_mapping()
         look, is_new = None, engine is None
         if engine is None and not self._is_cancelled:
             engine = self._assemble()
-            # Beside the bytes: on their way to the device kernels wait for those that are queued, some ms
-            # each. This model's first step waits for them, and no other's. One that has its engine has them.
+            # Beside the transfer: kernels on their way to the device wait for queued chunks, some ms each.
+            # Only this model's first step waits for them. A model with an engine has its kernels.
             self._have_kernels()
             if not self._is_cancelled:
-                look = self._look(engine)  # behind them: restored graphs are made of kernels that are there
+                look = self._look(engine)  # behind the kernels, of which restored graphs are made
         with self._lock:
             if self._is_cancelled or engine is None:
                 if is_new and engine is not None:
-                    engine.runner.close()  # graphs of it may be on their way
+                    engine.runner.close()  # its graphs may be being restored
                 return
-            self._engine = engine  # first: whoever cancels closes it, whatever breaks below
+            self._engine = engine  # first: `cancel` closes it, whatever breaks below
             if is_new:
                 engine.runner.fill_tables()  # under the lock: it touches the space
             self.ready_s = time.perf_counter()
-            if self._watched is not None and (gate := self._watched.gate()) is not None:
+            if self._transfer is not None and (gate := self._transfer.gate()) is not None:
                 engine.runner.layers.follow(gate)
-        if not space.gaps and self._map_ahead is not None:
-            self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
+        if not space.gaps and self._mapping is not None:
+            self._mapping.wait()  # the bytes are there, and have only to be mapped
         self._post(EngineReady(engine, is_whole=not space.gaps, look=look))
         if is_new:
             self._capture_first(engine.runner.layers)
 
     def _capture_first(self, runner: LayerRunner) -> None:
-        """Capture the first steps of requests that wait, which would be launched kernel by kernel.
+        """Capture the first steps of waiting requests.
 
-        So they take the step thread some 15 ms each, and restored graphs have to be tried beside such a step
-        first. Where nobody else steps the first one follows the bytes, layer by layer, and is never captured.
+        Launched kernel by kernel they take the step thread some 15 ms each, and restored graphs have to be
+        tried beside such a step first. Unless other models step, the first one follows the transfer layer by
+        layer, and is never captured.
         """
-        if self._map_ahead is None:
+        if self._mapping is None:
             return
         launches, captured = self._resources.marks.launches, set[StepShape]()
         try:
-            self._map_ahead.wait()  # for kernels check that there is memory
+            self._mapping.wait()  # kernels check that there is memory
             while (shape := self._next_shape(runner, captured)) is not None:
                 runner.capture_substitutes(shape, GraphCapture, launches.give_way, launches.get_behind)
                 captured.add(shape)
-        except Exception:  # whatever it is: the steps run without
+        except Exception:  # the steps run without
             if not self._is_cancelled:  # else the memory is gone
                 log.exception("first_steps_not_captured")
                 self._post(FirstStepsUncaptured())
 
     def _next_shape(self, runner: LayerRunner, captured: Collection[StepShape]) -> StepShape | None:
-        """Return the next step to be captured for all requests that have come so far; None: there is none.
+        """Return the next step to capture for all requests so far; None: there is none.
 
-        What would come too late is not captured: it takes the interpreter from the step that runs without.
+        A step that would be captured too late is left out: it takes the interpreter from the running one.
         """
         is_followed = self.is_almost_loaded and not self._is_beside
         if self._is_cancelled or is_followed or self.weights is not None:
@@ -270,31 +279,36 @@ class ModelLoad:
         wanted = (one for one in shapes if self._is_beside or not one.has_prompts)
         return next((one for one in wanted if one not in captured), None)
 
-    def _start_crossing(self) -> None:
-        """Have the missing bytes cross from here on, unless the load was called off.
+    def _start_transfer(self) -> None:
+        """Lease the missing chunks and start their transfer, unless the load was cancelled.
 
-        From now on little else may go to the device by a copy, which would wait for as many chunks as are
-        queued at a time.
+        From here on, any other copy to the device waits for as many chunks as are queued at a time.
         """
-        loan = self._borrow_missing()
+        opened, space, resources = self._opened, self._space, self._resources
+        lease = Lease(resources.lease_client, opened, missing_chunks(opened.manifest, space.gaps))
         with self._lock:
             if self._is_cancelled:
-                loan.cancel()
                 return
-            # Not before there is a loan: a thread that maps keeps the interpreter from one that asks.
-            self._map_ahead = self._new_map_ahead()
-            to = Destination(self._space.gaps, self._map_ahead, self._space.places, self._spec.layout)
+            self._lease = lease
+        lease.begin()
+        with self._lock:
+            if self._is_cancelled:
+                return
+            # Not before the lease has begun: a thread that maps keeps the interpreter from one that asks.
+            self._mapping = self._new_mapping()
             self.crossing_s = time.perf_counter()
-            self._watched = WatchedLoad(self._borrowed, loan, to, self._resources.loader, self._post)
+            self._transfer = WeightsTransfer(
+                lease, opened.manifest, space, self._spec.layout, self._mapping, resources.loader, self._post
+            )
 
     def _start_mapping(self) -> None:
-        """Have bytes mapped that are there, in other hands, unless the load was called off."""
+        """Map bytes that another model has on the device, unless the load was cancelled."""
         with self._lock:
             if not self._is_cancelled:
-                self._map_ahead = self._new_map_ahead()
+                self._mapping = self._new_mapping()
 
     def _assemble(self) -> Engine:
-        """Return the engine. Not under the lock: it takes its time, and touches none of the space."""
+        """Return the engine. Not under the lock: it takes long, and touches none of the space."""
         spec, space, resources = self._spec, self._space, self._resources
         self._prepare_rest()
         weights = bind(spec.model.arch, spec.layout, space.places)
@@ -308,41 +322,37 @@ class ModelLoad:
             self.kernels_s = time.perf_counter() - began_s
 
     def _look(self, engine: Engine) -> SnapshotLook | None:
-        """Look for a snapshot of the engine, and have it restored. Not under the lock either."""
+        """Find and restore the engine's snapshot. Not under the lock either."""
         if (snapshots := self._resources.snapshots) is None:
             return None
         post = self._post
         return snapshots.look(
-            *(self._spec, self._space, engine), discarded=lambda reason: post(SnapshotDiscarded(reason))
+            self._spec, self._space, engine, discarded=lambda reason: post(SnapshotDiscarded(reason))
         )
-
-    def _borrow_missing(self) -> PatientLoan:
-        chunks = missing_chunks(self._borrowed.manifest, self._space.gaps)
-        return PatientLoan(self._resources.borrower, self._borrowed, chunks, lambda: self._is_cancelled)
 
 
 def start_thread(
     act: Callable[[], None], resources: HostingResources, post: Callable[[HostingNews], None]
 ) -> None:
-    """Have `act` run beside the steps; what it raises is posted."""
+    """Run `act` beside the steps; what it raises is posted."""
 
     def run() -> None:
         try:
             act()
-        except Exception as error:  # the thread's top: whoever owns the model is told
+        except Exception as error:  # the thread's top
             post(ModelBroken(failure_of(error)))
 
     resources.loader.threads.start(run)
 
 
-def borrow(borrower: Borrower, order: HostModel, is_given_up: Callable[[], bool]) -> BorrowedModel:
-    """Return the model as the keeper has it.
+def open_model(lease_client: LeaseClient, order: HostModel, is_given_up: Callable[[], bool]) -> OpenedModel:
+    """Have the keeper open a model.
 
     Raises:
-        LenderGone: as `patiently`.
+        KeeperGone: as `await_keeper`.
         ModelError: the model is not the one that was deployed.
     """
-    model = patiently(lambda: borrower.open(order.where, order.weight), is_given_up)
+    model = await_keeper(lambda: lease_client.open(order.where, order.weight), is_given_up)
     if model.manifest.digest != order.digest:
         raise ModelError(
             f"`{order.model}` was changed since it was deployed (manifest {model.manifest.digest}, "

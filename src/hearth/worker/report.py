@@ -75,7 +75,7 @@ class Reports:
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "first_steps_not_captured": self.num_uncaptured_starts,
-                "staging": int(self._resources.borrower.is_unstaged),
+                "staging": int(self._resources.lease_client.is_unstaged),
                 "graphs_not_restored": sum(one.num_unrestored for one in graphs if one is not None),
                 "snapshots_without_graphs": int(snapshots is not None and snapshots.lacks_graphs),
             },

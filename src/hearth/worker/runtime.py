@@ -29,8 +29,8 @@ from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.memory_profile import MemoryProfile
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.transfer import Loader
 from hearth.system.host_memory import machine_bytes
 from hearth.worker.background import FirstTokens
 from hearth.worker.model_kernels import ModelKernels
@@ -72,7 +72,7 @@ class HostingResources:
     device: torch.device
     config: EngineConfig
     new_pool: Callable[[EvictionTermsOf], Pool]
-    borrower: Borrower
+    lease_client: LeaseClient
     loader: Loader
     turns: TurnRules | None = None  #: None: models take no turns
     kernels: ModelKernels | None = None  #: None: nothing to compile on this device

@@ -51,8 +51,8 @@ from hearth.worker.model_load import (
     EngineReady,
     FirstStepsUncaptured,
     FrontLoaded,
-    HostClimbed,
     HostingNews,
+    HostPrefetched,
     ModelFound,
     SnapshotDiscarded,
 )
@@ -61,7 +61,7 @@ from hearth.worker.runs import CheckedRequest, Runs
 from hearth.worker.runtime import HostingResources
 from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
 from hearth.worker.steps import ModelSteps
-from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
+from hearth.worker.weights_transfer import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
 
 log = logging.getLogger(__name__)
 
@@ -305,8 +305,8 @@ class WorkerLoop:
                     self._send(SnapshotLooked(model, hosted.order.hosting, outcome, reason, lacks))
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
                 self._runs.begin_queued(hosted)
-            case HostClimbed():
-                hosted.climbed(news)
+            case HostPrefetched():
+                hosted.prefetched(news)
             case FrontLoaded():
                 self._try(model, lambda: self._models.front_loaded(hosted, news))
                 self._runs.begin_queued(hosted)

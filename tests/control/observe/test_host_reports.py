@@ -9,7 +9,7 @@ from pathlib import Path
 from hearth.control.observe.host_reports import HostReports
 from hearth.control.observe.views import HostMemoryView
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import LeaseServer
 from tests.store.stored import all_chunks, consume, tiers_at, write_model
 from tests.worker.harness import folder
 
@@ -20,7 +20,7 @@ def test_host_memory_is_what_chunks_take_and_unknown_without_a_keeper(tmp_path: 
         reports = HostReports(KeeperClient(place / "s"))
         model = tiers.open(tmp_path / "tiny")
         consume(tiers.fetch(model, all_chunks(model)))
-        with closing(Lender(tiers, place / "s")):
+        with closing(LeaseServer(tiers, place / "s")):
             asyncio.run(reports.refresh(10.0))
         num_chunks = len(set(model.manifest.chunk_ids))
         assert reports.view == HostMemoryView(num_chunks * (16 << 20) // 64, 16 << 20)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.core.types import AdapterId, ModelId
-from hearth.policy.memory.adapter_residency import AdapterResidency, Residence
+from hearth.policy.memory.adapter_residency import AdapterResidency, AdapterState
 
 A, B, C, D = (AdapterId(name) for name in "abcd")
 BASE, OTHER = ModelId("base"), ModelId("other")
@@ -441,4 +441,4 @@ def test_no_adapter_is_so_popular_that_another_starves(
         device.step()
     assert not device.waiting
     assert not device.running
-    assert all(device.line.residency.residence(adapter) is Residence.THERE for adapter in device.there)
+    assert all(device.line.residency.state(adapter) is AdapterState.LOADED for adapter in device.there)

@@ -19,10 +19,11 @@ from hearth.store.format.description import parse_description, read_description
 from hearth.store.format.manifest import WEIGHTS, read_manifest
 from hearth.store.format.peft import open_peft
 from hearth.store.format.verify import BadChunk, verify
-from hearth.store.transfer.borrower import Borrower
-from hearth.store.transfer.lender import Lender
-from hearth.store.transfer.loader import Loader
-from hearth.store.transfer.piece_copies import LoadPiece
+from hearth.store.transfer.destination import LoadPiece
+from hearth.store.transfer.lease import Lease
+from hearth.store.transfer.lease_client import LeaseClient
+from hearth.store.transfer.lease_server import LeaseServer
+from hearth.store.transfer.transfer import Loader
 from tests.models.zoo import build
 from tests.store.format.peft_files import write_peft
 from tests.store.stored import converted, flip, serving, signed, tiers_at
@@ -154,18 +155,18 @@ def test_an_adapter_is_brought_up_by_the_tiers_as_a_model_is(adapter: Path, tmp_
             assert data == wanted[: manifest.layout.num_bytes]
 
 
-def test_an_adapter_is_borrowed_as_a_model_is(adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_leased_as_a_model_is(adapter: Path, tmp_path: Path) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="hearth-") as folder,  # a socket's name must be short
         tiers_at(tmp_path) as tiers,
-        closing(Lender(tiers, Path(folder) / "host.sock")),
-        closing(Borrower(Path(folder) / "host.sock", is_pinned=False)) as borrower,
+        closing(LeaseServer(tiers, Path(folder) / "host.sock")),
+        closing(LeaseClient(Path(folder) / "host.sock", is_pinned=False)) as lease_client,
     ):
-        borrowed = borrower.open_adapter(adapter)
-        data = _loaded(borrowed.manifest, lambda chunks: borrower.fetch(borrowed, chunks))
-        assert data == (adapter / WEIGHTS).read_bytes()[: borrowed.manifest.layout.num_bytes]
-        assert borrower.open_adapter(adapter).is_in_host
+        opened = lease_client.open_adapter(adapter)
+        data = _loaded(opened.manifest, lambda chunks: Lease(lease_client, opened, chunks))
+        assert data == (adapter / WEIGHTS).read_bytes()[: opened.manifest.layout.num_bytes]
+        assert lease_client.open_adapter(adapter).is_in_host
         with pytest.raises(BadCheckpoint, match=r"is an adapter and no model; .*--base NAME"):
-            borrower.open(adapter)
+            lease_client.open(adapter)
         with pytest.raises(BadCheckpoint, match="is a model and no adapter"):
-            borrower.open_adapter(converted("llama-gqa"))
+            lease_client.open_adapter(converted("llama-gqa"))

@@ -19,8 +19,9 @@ from hearth.store.format.manifest import WEIGHTS
 from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.remote import RemoteModel
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.loader import Loader, whole
+from hearth.store.transfer.destination import whole
 from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.transfer import Loader
 from tests.store.s3_server import S3Server
 from tests.store.stored import (
     CHUNK_BYTES,

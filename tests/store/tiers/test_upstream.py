@@ -28,7 +28,7 @@ from hearth.store.tiers.upstream import (
     version_now,
     write_upstream,
 )
-from hearth.store.transfer.lender import Lender
+from hearth.store.transfer.lease_server import LeaseServer
 from tests.store.stored import serving, stored_at, tiers_at, write_model
 
 DIGEST = "0123456789abcdef" * 2
@@ -111,7 +111,7 @@ class TestLook:
         self, tmp_path: Path, source: Path, server: BadServer
     ) -> None:
         client = KeeperClient(tmp_path / "s")
-        with tiers_at(tmp_path / "root") as tiers, closing(Lender(tiers, tmp_path / "s")):
+        with tiers_at(tmp_path / "root") as tiers, closing(LeaseServer(tiers, tmp_path / "s")):
             version = asyncio.run(client.look_upstream(f"{server.url}/tiny@{DIGEST}"))
             assert version == stored_at(source).manifest.digest
             server.files = {}

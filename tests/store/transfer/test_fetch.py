@@ -70,12 +70,12 @@ class TestLendingAtOnce:
             assert cells is not None
             assert fetcher.book.num_leased == 2
             lent = fetcher.leased(model, [3, 1], cells)
-            assert [chunk.cell for chunk in lent.chunks] == cells
-            assert [bytes(chunk.data) for chunk in lent.chunks] == [A[3], A[1]]
+            assert [chunk.cell for chunk in lent.taken] == cells
+            assert [bytes(chunk.data) for chunk in lent.taken] == [A[3], A[1]]
             assert fetcher.counters.num_hits == num_hits + 2
-            assert (fetcher.book.num_leased, lent.fetch.is_finished) == (2, False)
-            lent.fetch.release(*lent.chunks)
-            assert lent.fetch.is_finished
+            assert (fetcher.book.num_leased, lent.is_finished) == (2, False)
+            lent.release(*lent.taken)
+            assert lent.is_finished
             assert_settled(fetcher)
 
     def test_what_would_have_to_be_waited_for_is_not_lent_and_nothing_is_held(self) -> None:
@@ -97,12 +97,12 @@ class TestPassingOn:
     def test_a_load_that_passes_on_goes_through_the_first_cells_and_leaves_nothing(self) -> None:
         model, cells = model_of("long", LONG), set[int]()
         with fetching(Quick(LONG), num_cells=64, num_readers=4) as fetcher:
-            fetch = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            fetch = fetcher.fetch(model, all_chunks(model), pass_through=True)
             for chunk in fetch:
                 assert bytes(chunk.data) == LONG[chunk.index]
                 cells.add(chunk.cell)
                 fetch.release(chunk)
-            assert (fetch.passed_on, fetcher.book.num_resident) == (list(range(len(LONG))), 0)
+            assert (fetch.passed_through, fetcher.book.num_resident) == (list(range(len(LONG))), 0)
         assert max(cells) < NUM_FIRST_CELLS < len(LONG)
         assert_settled(fetcher)
 
@@ -110,16 +110,16 @@ class TestPassingOn:
     def test_what_took_long_to_read_or_came_from_afar_stays(self, shelf: Shelf) -> None:
         model = model_of("long", LONG)
         with fetching(shelf, num_cells=64) as fetcher:
-            fetch = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            fetch = fetcher.fetch(model, all_chunks(model), pass_through=True)
             assert consume(fetch) == b"".join(LONG)
             until(lambda: fetcher.book.num_resident == len(LONG) and not fetcher.book.num_leased)
-            assert not fetch.passed_on
+            assert not fetch.passed_through
 
     def test_what_was_there_or_is_in_use_stays(self) -> None:
         model = model_of("a", A)
         with fetching(Quick(A), num_cells=64) as fetcher:
             consume(fetcher.fetch(model, [0]))
-            passing = fetcher.fetch(model, all_chunks(model), passes_on=True)
+            passing = fetcher.fetch(model, all_chunks(model), pass_through=True)
             taken = list(passing)
             other = fetcher.fetch(model, [1])
             held = list(other)
@@ -131,7 +131,7 @@ class TestPassingOn:
     def test_chunks_that_nobody_waits_for_spare_the_first_cells(self) -> None:
         model = model_of("a", A)
         with fetching(Quick(A), num_cells=NUM_FIRST_CELLS + 4) as fetcher:
-            fetch = fetcher.fetch(model, all_chunks(model), is_ahead=True)
+            fetch = fetcher.fetch(model, all_chunks(model), is_prefetch=True)
             cells = [chunk.cell for chunk in fetch]
             fetch.cancel()
         assert cells == [*range(NUM_FIRST_CELLS, NUM_FIRST_CELLS + 4), 0, 1]
@@ -182,7 +182,7 @@ class TestOrder:
         gated = Gated(Shelf(A, B))
         order = ""
         with fetching(gated, num_cells=2) as fetcher:
-            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_ahead=True)
+            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_prefetch=True)
             fetches = {"a": ahead, "b": start(fetcher, model_of("b", B))}
             chunks = {name: iter(fetch) for name, fetch in fetches.items()}
             for _ in range(len(A) + len(B)):
@@ -197,7 +197,7 @@ class TestOrder:
         gated = Gated(Shelf(A, B))
         with fetching(gated, num_cells=2) as fetcher:
             wanted = start(fetcher, model_of("b", B))
-            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_ahead=True)
+            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_prefetch=True)
             gated.open()
             wanted.cancel()
             assert consume(ahead) == b"".join(A)
@@ -273,7 +273,7 @@ class TestCalledOff:
             ask = gated.next()
             fetch.cancel()
             ask.allow()
-            with pytest.raises(LoadCancelled, match="`a` was called off"):
+            with pytest.raises(LoadCancelled, match="`a` was cancelled"):
                 consume(fetch)
         assert shelf.asked == [("a", 0)]  # the others were queued, and are read for nobody
         assert_settled(fetcher)
@@ -401,7 +401,7 @@ class TestCalledOff:
             ask = gated.next()
             consumer = pool.submit(consume, fetch)
             closer = pool.submit(fetcher.close)
-            with pytest.raises(LoadCancelled, match="`a` was called off"):
+            with pytest.raises(LoadCancelled, match="`a` was cancelled"):
                 consumer.result(PATIENCE_S)
             ask.allow()
             closer.result(PATIENCE_S)
@@ -492,12 +492,12 @@ class FetchMachine(RuleBasedStateMachine):
         self.loads: list[_Consumer] = []
         self.ask: Ask | None = None  #: what the reader waits with
 
-    @rule(name=st.sampled_from(sorted(SHARED)), passes_on=st.booleans(), is_ahead=st.booleans())
-    def load(self, name: str, passes_on: bool, is_ahead: bool) -> None:
+    @rule(name=st.sampled_from(sorted(SHARED)), pass_through=st.booleans(), is_prefetch=st.booleans())
+    def load(self, name: str, pass_through: bool, is_prefetch: bool) -> None:
         if len(self.loads) < 4:
             model = model_of(name, SHARED[name])
             chunks = all_chunks(model)
-            fetch = self.fetcher.fetch(model, chunks, passes_on=passes_on, is_ahead=is_ahead)
+            fetch = self.fetcher.fetch(model, chunks, pass_through=pass_through, is_prefetch=is_prefetch)
             self.loads.append(_Consumer(fetch, SHARED[name]))
 
     @rule(is_whole=st.booleans())

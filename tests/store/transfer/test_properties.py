@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hearth.core.errors import ChunkCorrupt, ChunkMissing
 from hearth.store.format.manifest import WEIGHTS
-from hearth.store.transfer.loader import Load, Loader, whole
+from hearth.store.transfer.destination import whole
+from hearth.store.transfer.transfer import Loader, Transfer
 from tests.store.stored import CHUNK_BYTES, WEIGHTS_BYTES, flip, tiers_at, write_model
 
 NUM_CHUNKS = -(-WEIGHTS_BYTES // CHUNK_BYTES)
@@ -62,7 +63,7 @@ def test_a_load_is_right_or_fails_by_the_name_of_a_damaged_chunk(
             assert (tiers.fetcher.book.num_leased, tiers.fetcher.book.num_filling) == (0, 0)
 
 
-def _failure_of(load: Load) -> str | None:
+def _failure_of(load: Transfer) -> str | None:
     try:
         load.wait()
     except (ChunkCorrupt, ChunkMissing) as error:

@@ -5,7 +5,7 @@ An adapter is a directory, or a prefix in object storage, as a model is (`store/
     manifest.json    this description, of the format "hearth-adapter"
     weights.bin      the factors as `AdapterLayout` lays them out, then zeros up to a multiple of 4 KiB
 
-It knows for which dimensions it was made, not for which model: whoever registers it does. Reads no bytes of
+It knows the dimensions it was made for, not the model, which its deployment names. Reads no bytes of
 factors.
 """
 
@@ -44,8 +44,6 @@ MAX_PATTERNS = 64
 
 @dataclass(frozen=True)  # no slots: what is derived is kept
 class AdapterManifest(StoredManifest):
-    """The description of a stored adapter, as manifest.json holds it."""
-
     family: str  #: of the base that it was made for, as in `Arch`
     dimensions: Dimensions  #: of that base
     targets: tuple[AdapterTarget, ...]  #: in forward order

@@ -20,8 +20,6 @@ from hearth.store.format.writer import OnProgress, staged
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase:
-    """The model that an adapter is converted for."""
-
     arch: Arch
     dtype: str  #: that it is computed in
 

@@ -19,11 +19,11 @@ class FileStamp:
     ctime_ns: int
     mtime_ns: int
     num_bytes: int
-    is_ours: bool  #: nobody but this user and root may write it, so nobody changes it unseen
+    is_ours: bool  #: only this user and root may write it
 
 
 def is_private(directory: Path) -> bool:
-    """True if nobody but this user and root may put files into a directory, or rename those there."""
+    """True if only this user and root may add or rename files in a directory."""
     stamp = stamp_of(directory)
     return stamp is not None and stamp.is_ours
 

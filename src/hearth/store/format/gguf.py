@@ -85,8 +85,6 @@ def open_gguf(path: Path) -> Iterator[ModelSource]:
 
 @dataclass(frozen=True, slots=True)
 class _GgufTensor:
-    """A tensor in the mapped file."""
-
     data: npt.NDArray[np.generic]  #: values of F32 and F16, rows of bytes of all other kinds
     kind: GGMLQuantizationType
     shape: Shape
@@ -104,7 +102,7 @@ class _GgufTensor:
         return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
 
     def read(self) -> torch.Tensor:
-        """Return the values, quantised ones in float32, so that whoever rounds them rounds once.
+        """Return the values, quantised ones in float32, so that they are rounded once.
 
         Takes little more memory than the tensor itself.
         """

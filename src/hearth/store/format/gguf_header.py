@@ -2,7 +2,7 @@
 
 | magic, version, counts | fields: key, kind, value | tensors: name, shape, kind, offset | padding | bytes |
 
-A stranger may have made the file, so no length in it is believed: it is compared with what is left of the
+The file is untrusted, so no length in it is believed: it is compared with what is left of the
 header before anything is made of it, and the header itself has a limit.
 """
 
@@ -105,7 +105,6 @@ class _Cursor:
         self.offset = 0
 
     def take(self, num_bytes: int, what: str) -> memoryview:
-        """Return the next bytes and move behind them."""
         begin, self.offset = self.offset, self.offset + num_bytes
         if self.offset > len(self._head):
             raise self._beyond(what)

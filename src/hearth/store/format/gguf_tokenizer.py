@@ -61,8 +61,6 @@ _SPLITTERS: Mapping[str, _Splitter] = {
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The tokens of a file and the roles that some of them have."""
-
     tokens: Sequence[str]
     ids: Mapping[str, int]
     special: Sequence[str]  #: matched whole in the text, and not part of an output's text
@@ -263,7 +261,6 @@ def _texts(metadata: Fields, name: str) -> list[str]:
 
 
 def _numbers(metadata: Fields, name: str, num_tokens: int) -> list[float]:
-    """Return the numbers of an array that must have one per token."""
     values = metadata.values.get(_PREFIX + name)
     numbers = [v for v in values if isinstance(v, int | float)] if isinstance(values, list) else []
     if len(numbers) != num_tokens:

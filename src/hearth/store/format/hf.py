@@ -73,8 +73,6 @@ def read_checkpoint(directory: Path, safetensors: str = SAFETENSORS, pickle: str
 
 @dataclass(frozen=True, slots=True)
 class _HfTensor:
-    """A tensor in a safetensors or PyTorch file."""
-
     name: str
     path: Path
     dtype: str
@@ -169,7 +167,6 @@ def _pickled(path: Path) -> dict[str, _HfTensor]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Say which file the system could not read."""
     try:
         yield
     except OSError as error:

@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalHashes:
-    """The xxh3 of every chunk in one state of a file of weights."""
-
     weights: str  #: path of the file
     model: Digest  #: of the manifest that cuts the file into chunks
     stamp: FileStamp
@@ -82,7 +80,6 @@ def forget_hashes(root: Path, directory: Path) -> None:
 
 
 def collect_hashes(root: Path) -> None:
-    """Delete what is known of files that are gone."""
     for path in root.glob("hashes/[!.]*"):
         found = _read(path)
         if found is None or not Path(found.weights).exists():

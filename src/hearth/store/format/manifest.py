@@ -52,11 +52,14 @@ TOKENIZER = "tokenizer.json"
 #: The files that a tokenizer and its chat template are read from.
 TEXT_FILES = frozenset(
     {
-        *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
-        *("generation_config.json", "chat_template.jinja"),
+        TOKENIZER,
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+        "chat_template.jinja",
     }
 )
-#: The largest chunk: whoever reads one has memory for all of it.
+#: The largest chunk: a reader has memory for all of it.
 MAX_CHUNK_BYTES = 1 << 30
 
 
@@ -84,7 +87,6 @@ class Chunk:
 
     @property
     def id(self) -> ChunkId:
-        """The identity of the chunk. The length is part of it: nobody reads bytes at another's length."""
         return ChunkId(f"{self.digest}-{self.num_bytes}")
 
 
@@ -94,8 +96,6 @@ def chunk_of(data: bytes | bytearray | memoryview, *, on_all_cores: bool = False
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of the tokenizer, which lies beside the weights."""
-
     name: str
     digest: Digest
     num_bytes: int
@@ -129,7 +129,6 @@ class StoredManifest(ABC):
 
     @cached_property
     def chunk_ids(self) -> tuple[ChunkId, ...]:
-        """The identities of the chunks, in their order."""
         return tuple(chunk.id for chunk in self.chunks)
 
     def to_json(self) -> str:
@@ -140,14 +139,11 @@ class StoredManifest(ABC):
         return ByteRange(begin, begin + self.chunks[index].num_bytes)
 
     def chunks_of(self, wanted: ByteRange) -> range:
-        """Return the indices of the chunks that hold these bytes."""
         return range(wanted.begin // self.chunk_bytes, -(-wanted.end // self.chunk_bytes))
 
 
 @dataclass(frozen=True)
 class Manifest(StoredManifest):
-    """The description of a stored model, as manifest.json holds it."""
-
     arch: Arch
     quant: str  #: one of models.layout.QUANTS
     tensors: tuple[TensorSpec, ...]

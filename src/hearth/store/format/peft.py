@@ -29,12 +29,34 @@ SAFETENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 #: Fields that change nothing of what is computed, or whose effect the tensors show.
 _HARMLESS = frozenset(
     {
-        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type"),
-        *("peft_type", "peft_version", "lora_dropout", "layers_to_transform", "layers_pattern"),
-        *("exclude_modules", "target_modules", "loftq_config", "eva_config", "corda_config"),
-        *("lora_ga_config", "velora_config", "megatron_core", "qalora_group_size", "runtime_config"),
-        *("ensure_weight_tying", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-        *("init_lora_weights", "bias"),
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "task_type",
+        "peft_type",
+        "peft_version",
+        "lora_dropout",
+        "layers_to_transform",
+        "layers_pattern",
+        "exclude_modules",
+        "target_modules",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "velora_config",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+        "ensure_weight_tying",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",
     }
 )
 #: Fields whose names do not say enough.
@@ -68,8 +90,6 @@ MAX_ALPHA = 1e6
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """A LoRA adapter whose tensors can be read."""
-
     checkpoint: Checkpoint
     modules: LoraModules
     base_name: str | None  #: what it was trained on, as its config has it
@@ -141,8 +161,6 @@ def _unknown_tensor(name: str) -> UnsupportedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The fields of an adapter_config.json."""
-
     path: Path
     fields: Mapping[str, object]
 
@@ -178,7 +196,7 @@ class _Config:
     def check_targets(self, modules: Iterable[str]) -> None:
         """Refuse factors of modules that the config does not name, where it names them one by one."""
         targets = self.fields.get("target_modules")
-        if not isinstance(targets, list):  # a pattern of a stranger is not tried; the factors say it all
+        if not isinstance(targets, list):  # an untrusted pattern is not run; the factors say it all
             return
         named = tuple(f".{target}" for target in targets if isinstance(target, str))
         for module in modules:
@@ -251,8 +269,6 @@ class _Config:
 
 @dataclass(frozen=True, slots=True)
 class _ByPattern:
-    """A value for each module, by patterns of names."""
-
     patterns: tuple[tuple[re.Pattern[str], object], ...]
     otherwise: object
 

@@ -24,8 +24,6 @@ from hearth.store.format.peft import open_peft
 
 @dataclass(frozen=True, slots=True)
 class AdapterBytes:
-    """An adapter in memory, as its base computes with it."""
-
     adapter: AdapterId  #: another one for other bytes
     layout: AdapterLayout
     content: bytes

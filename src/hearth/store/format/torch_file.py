@@ -50,8 +50,18 @@ _HARMLESS = re.compile(
 
 #: What torch raises for a file that ends early or holds something else.
 _UNREADABLE = (
-    *(pickle.UnpicklingError, struct.error, OSError, EOFError, RuntimeError, ValueError),
-    *(LookupError, AttributeError, TypeError, AssertionError, ArithmeticError, MemoryError),
+    pickle.UnpicklingError,
+    struct.error,
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+    ArithmeticError,
+    MemoryError,
     zipfile.BadZipFile,
 )
 

@@ -22,8 +22,6 @@ NUM_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class BadChunk:
-    """A chunk that is not what the manifest says."""
-
     index: int
     reason: str
     tensors: tuple[str, ...]  #: tensors that have bytes in the chunk
@@ -31,16 +29,12 @@ class BadChunk:
 
 @dataclass(frozen=True, slots=True)
 class BadFile:
-    """A file that is not what the manifest says."""
-
     name: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """The result of checking one chunk."""
-
     reason: str | None  #: why the chunk is bad; None: it is good
     xxh3: str = ""
 

@@ -47,8 +47,6 @@ _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far writing or verifying a model has come."""
-
     done_bytes: int
     total_bytes: int
 
@@ -330,7 +328,7 @@ def _clear(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory, its lock last: whoever gets it next finds nothing of ours, or clears what stays."""
+    """Remove a directory, its lock last: the next owner of the lock finds it empty, or clears it."""
     with suppress(OSError):
         _clear(directory)
         (directory / LOCK).unlink()

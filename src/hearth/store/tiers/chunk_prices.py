@@ -82,12 +82,10 @@ class ChunkPrices:
                 self._leave(digest, directory)
 
     def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
-        """Learn from one transfer how fast a rung delivers."""
         with self._lock:
             self._costs.moved(rung, num_bytes, seconds)
 
     def bytes_per_s(self, rung: Rung) -> float:
-        """Return the speed of a rung as it is priced."""
         with self._lock:
             return self._costs.bytes_per_s(rung)
 

@@ -35,8 +35,6 @@ OBTAINED = ("credential_process", "role_arn", "sso_session", "sso_start_url")
 
 @dataclass(frozen=True, slots=True)
 class AccessKeys:
-    """The keys that requests to S3 are signed with."""
-
     access_key_id: str
     secret_access_key: str = field(repr=False)
     session_token: str | None = field(repr=False)
@@ -44,8 +42,6 @@ class AccessKeys:
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """Who signs requests to S3."""
-
     who: str  #: for messages that say who was refused
     keys: AccessKeys | None = None  #: None: the client fetches them itself, or needs none
     is_anonymous: bool = False
@@ -53,8 +49,6 @@ class Signer:
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
-    """Where S3 is and who asks there."""
-
     signer: Signer
     region: str | None
     endpoint: str | None

@@ -5,8 +5,8 @@
     root/chunks/ab/DIGEST-BYTES-XXH3   one chunk that came from object storage; whole or absent
     root/hashes/ab12...                the xxh3 of chunks in files of weights (`local_hashes.py`)
 
-Reads no chunk: whoever does finds out whether the bytes are right, condemns the location if not, and tells
-the xxh3 where it was not known.
+Reads no chunk: the reader verifies the bytes, condemns the location if they are wrong, and reports the xxh3
+if it was not known.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ _CHUNK_FILE = re.compile("([0-9a-f]{64}-[0-9]{1,15})-([0-9a-f]{32})")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where in a file a chunk lies."""
-
     path: Path
     offset: int
     num_bytes: int
@@ -69,7 +67,7 @@ class _ChunkFile:
 
     num_bytes: int
     xxh3: str
-    is_sure: bool  #: nobody else could have put it under its name; False: only BLAKE3 counts
+    is_sure: bool  #: only this user could have written it; False: only BLAKE3 counts
 
 
 @dataclass(slots=True)
@@ -95,16 +93,15 @@ class DiskTier:
         self.root = root.resolve()
         self.capacity_bytes = quota_bytes  #: None: as much as the disk takes
         self.counters = DiskCounters()
-        #: Loads on several threads look up, keep and condemn chunks in the same books. Files are deleted
-        #: with the lock held, so that books and disk agree, and written without it.
+        #: Guards the books, for loads on many threads. Files are deleted with the lock held, so that books
+        #: and disk agree, and written without it.
         self._lock = Lock()
         self._models: dict[Path, _Registered] = {}
         #: Where files of weights hold each chunk, in the order of registration. No list is empty.
         self._locations: dict[ChunkId, list[Location]] = {}
         #: Every chunk that has a file of its own.
         self._files: dict[ChunkId, _ChunkFile] = {}
-        #: Size in bytes of every chunk file that is being written. It counts as used already, and as long as
-        #: a chunk is in here nobody else touches its file.
+        #: Bytes of every chunk file being written. They count as used, and no other thread touches the file.
         self._writing: dict[ChunkId, int] = {}
         #: Some of the chunk files, the first to be evicted first.
         self._order = EvictionOrder()
@@ -116,9 +113,9 @@ class DiskTier:
             return self._used_bytes()
 
     def register(self, directory: Path, manifest: StoredManifest) -> None:
-        """Know the model in a directory, under the root or not, so that its chunks are no garbage.
+        """Know the model in a directory, under the root or not, so that its chunks are not collected.
 
-        They can be located in its weights.bin if it has one. No byte of the weights is looked at.
+        They are located in its weights.bin if it has one. Reads no weights.
         """
         directory = directory.resolve()
         weights = directory / WEIGHTS
@@ -140,7 +137,7 @@ class DiskTier:
                 self._locations.setdefault(chunk.id, []).append(location)
 
     def forget(self, directory: Path) -> None:
-        """Know the model in a directory no longer: the opposite of `register`. Deletes none of its files."""
+        """Undo `register`. Deletes none of the model's files."""
         directory = directory.resolve()
         with self._lock:
             self._forget(directory)
@@ -149,9 +146,8 @@ class DiskTier:
     def locate(self, chunk_id: ChunkId, directory: Path | None = None) -> list[Location]:
         """Return all locations that should hold a chunk, the trustier first.
 
-        The weights in `directory`, where the model that wants it lives, come first: what is wrong with other
-        models, or slow, concerns them alone. Then the chunk's own file, which may be evicted before it is
-        opened, and other weights as they were registered.
+        The weights in `directory`, the model's own, come first, so that a damaged or slow copy concerns only
+        its model. Then the chunk's own file, which may be evicted before it is opened, and other weights.
         """
         with self._lock:
             locations = list(self._locations.get(chunk_id, ()))
@@ -166,7 +162,6 @@ class DiskTier:
             return locations
 
     def holds(self, chunk_id: ChunkId) -> bool:
-        """True if some location should hold the chunk. Counts no hit."""
         with self._lock:
             return chunk_id in self._files or chunk_id in self._locations
 
@@ -179,7 +174,7 @@ class DiskTier:
             directory = location.path.parent
             model = self._models.get(directory)
             if model is None or known.stamp is None or known.stamp != model.stamp:
-                return  # it has changed since it was registered, and will be opened anew
+                return  # it has changed since it was registered
             index = location.offset // model.manifest.chunk_bytes
             locations = self._locations.get(model.manifest.chunk_ids[index], [])
             if location not in locations:
@@ -237,7 +232,7 @@ class DiskTier:
     def collect(self) -> int:
         """Delete the chunk files that no model refers to, registered or under the root; return the bytes.
 
-        While the description of a model cannot be read, nobody knows which chunks are its own, and all stay.
+        While a description cannot be read, all chunks stay: some may be its own.
         """
         models = list(self._read_models())
         described = [manifest for _, manifest in models if manifest is not None]
@@ -277,7 +272,7 @@ class DiskTier:
                 yield path.parent, None
 
     def _is_private(self, path: Path) -> bool:
-        """True if nobody else may put a chunk file there, or rename one of ours."""
+        """True if only this user may write or rename chunk files there."""
         return all(map(is_private, (self.root, self.root / "chunks", path.parent)))
 
     def _path(self, chunk_id: ChunkId, file: _ChunkFile) -> Path:
@@ -312,7 +307,6 @@ class DiskTier:
             self.counters.evicted_bytes += evicted_bytes
 
     def _delete(self, chunk_id: ChunkId) -> int:
-        """Delete a chunk file and return its bytes."""
         path = self._path(chunk_id, self._files[chunk_id])
         try:
             path.unlink(missing_ok=True)

@@ -1,12 +1,11 @@
-"""Makes host memory ready for copies to a CUDA device, so that nobody who uses the device waits for it.
+"""Pins host memory for a CUDA device in the background, without delaying those who use the device.
 
     touch       threads have the kernel find the pages of a region, or make them
-    register    the driver is told of a region, and it is pinned; others queue behind that
+    register    the driver pins a region; other driver calls queue behind that
 
-Regions are small, and one at a time is registered, while no load is under way, or seldom (see
-`policy/memory/region_order.py`). A load goes around the rest (`staging_buffers.py`), or has the region that
-it copies from next registered by its own thread. Until one is pinned, copies from it are slow, not wrong.
-What lies in a region is nothing to this file.
+Regions are small, and registered one at a time while no load runs, or seldom beside one (`region_order.py`).
+A load copies through staging buffers (`staging_buffers.py`), or pins the region that it copies from next.
+Until a region is pinned, copies from it are slow, not wrong.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from hearth.policy.memory.region_order import RegionOrder
 from hearth.system.cpus import num_usable_cores
 from hearth.system.cuda.driver import CudaDriver
 
-#: Bytes that are registered at once: a millisecond of the driver's lock. More are no faster.
+#: Bytes registered at once: a millisecond of the driver's lock. More are no faster.
 REGION_BYTES = 16 << 20
-#: Bytes that are touched by one call, for as long as which this process can map no memory.
+#: Bytes touched by one call, during which this process can map no memory.
 TOUCH_BYTES = 2 << 20
-#: Threads that touch. More make no pages faster, and whatever else starts needs its cores.
+#: Threads that touch. More are no faster, and take cores from whatever else starts.
 MAX_TOUCH_THREADS = 4
-#: Between two regions that nobody waits for, so that whoever queues for the driver comes next.
+#: Between two regions that no load waits for, so that queued driver calls come next.
 PAUSE_S = 0.001
-#: Between two looks whether another process has made the pages of a region.
+#: Between two checks whether another process has made the pages of a region.
 LOOK_S = 0.025
 
 #: CUDA's code of a region whose thread found no device, as `cuda.h` has it.
@@ -56,8 +55,8 @@ class Touching:
     ) -> None:
         """Start with the first region. `memory` is mapped at `address`; regions are ranges of its bytes.
 
-        `makes_pages`: also pages that nobody has written to so far. Else those are left to the process that
-        does. `num_loads` are under way, and nothing is done before they have ended.
+        `makes_pages`: also make pages; otherwise another process makes them. `num_loads` are under way, and
+        nothing is touched before they have ended.
         """
         self._memory, self._address, self._regions = memory, address, regions
         self._makes_pages = makes_pages
@@ -76,13 +75,13 @@ class Touching:
         return bool(self._is_touched[region])
 
     def needed(self, region: int) -> None:
-        """Go on behind a region that a load needs, and sees to itself."""
+        """Skip a region that a load is about to touch itself."""
         with self._changed:
             if self._order.take(region):
                 self._is_touched[region] = True
 
     def load_began(self) -> None:
-        """Touch next to nothing until as many loads have ended: they see to what they need."""
+        """Touch next to nothing until as many loads have ended."""
         with self._changed:
             self._order.load_began(time.monotonic())
 
@@ -92,12 +91,11 @@ class Touching:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when all regions are touched."""
         for thread in self._threads:
             thread.join()
 
     def stop(self) -> None:
-        """Leave the rest, and wait until no thread touches a page any more."""
+        """Stop, and wait for the threads."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -110,7 +108,7 @@ class Touching:
             self._touch(region)
 
     def _next(self) -> int | None:
-        """Return the next region, once no load keeps it back; None: there is none."""
+        """Return the next region, once loads allow it; None: there is none."""
         with self._changed:
             while not self._is_stopped and not self._order.is_complete:
                 now_s = time.monotonic()
@@ -132,7 +130,7 @@ class Touching:
         self._is_touched[region] = True
 
     def _is_made(self, region: int) -> bool:
-        """True if the last page of a region is there, whoever made it: they are made in order."""
+        """True if the last page of a region exists: pages are made in order."""
         last = self._address + (self._regions[region].stop - 1) // mmap.PAGESIZE * mmap.PAGESIZE
         state = ctypes.c_ubyte()
         code = _LIBC.mincore(ctypes.c_void_p(last), ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(state))
@@ -140,7 +138,7 @@ class Touching:
 
 
 class Pinning:
-    """The pinned regions of a mapping, of which there are more and more. Any thread may have one pinned."""
+    """The regions of a mapping as they are pinned. Any thread may have one pinned."""
 
     def __init__(
         self,
@@ -159,10 +157,10 @@ class Pinning:
         self._address, self._regions, self._touching = address, regions, touching
         self._register, self._unregister = register, unregister
         self._order = RegionOrder(len(regions), num_loads, now_s=time.monotonic())
-        self._codes: dict[int, int] = {}  #: CUDA's code by region: 0 of those that are pinned
+        self._codes: dict[int, int] = {}  #: CUDA's code by region; 0: pinned
         self._is_closed = False
         self._changed = threading.Condition()  #: guards these three
-        self._one_at_a_time = threading.Lock()  #: held by whoever registers
+        self._one_at_a_time = threading.Lock()  #: held while registering
         self._thread = threading.Thread(target=self._pin_all, name="hearth-pin", daemon=True)
         self._thread.start()
 
@@ -184,7 +182,7 @@ class Pinning:
         return region in self._codes  # as above
 
     def pin(self, region: int) -> None:
-        """Return when a region whose pages are there is pinned, or cannot be: copies are slow then."""
+        """Wait until a region whose pages exist is pinned, or cannot be."""
         if self.is_settled(region):  # as almost always
             return
         self._touching.needed(region)
@@ -196,7 +194,7 @@ class Pinning:
             self._pin(region)
 
     def load_began(self) -> None:
-        """Have next to nothing pinned that nobody waits for, until as many loads have ended."""
+        """Pin next to nothing in the background until as many loads have ended."""
         with self._changed:
             self._order.load_began(time.monotonic())
 
@@ -206,7 +204,6 @@ class Pinning:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when everything is pinned that can be."""
         self._thread.join()
 
     def close(self) -> None:
@@ -226,10 +223,7 @@ class Pinning:
             time.sleep(PAUSE_S)
 
     def _next(self) -> int | None:
-        """Return the next region that nobody waits for, once it is touched and no load keeps it back.
-
-        Returns None when there is none any more.
-        """
+        """Return the next region, once it is touched and loads allow it; None: there is none."""
         with self._changed:
             while not self._is_closed and not self._order.is_complete:
                 now_s = time.monotonic()
@@ -247,7 +241,7 @@ class Pinning:
                 return
             try:
                 code = self._register(self._address + part.start, len(part))
-            except DeviceError:  # told of below: whoever waits for it must not wait for ever
+            except DeviceError:  # logged below; threads that wait for the region must be woken
                 code = _NO_CONTEXT
             with self._changed:
                 is_first_failure = code != 0 and not any(self._codes.values())
@@ -257,7 +251,9 @@ class Pinning:
             log.warning(
                 "fallback copies=pageable reason=pin_failed pinned=%d of=%d cuda_error=%d "
                 "remedy=`raise the limit of locked memory (ulimit -l) or lower store.host_bytes`",
-                *(len(self._codes) - 1, len(self._regions), code),
+                len(self._codes) - 1,
+                len(self._regions),
+                code,
             )
 
 
@@ -272,7 +268,7 @@ def has_cuda() -> bool:
 
 
 def _cuda() -> ModuleType:
-    """Return torch's CUDA module, imported here because a process that only lends does without torch."""
+    """Return torch's CUDA module, imported here because the keeper does without torch."""
     import torch
 
     return torch.cuda

@@ -34,22 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HashedRead:
-    """How far a read came, and what it found."""
-
     num_bytes: int  #: fewer than wanted where the file has ended
     xxh3: str  #: of these bytes, in hexadecimal
     hash_s: float
 
 
 class _HashFunctions(ctypes.Structure):
-    """The functions of the hash library, as `read_hashed.c` calls them."""
-
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("create", "reset", "update", "digest", "destroy"))
 
 
 class _Result(ctypes.Structure):
-    """The result that `read_hashed.c` fills in."""
-
     _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64), ("hash_s", ctypes.c_double))
 
 
@@ -81,8 +75,14 @@ def _compiled_reader() -> Read | None:
         call = native_library(_SOURCE).hearth_read_hashed
         call.restype = ctypes.c_int64
         call.argtypes = (
-            *(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
-            *(ctypes.POINTER(_HashFunctions), ctypes.POINTER(_Result)),
+            ctypes.c_int,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.POINTER(_HashFunctions),
+            ctypes.POINTER(_Result),
         )
         for functions in _hash_functions():
             reader = partial(_read_natively, call, functions)
@@ -92,7 +92,8 @@ def _compiled_reader() -> Read | None:
     except (OSError, AttributeError, ImportError) as error:
         log.warning(
             "fallback reader=interpreted reason=`%s` remedy=`%s`",
-            *(str(error).partition("\n")[0], remedy_for(error)),
+            str(error).partition("\n")[0],
+            remedy_for(error),
         )
         return None
 
@@ -108,8 +109,14 @@ def _read_natively(
 ) -> HashedRead:
     target, result = ctypes.c_char.from_buffer(buffer), _Result()
     done = call(
-        *(fd, offset, ctypes.addressof(target), len(buffer), piece_bytes, block_bytes),
-        *(ctypes.byref(functions), ctypes.byref(result)),
+        fd,
+        offset,
+        ctypes.addressof(target),
+        len(buffer),
+        piece_bytes,
+        block_bytes,
+        ctypes.byref(functions),
+        ctypes.byref(result),
     )
     if done < 0:
         raise OSError(-done, os.strerror(-done))

@@ -56,13 +56,12 @@ class Retry:
     min_bytes_per_s: float = 64 << 10
 
     def limit_s(self, num_bytes: int) -> float:
-        """Return how long one request for so many bytes may take."""
         return self.stall_s + num_bytes / self.min_bytes_per_s
 
     def delays_s(self) -> Iterator[float]:
         """Yield the pause before each further try: twice as long each time, less a random part.
 
-        The random part spreads readers that failed at the same moment: they do not come back at the same one.
+        The random part spreads readers that failed at the same moment.
         """
         for retry in range(self.num_tries - 1):
             longest_s = min(self.first_delay_s * 2**retry, self.max_delay_s)
@@ -70,7 +69,7 @@ class Retry:
 
 
 PATIENT = Retry()
-#: For a look that somebody waits for, and that nothing depends on.
+#: For a check that a user waits for, and that nothing depends on.
 BRIEF = Retry(num_tries=1, stall_s=2.0, min_bytes_per_s=MAX_JSON_BYTES)
 
 
@@ -103,16 +102,16 @@ class RemoteModel:
     def read_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         """Read a small file.
 
-        Raises ChunkMissing where there is none, BadCheckpoint where it has more than `max_bytes`, which then
-        are not fetched, Unreachable where nobody answers.
+        Raises ChunkMissing if there is none, BadCheckpoint if it has more than `max_bytes`, Unreachable if
+        no server answers.
         """
         return self._read(name, None, max_bytes=max_bytes).to_bytes()
 
     def read_into(self, offset: int, buffer: memoryview, is_wanted: Callable[[], bool] = _always) -> None:
-        """Fill the buffer from weights.bin, and wait for that; it is untouched until all bytes are here.
+        """Fill the buffer from weights.bin; it is untouched until all bytes are here.
 
-        Raises ChunkMissing where the file ends before, Unreachable where nobody answers, and LoadCancelled
-        where another try would be for nobody.
+        Raises ChunkMissing if the file is too short, Unreachable if no server answers, and LoadCancelled
+        instead of another try if `is_wanted` is false.
         """
         if buffer.nbytes:
             part = ByteRange(offset, offset + buffer.nbytes)
@@ -144,11 +143,15 @@ class RemoteModel:
                 self._count(num_retries=1)
                 log.warning(
                     "object_retry url=%s/%s try=%d delay_s=%.2f reason=%s",
-                    *(self.url, name, num_tries, delay_s, error),
+                    self.url,
+                    name,
+                    num_tries,
+                    delay_s,
+                    error,
                 )
             time.sleep(delay_s)
             if not is_wanted():
-                raise LoadCancelled(f"nobody waits for `{self.url}/{name}` any more, tries: {num_tries}")
+                raise LoadCancelled(f"`{self.url}/{name}` is not needed any more, tries: {num_tries}")
 
     def _endpoint(self, num_bytes: int) -> _Endpoint:
         """Return a client whose requests end within the time for so many bytes, or up to twice as many."""
@@ -161,7 +164,7 @@ class RemoteModel:
     def _request(
         self, endpoint: _Endpoint, name: str, part: ByteRange | None, max_bytes: int | None
     ) -> obstore.Bytes:
-        """Send one request. Raises _Passing where another may fare better, else what ends the reading."""
+        """Send one request. Raises _Passing if another try may succeed."""
         url = f"{self.url}/{name}"
         options: GetOptions = {"range": (part.begin, part.end)} if part else {}
         self._count(num_requests=1)
@@ -188,7 +191,7 @@ class RemoteModel:
 
 
 class _Passing(Exception):
-    """A failure that may pass: nobody listens, silence, a server's trouble, a body cut short."""
+    """A failure that may pass: no connection, no answer, a server error, a body cut short."""
 
 
 def _translate(error: Exception, url: str, part: ByteRange | None, endpoint: _Endpoint) -> Exception:
@@ -236,10 +239,8 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    """A client of object storage, and who asks."""
-
     store: HTTPStore | S3Store
-    asker: str  #: for messages: whom the server would refuse
+    asker: str  #: for messages: the credentials that the server may refuse
     limit_s: float  #: for one request
 
 

@@ -1,4 +1,4 @@
-"""A segment of memory in equal cells that several processes map and pin. Does not know what lies in a cell.
+"""A segment of memory in equal cells, which several processes map and pin. Knows no chunks.
 
     fd (memfd)   | cell 0 | cell 1 | cell 2 | ...                      each process maps it for itself,
     pinned by    |<----- region 0 ----->|<----- region 1 ----->| ...   registers it with its own device,
@@ -26,10 +26,7 @@ class Segment:
     """Shared memory in equal cells. Mutable only in how much is pinned; any thread may view cells."""
 
     def __init__(self, fd: int, num_cells: int, cell_bytes: int, *, is_new: bool = False) -> None:
-        """Map the file behind `fd`, which is closed with the segment.
-
-        `is_new`: nobody else makes its pages.
-        """
+        """Map the file behind `fd`, and own it. `is_new`: this process makes its pages."""
         self.fd, self._is_new = fd, is_new
         self.num_cells = num_cells
         self.cell_bytes = cell_bytes
@@ -46,7 +43,7 @@ class Segment:
 
     @staticmethod
     def create(num_cells: int, cell_bytes: int) -> Segment:
-        """Make a segment of new memory that nobody has touched, so it costs nothing yet.
+        """Make a segment of new memory, which costs nothing until it is touched.
 
         Raises:
             DeviceError: the machine has no such room.
@@ -71,7 +68,6 @@ class Segment:
         return 0 if self._pinning is None else self._pinning.pinned_bytes
 
     def memory(self, cell: int, num_bytes: int) -> memoryview:
-        """View the first bytes of a cell."""
         assert 0 <= cell < self.num_cells, f"{cell=} {self.num_cells=}"
         assert 0 <= num_bytes <= self.cell_bytes, f"{num_bytes=} {self.cell_bytes=}"
         begin = cell * self.cell_bytes
@@ -82,14 +78,14 @@ class Segment:
         return cell * self.cell_bytes
 
     def give_back(self) -> None:
-        """Give the system all pages, of all processes that map them; they come again, as zeros, when touched.
+        """Return all pages to the system, for all processes; they are zero when touched again.
 
-        Never for memory that is pinned: a device would go on reading the old pages.
+        Never for pinned memory: a device would go on reading the old pages.
         """
         self._map.madvise(mmap.MADV_REMOVE)
 
     def touch_in_background(self) -> None:
-        """Have the kernel make all pages, or find those that were made: the longer part of pinning them."""
+        """Have the kernel make all pages, or find them: the longer part of pinning."""
         with self._lock:
             self._touch_in_background()
 
@@ -100,22 +96,24 @@ class Segment:
                 touching = self._touch_in_background()
                 assert touching is not None, "there are cells"
                 self._pinning = Pinning(
-                    *(self.address, self._regions(), touching, *cuda_registration()),
+                    self.address,
+                    self._regions(),
+                    touching,
+                    *cuda_registration(),
                     num_loads=self._num_loads,
                 )
 
     def pin(self, cell: int) -> None:
-        """Return when a cell that is about to be copied from is pinned, if this segment is pinned at all."""
+        """Wait until a cell is pinned, if this segment is pinned at all."""
         if (pinning := self._pinning) is not None:
             pinning.pin(cell // self._region_cells)
 
     def pin_first(self, num_cells: int) -> None:
-        """Return when the first cells are pinned, if this segment is pinned at all."""
+        """Wait until the first cells are pinned, if this segment is pinned at all."""
         for cell in range(0, min(num_cells, self.num_cells), self._region_cells):
             self.pin(cell)
 
     def are_first_pinned(self, num_cells: int) -> bool:
-        """True if a device copies from the first cells at its full speed."""
         return all(map(self.is_pinned, range(min(num_cells, self.num_cells))))
 
     @property
@@ -123,7 +121,6 @@ class Segment:
         return (pinning := self._pinning) is not None and pinning.is_complete
 
     def is_pinned(self, cell: int) -> bool:
-        """True if a device copies from a cell at its full speed."""
         return (pinning := self._pinning) is not None and pinning.is_pinned(cell // self._region_cells)
 
     def can_copy(self, cell: int) -> bool:
@@ -131,7 +128,7 @@ class Segment:
         return (pinning := self._pinning) is None or pinning.is_settled(cell // self._region_cells)
 
     def load_began(self) -> None:
-        """Make ready no cells but those that the load needs, until as many have ended."""
+        """Touch and pin no cells in the background until as many loads have ended."""
         with self._lock:
             self._num_loads += 1
             for work in (self._touching, self._pinning):
@@ -147,7 +144,6 @@ class Segment:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Count the context as a load."""
         self.load_began()
         try:
             yield
@@ -155,7 +151,7 @@ class Segment:
             self.load_ended()
 
     def wait_pinned(self) -> None:
-        """Return when all is touched, and pinned, that is to be."""
+        """Wait until the background has touched and pinned everything."""
         for work in (self._touching, self._pinning):
             if work is not None:
                 work.wait()
@@ -182,7 +178,9 @@ class Segment:
     def _touch_in_background(self) -> Touching | None:
         if self._touching is None and self.num_cells:
             self._touching = Touching(
-                *(self._bytes, self.address, self._regions()),
+                self._bytes,
+                self.address,
+                self._regions(),
                 makes_pages=self._is_new,
                 num_loads=self._num_loads,
             )

@@ -1,7 +1,7 @@
-"""The rungs of one machine put together: models on disk, chunks in host memory, object storage behind them.
+"""The rungs of one machine: chunks in host memory, models on disk, object storage behind them.
 
-One process owns them. They are bounded: the host segment by its cells, the disk by its quota; what goes first
-is decided by price (`chunk_prices.py`). Nothing is copied to a device here: that is `loader.py`.
+One process owns them. Host memory is bounded by its cells, the disk by its quota; the cheapest chunk is
+evicted first (`chunk_prices.py`). Nothing is copied to a device here: that is `transfer.py`.
 """
 
 from __future__ import annotations
@@ -50,19 +50,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """How full a tier is and what it has done, for people and metrics."""
-
     used_bytes: int
-    capacity_bytes: int | None  #: None: as much as there is
+    capacity_bytes: int | None  #: None: unlimited
     pinned_bytes: int
-    bytes_per_s: float  #: running average of what it delivered
+    bytes_per_s: float  #: running average
     counters: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A model in a directory and the state of its files when it was opened."""
-
     stamps: Mapping[str, FileStamp | None]  #: by file name, of all files that make up the model
     model: StoredModel
 
@@ -74,7 +70,7 @@ class _Opened:
 
 
 class Tiers:
-    """The tiers of one machine. Any thread may call them. Unless closed, their readers and memory stay."""
+    """The tiers of one machine. Any thread may call them."""
 
     def __init__(
         self,
@@ -86,11 +82,10 @@ class Tiers:
     ) -> None:
         """Open the disk and make the host segment.
 
-        `is_pinned`: this process copies from host memory to a device, rather than only lends it.
-        `keeps_chunks`: host memory keeps chunks for the next load. Not where the device is the CPU: models
-        are in that same memory already, and what was copied there must not be held a second time. Chunks then
-        pass through at most `CPU_HOST_BYTES`, and are read through the page cache, which the kernel gives
-        to whoever needs memory: that is where a model that has left is found again.
+        `is_pinned`: this process itself copies from host memory to a device.
+        `keeps_chunks`: host memory keeps chunks for the next load. Not where the device is the CPU, which
+        would hold models twice: chunks then pass through at most `CPU_HOST_BYTES`, and are read through the
+        page cache, where an evicted model is found again.
         """
         assert keeps_chunks or not is_pinned, "pages that are pinned cannot be given back"
         self.keeps_chunks = keeps_chunks
@@ -101,7 +96,7 @@ class Tiers:
         self.segment = Segment.create(host_bytes // cell_bytes, cell_bytes)
         if is_pinned:
             self.segment.pin_in_background()
-        #: Models that are open: reading a description takes milliseconds, which a cold start does not have.
+        #: Reading a description takes milliseconds, too long for a cold start.
         #: Single operations of a dict are atomic and opening twice does no harm, so it needs no lock.
         self._opened: dict[Path, _Opened] = {}
         self._remotes: dict[RemoteAddress, RemoteModel] = {}
@@ -162,25 +157,24 @@ class Tiers:
         self.disk.register(model.directory, model.manifest)
         return model
 
-    def fetch(self, model: StoredModel, chunks: Sequence[int], *, passes_on: bool = False) -> Fetch:
-        """Start bringing chunks of a model; `passes_on`: see `Fetcher.fetch`."""
-        return self.fetcher.fetch(model, chunks, passes_on=passes_on)
+    def fetch(self, model: StoredModel, chunks: Sequence[int], *, pass_through: bool = False) -> Fetch:
+        return self.fetcher.fetch(model, chunks, pass_through=pass_through)
 
     def prefetch(self, model: StoredModel) -> Fetch | None:
-        """Start bringing what host memory lacks of a model, behind all loads; None if nothing is to come.
+        """Start fetching what host memory lacks of a model, behind all loads.
 
-        That is so also where it would not stay there, or not all of it would fit.
+        None: nothing is missing, chunks would not stay, or the model does not fit.
         """
         missing = self._missing(model, range(len(model.manifest.chunks)))
-        return self.fetcher.fetch(model, missing, is_ahead=True) if missing else None
+        return self.fetcher.fetch(model, missing, is_prefetch=True) if missing else None
 
-    def refill(self, model: StoredModel, passed_on: Sequence[int]) -> Fetch | None:
-        """Start bringing chunks to stay that a load has passed on; None if nothing is to come, as above."""
-        missing = self._missing(model, passed_on)
+    def refill(self, model: StoredModel, passed_through: Sequence[int]) -> Fetch | None:
+        """Start fetching chunks to stay which a load passed through; None as for `prefetch`."""
+        missing = self._missing(model, passed_through)
         return self.fetcher.refill(model, missing) if missing else None
 
     def _missing(self, model: StoredModel, chunks: Sequence[int]) -> list[int]:
-        """Return those of the chunks that host memory lacks, each once, if all of the model could stay."""
+        """Return the chunks that host memory lacks, each once; none if the model could not stay."""
         ids = model.manifest.chunk_ids
         if not self._keeps_chunks or len(set(ids)) > self.segment.num_cells:
             return []
@@ -197,14 +191,13 @@ class Tiers:
         }
 
     def host_bytes(self, model: StoredModel) -> int:
-        """Return how much of a model lies in host memory."""
         sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
         return sum(sizes[chunk_id] for chunk_id in self.fetcher.resident(sizes))
 
     def forget(self, where: str | Path) -> Path:
-        """Forget a model that is no longer deployed, and return the directory that described it.
+        """Forget a model that is no longer deployed; return the directory of its description.
 
-        Whatever the disk keeps of a remote model is deleted; the files of a local one are its owner's.
+        All that the disk keeps of a remote model is deleted; the files of a local one stay.
         """
         if is_url := "://" in str(where):
             address = parse_address(str(where))
@@ -226,7 +219,10 @@ class Tiers:
             self.prices.moved(rung, use.num_bytes, use.seconds)
         log.info(
             "model_loaded model=%s bytes=%d load_s=%.3f first_layer_s=%.3f rungs=%s",
-            *(record.model, record.num_bytes, record.total_s, record.first_layer_s),
+            record.model,
+            record.num_bytes,
+            record.total_s,
+            record.first_layer_s,
             ",".join(f"{rung}:{use.num_bytes}" for rung, use in record.rungs.items()),
         )
 
@@ -258,7 +254,7 @@ class Tiers:
         }
 
     def pass_books(self) -> None:
-        """Return once all books of the tiers could be looked at: never, if threads wait for each other."""
+        """Take each lock of the tiers once. Returns never if threads are deadlocked."""
         self.fetcher.resident(())
         self.prices.bytes_per_s(Rung.HOST)
         _ = self.disk.used_bytes
@@ -321,9 +317,8 @@ class Tiers:
             write_upstream(directory, Upstream(found.manifest.digest))
 
     def _describe(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
-        """Bring all but the weights of a remote model into a directory."""
         num_bytes = len(found.text) + sum(file.num_bytes for file in found.manifest.files)
-        # Whoever opens it at the same moment, also in another process, waits and finds it done.
+        # Another thread or process that opens it at the same time waits, and finds it done.
         with staged(directory, num_bytes, overwrite=True, wait=True) as staging:
             for file in found.manifest.files:
                 content = remote.read_file(file.name, file.num_bytes)
@@ -338,8 +333,6 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """The manifest that a URL holds now."""
-
     text: bytes
     manifest: StoredManifest
 

@@ -89,7 +89,9 @@ def read_upstream(directory: Path) -> Upstream | None:
 
 def write_upstream(directory: Path, upstream: Upstream) -> None:
     """Note beside a model what upstream has, at once or not at all. Raises StoreError."""
-    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(8)}")  # a model holds no strangers
+    temporary = directory.with_name(
+        f".{directory.name}.{secrets.token_hex(8)}"
+    )  # beside the model, which holds its own files only
     try:
         temporary.write_bytes(msgspec.json.encode(upstream))
         temporary.rename(directory / UPSTREAM)
@@ -116,7 +118,7 @@ def note_version(directory: Path, version: str) -> Upstream | None:
         )
     try:
         write_upstream(directory, now)
-    except StoreError as error:  # the model may be gone, or its disk full: whoever looks next tries again
+    except StoreError as error:  # the model may be gone, or its disk full: the next check tries again
         log.warning("upstream_not_noted directory=%s reason=%s", directory, error)
     return now
 
@@ -125,7 +127,7 @@ def version_now(source: str) -> str:
     """Return the version that a URL or a repository of the Hub (`hf:ORG/NAME[@REVISION]`) has now.
 
     Raises:
-        HearthError: nobody answers within seconds, or there is no model any more; the message says which.
+        HearthError: no server answers within seconds, or there is no model any more.
     """
     if source.startswith("hf:"):
         return _commit_of(source)
@@ -138,7 +140,7 @@ def version_at(remote: RemoteModel) -> str:
     """Return the digest of the manifest that a URL has now.
 
     Raises:
-        HearthError: nobody answers, or what lies there is no model.
+        HearthError: no server answers, or there is no model.
     """
     from hearth.store.format.description import parse_description
     from hearth.store.format.manifest import MANIFEST

@@ -46,8 +46,6 @@ class LocalHash:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRead:
-    """How long reading and checking a chunk took, and what is known of it now."""
-
     read_s: float
     verify_s: float
     known: LocalHash | None  #: None: the file has changed while it was read, or others may write it
@@ -87,7 +85,7 @@ def read_verified(
 
 
 def _is_sure(known: LocalHash, before: FileStamp | None, after: FileStamp | None) -> bool:
-    """True if the file is the one that the hash was found of, and nobody else may have written it."""
+    """True if the hash was found of this state of the file, and only this user may write it."""
     is_same = before is not None and before == after and before.is_ours
     return is_same and known.stamp in (None, before)
 

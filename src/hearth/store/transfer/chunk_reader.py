@@ -1,8 +1,8 @@
-"""Reads one chunk from the nearest rung that has it whole into a buffer. Schedules nothing, keeps no books.
+"""Reads one chunk into a buffer, from disk or else from object storage. Schedules nothing, keeps no books.
 
-The order is disk, then object storage. Bytes that are not what their digest says never leave this module: the
-place they came from is struck off, the next one is tried, and object storage is asked again, for its errors
-pass. What comes from outside this machine is checked by BLAKE3, each time; a file, see `verified_read.py`.
+Wrong bytes never leave this module: the place they came from is struck off, the next one is tried, and object
+storage is asked again. What comes from outside this machine is checked by BLAKE3 each time; for files, see
+`verified_read.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hearth.store.tiers.upstream import note_version, version_at
 from hearth.store.tiers.verified_read import read_verified
 from hearth.store.transfer.record import Delivery
 
-#: How often object storage may send wrong bytes for one chunk; lost answers are retried below this level.
+#: How often object storage may send wrong bytes for one chunk. `RemoteModel` retries lost answers.
 MAX_WRONG_ANSWERS = 3
 
 log = logging.getLogger(__name__)
@@ -35,15 +35,12 @@ class ChunkReader:
     """Reads chunks from disk, then from object storage. Any thread may call it."""
 
     def __init__(self, disk: DiskTier, price: Callable[[str], Price], *, may_be_direct: bool = True) -> None:
-        """Read from `disk` first; `price` says what a chunk there is worth, should another need its room.
-
-        `may_be_direct`: see `read_verified`.
-        """
+        """`price` of a chunk on disk decides evictions there. `may_be_direct`: see `read_verified`."""
         self._disk = disk
         self._price = price
         self._may_be_direct = may_be_direct
-        self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
-        self._telling = threading.Lock()  #: guards `_is_full_known`: readers find out at the same moment
+        self._is_full_known = False  #: a full or broken disk is logged once, not once per chunk
+        self._telling = threading.Lock()  #: guards `_is_full_known`, for many readers
 
     def is_far(self, model: StoredModel, index: int) -> bool:
         """True if a chunk has to come from object storage, as far as is known before it is read."""
@@ -52,7 +49,7 @@ class ChunkReader:
     def deliver(
         self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
     ) -> Delivery:
-        """Fill `buffer` with a verified chunk of the model; give up when nobody wants the chunk any more.
+        """Fill `buffer` with a verified chunk; give up when `is_wanted` turns false.
 
         Raises:
             StoreError: no rung has it; the message says what was tried.
@@ -62,11 +59,11 @@ class ChunkReader:
             model, index, buffer, failures, is_wanted
         )
         if delivery is None:
-            raise _nobody_has_it(model, index, failures)
+            raise _not_found(model, index, failures)
         return delivery
 
     def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
-        """Write a chunk from object storage to disk, if the disk takes it: no load depends on that."""
+        """Write a chunk from object storage to disk. A failure is only logged: no load depends on it."""
         failure = None
         try:
             xxh3 = xxhash.xxh3_128_hexdigest(data)
@@ -86,7 +83,11 @@ class ChunkReader:
             began_s = time.perf_counter()
             try:
                 read = read_verified(
-                    *(place.path, place.offset, buffer, chunk.digest, place.known),
+                    place.path,
+                    place.offset,
+                    buffer,
+                    chunk.digest,
+                    place.known,
                     may_be_direct=self._may_be_direct,
                 )
             except StoreError as error:
@@ -103,7 +104,7 @@ class ChunkReader:
     def _condemn(self, place: Location) -> None:
         try:
             self._disk.condemn(place)
-        except StoreError as error:  # it stays, and will be found out again
+        except StoreError as error:  # the next read condemns it again
             log.warning("place_stays path=%s reason=%s", place.path, error)
 
     def _from_object(
@@ -142,13 +143,13 @@ class ChunkReader:
 
 
 def _change_upstream(model: StoredModel, remote: RemoteModel) -> UpstreamChanged | None:
-    """Return that the model's URL holds another version, if it does: that is why a chunk could not be had.
+    """Return that the model's URL holds another version by now, if it does; asked only after a failure.
 
-    The look costs a request, and so is taken after a failure only. `hearth show` tells what was seen.
+    `hearth show` displays what was seen.
     """
     try:
         version = version_at(remote)
-    except HearthError:  # nobody knows then, and the failure before says what is wrong
+    except HearthError:  # the failure before says what is wrong
         return None
     note_version(model.directory, version)
     if version == model.manifest.digest:
@@ -156,8 +157,8 @@ def _change_upstream(model: StoredModel, remote: RemoteModel) -> UpstreamChanged
     return UpstreamChanged(f"`{remote.url}` holds version {version} now, this is {model.manifest.digest}")
 
 
-def _nobody_has_it(model: StoredModel, index: int, failures: list[StoreError]) -> StoreError:
-    """Return the error of a chunk that no rung has: the last failure's kind, the text of all failures."""
+def _not_found(model: StoredModel, index: int, failures: list[StoreError]) -> StoreError:
+    """Return the error of a chunk that no rung has: the kind of the last failure, the text of all."""
     tensors = model.manifest.tensors_in(index)
     tensors = tensors if len(tensors) < 3 else [tensors[0], tensors[-1]]
     nowhere = f"no {WEIGHTS} in `{model.directory}` is known to be good, and it came from no URL"

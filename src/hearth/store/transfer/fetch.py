@@ -1,18 +1,20 @@
-"""Brings chunks into host memory and lends them out, in the order in which each load wants them.
+"""Fetches chunks into host memory and leases them, in the order in which each load wants them.
 
     wanted, in order         at most WINDOW of a load                taken, copied, released
     todo | 7 8 9 ...  --->  | 3 reading  4 reading | 5 ready  6 ready | --->  consumer
                    a cell is taken in order,    readers fill cells,
                    loads in rotation            each on a chunk of its own
 
-Chunks from object storage have readers of their own and at most half of the cells, so that a store that is
-slow, or answers nothing, holds up no load from this machine's disk. A chunk that two loads want is read once.
-Cells are taken in the order of the load, so the chunk that a consumer waits for always has one, and loads
-larger than the host memory run through it. What was released stays for the next load, unless chunks are only
-passed on (`keeps_chunks`): then its cell is free at once, and when all are, the system gets their pages back.
-A load whose consumer can copy from the first cells alone at full speed goes through these, as long as the
-disk is faster than memory is made (`passes_on`): its chunks come to stay when nobody waits for them.
-The books are `policy/memory/chunk_book.py`, the reading is `chunk_reader.py`; nothing here touches a device.
+- Cells are taken in the order of the load, so the chunk that a consumer waits for always has one, and a load
+  larger than host memory streams through it. A chunk that two loads want is read once.
+- Chunks from object storage have readers of their own and at most half of the cells: a slow store delays no
+  load from this machine's disk.
+- A released chunk stays for the next load. Without `keeps_chunks` its cell is free at once, and when all are,
+  the system gets their pages back.
+- A load with `pass_through` goes through the first cells alone, which are pinned, as long as the disk is
+  faster than the kernel makes pages. Its chunks are read again to stay when it is over.
+
+The books are `policy/memory/chunk_book.py`, the reading is `chunk_reader.py`. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from hearth.store.tiers.segment import Segment
 from hearth.store.transfer.chunk_reader import ChunkReader
 from hearth.store.transfer.record import Delivery
 
-#: Chunks of one load that hold a cell at a time: being read, waiting to be copied, or being copied.
+#: Cells that one load holds at a time: being read, ready, or being copied.
 WINDOW = 32
-#: The first cells, as many as a load holds at a time. A worker that starts pins these before all others.
+#: The first cells, as many as one load holds. A worker that starts pins these before all others.
 NUM_FIRST_CELLS = WINDOW
-#: A chunk that took longer to be read stays where it is: in as long, memory would be made for it.
-MAX_PASSED_ON_S = 0.02
-#: Chunks that are read at a time to stay behind a load that passed them on: cores are for others then.
+#: A chunk that took longer to read stays in its cell: making a page takes as long.
+MAX_PASS_THROUGH_S = 0.02
+#: Cells that a refill holds at a time: it leaves the cores to loads.
 REFILL_WINDOW = 4
-#: Chunks that a load best gives back together, a quarter of those.
+#: Chunks that a load best releases together, a quarter of its cells.
 RELEASE_BATCH = WINDOW // 4
-#: Disks want several requests at once; from memory, reading and hashing want all cores but two (of 16).
+#: Disks want several requests at once; from memory, reading and hashing take all cores but two of 16.
 NUM_READERS = 14
-#: And as many again for object storage, from the first load on of a model that came from there.
+#: For object storage; started with the first load of a model from there.
 NUM_FAR_READERS = 14
-#: How long closing waits for readers: a read of a disk ends within this, a server may not answer at all.
+#: How long closing waits for readers. A read of a disk ends within this; a server may never answer.
 PATIENCE_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -56,30 +58,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HostChunk:
-    """A verified chunk in host memory, lent until it is released."""
+    """A verified chunk in host memory, leased until it is released."""
 
     index: int
     data: memoryview  #: a view into the segment
     cell: int
-    delivery: Delivery | None  #: None: this load has not caused it to be read
-    is_shared: bool = False  #: another load was reading it, so it had to be waited for all the same
+    delivery: Delivery | None  #: None: this load did not have it read
+    is_shared: bool = False  #: another load was reading it, and this one waited
 
 
 @dataclass(slots=True)
 class HostCounters:
-    """Counts of what the host tier has done. Mutable; written only by the fetcher, under its lock."""
+    """Counts of the host tier. Mutable; written by the fetcher, under its lock."""
 
     num_hits: int = 0
     num_fills: int = 0
     num_failures: int = 0
     num_evictions: int = 0
-    num_shared: int = 0  #: chunks that one load got because another was reading them
+    num_shared: int = 0  #: chunks that another load was reading
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A load that waits for a chunk to be read into a cell."""
-
     fetch: Fetch
     index: int
     cell: int
@@ -94,7 +94,7 @@ class _Job:
 
 
 class Fetcher:
-    """Fills a segment with the chunks that loads want; owns its books. Any thread may call it."""
+    """Fills a segment with the chunks that loads want, and owns its books. Any thread may call it."""
 
     def __init__(
         self,
@@ -105,51 +105,52 @@ class Fetcher:
         *,
         keeps_chunks: bool = True,
     ) -> None:
-        """`keeps_chunks`: see `Tiers`."""
         self.segment = segment
         self.book = ChunkBook(segment.num_cells, keeps_idle=keeps_chunks)
         self.counters = HostCounters()
         self._chunk_reader = chunk_reader
         self._prices = prices
         self._keeps_chunks = keeps_chunks
-        #: Loads that want more chunks; the one to be served next stands first.
+        #: Loads that want more chunks, the next to be served first.
         self._round_robin: deque[Fetch] = deque()
-        #: Loads that wait for a chunk that is being read; the first of them asked for the reading.
+        #: Loads that wait for a chunk being read; the first one asked for the read.
         self._waiting: dict[ChunkId, list[_Job]] = {}
-        #: Guards the books, the order of loads and every fetch: consumers and readers meet here.
+        #: Guards the books, the order of loads and every fetch, for consumers and readers.
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._far_jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        #: Loads that have not ended; they are told when the fetcher is closed.
+        #: Loads that have not ended.
         self._live: set[Fetch] = set()
         self._is_closed = False
         self._readers = self._start_readers("hearth-read", self._jobs, num_readers)
         self._far_readers: list[threading.Thread] = []
         self._max_far = max(1, min(NUM_FAR_READERS, segment.num_cells // 2))
-        self._num_far = 0  #: chunks that have a cell and come, or will, from object storage
+        self._num_far = 0  #: chunks with a cell that come from object storage
 
     def fetch(
         self,
         model: StoredModel,
         chunks: Sequence[int],
         *,
-        is_ahead: bool = False,
-        passes_on: bool = False,
+        is_prefetch: bool = False,
+        pass_through: bool = False,
     ) -> Fetch:
-        """Start bringing these chunks, in this order, into host memory.
+        """Start fetching these chunks, in this order.
 
-        `is_ahead`: nobody waits for them yet. They come while no other load wants any: neither the readers
-        nor chunks that such a load is about to take are taken from it, nor the first cells.
-        `passes_on`: of what is quickly read into one of the first cells, nothing stays.
+        `is_prefetch`: no request waits for them. They come while no other load wants chunks, and take
+        neither the first cells nor chunks that such a load is about to take.
+        `pass_through`: chunks read quickly into the first cells do not stay there.
         """
         self._prices.load_began(model)
-        return self._begin(Fetch(self, model, chunks, WINDOW, is_ahead=is_ahead, passes_on=passes_on))
+        return self._begin(
+            Fetch(self, model, chunks, WINDOW, is_prefetch=is_prefetch, pass_through=pass_through)
+        )
 
     def lease(self, model: StoredModel, chunks: Sequence[int]) -> list[int] | None:
-        """Lease chunks that are all in host memory; return their cells. None: not all are, or too many.
+        """Lease chunks at once if all are in host memory; return their cells. None: not all are, or too many.
 
-        For an adapter the bus needs hardly longer than `fetch` and its consumer take to meet. So all else is
-        left to `leased`, which has to follow, behind the answer.
+        `leased` has to follow, behind the answer to the worker. So an adapter, which crosses the bus about
+        as fast as a consumer thread wakes up, waits for nothing else.
         """
         if not 0 < len(chunks) <= WINDOW:
             return None
@@ -158,28 +159,28 @@ class Fetcher:
         with self._lock:
             return None if self._is_closed else self.book.lease(wanted)
 
-    def leased(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> LentAtOnce:
-        """Return the load of chunks whose cells `lease` has returned: they are taken, and to be released."""
+    def leased(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> Fetch:
+        """Return the load whose cells `lease` has returned. All its chunks are `taken`, to be released."""
         self._prices.load_began(model)
         stored, memory = model.manifest.chunks, self.segment.memory
-        fetch = Fetch(self, model, (), WINDOW, is_ahead=False, passes_on=False)
-        lent = [
+        fetch = Fetch(self, model, (), WINDOW)
+        fetch.taken = [
             HostChunk(index, memory(cell, stored[index].num_bytes), cell, None)
             for index, cell in zip(chunks, cells, strict=True)
         ]
         with self._lock:
-            self.counters.num_hits += len(lent)
-            fetch.num_open = len(lent)
+            self.counters.num_hits += len(cells)
+            fetch.num_open = len(cells)
             self._live.add(fetch)
             self.segment.load_began()
-        return LentAtOnce(fetch, lent)
+        return fetch
 
     def refill(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
-        """Start bringing chunks to stay that a load has passed on: ahead, and few at a time.
+        """Start fetching chunks to stay which a load passed through: as a prefetch, and few at a time.
 
-        That is no demand for the model: the load was.
+        It does not count as demand for the model: the load did.
         """
-        return self._begin(Fetch(self, model, chunks, REFILL_WINDOW, is_ahead=True, passes_on=False))
+        return self._begin(Fetch(self, model, chunks, REFILL_WINDOW, is_prefetch=True))
 
     def _begin(self, fetch: Fetch) -> Fetch:
         model, chunks = fetch.model, fetch.todo
@@ -200,12 +201,11 @@ class Fetcher:
         return fetch
 
     def resident(self, chunk_ids: Iterable[ChunkId]) -> list[ChunkId]:
-        """Return those of the chunks that are in host memory now."""
         with self._lock:
             return [chunk_id for chunk_id in chunk_ids if self.book.is_resident(chunk_id)]
 
     def close(self) -> None:
-        """Call off the loads under way and stop the readers. One that waits for a server may outlive this."""
+        """Cancel all loads and stop the readers. One that waits for a server may outlive this."""
         with self._lock:
             self._is_closed = True
             for fetch in list(self._live):
@@ -218,7 +218,7 @@ class Fetcher:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def _pump(self) -> None:
-        """Give cells to loads, a chunk of each after the other, while there are cells and open windows."""
+        """Give cells to loads in rotation, while there are cells and open windows."""
         num_stuck = 0
         while self._round_robin and num_stuck < len(self._round_robin):
             fetch = self._round_robin[0]
@@ -233,8 +233,7 @@ class Fetcher:
             self.segment.give_back()
 
     def _gives_way(self, fetch: Fetch) -> bool:
-        """True if nobody waits for the chunks of a load, while another that is waited for wants some."""
-        return fetch.is_ahead and any(one.todo and not one.is_ahead for one in self._round_robin)
+        return fetch.is_prefetch and any(one.todo and not one.is_prefetch for one in self._round_robin)
 
     def _take(self, fetch: Fetch) -> bool:
         """Schedule the load's next chunk; return False if there is no cell for it now."""
@@ -242,7 +241,7 @@ class Fetcher:
         chunk_id = fetch.model.manifest.chunk_ids[index]
         if self._num_far >= self._max_far and self._is_far(fetch, index):
             return False
-        num_spared = NUM_FIRST_CELLS if fetch.is_ahead else 0
+        num_spared = NUM_FIRST_CELLS if fetch.is_prefetch else 0
         match self.book.take(chunk_id, self._prices.of_host_chunk, num_spared=num_spared):
             case Hit(cell):
                 self.counters.num_hits += 1
@@ -264,11 +263,11 @@ class Fetcher:
     ) -> None:
         data = self.segment.memory(cell, fetch.model.manifest.chunks[index].num_bytes)
         fetch.ready[index] = HostChunk(index, data, cell, delivery, is_shared)
-        if fetch.awaited == index:  # waking the consumer costs more than all the rest of this
+        if fetch.awaited == index:  # waking the consumer is dear
             fetch.arrived.notify_all()
 
     def _is_far(self, fetch: Fetch, index: int) -> bool:
-        """True if a chunk has to come from object storage, and nobody has it read yet."""
+        """True if a chunk has to come from object storage, and is not being read."""
         chunk_id = fetch.model.manifest.chunk_ids[index]
         is_coming = chunk_id in self._waiting or self.book.is_resident(chunk_id)
         return not is_coming and self._chunk_reader.is_far(fetch.model, index)
@@ -283,7 +282,7 @@ class Fetcher:
     def _start_readers(
         self, name: str, jobs: SimpleQueue[_Job | None], num_readers: int
     ) -> list[threading.Thread]:
-        """Start readers, fewer where there can be no more threads. Raises StoreError if there can be none."""
+        """Start readers, fewer if there can be no more threads. Raises StoreError if there can be none."""
         readers: list[threading.Thread] = []
         for number in range(num_readers):
             reader = threading.Thread(
@@ -314,7 +313,7 @@ class Fetcher:
             self._read(job)
         except StoreError as error:
             self._fail(job, error)
-        except Exception as error:  # the thread's top: whoever waits is told, and the reader goes on
+        except Exception as error:  # the thread's top: the load fails, and the reader goes on
             log.exception("reader_broke model=%s chunk=%d", job.fetch.model.name, job.index)
             self._fail(job, StoreError(f"reading chunk {job.index} broke: {error!r}"))
 
@@ -346,10 +345,10 @@ class Fetcher:
             return False
 
     def _deliver(self, job: _Job, delivery: Delivery, *, is_leased_on: bool) -> None:
-        """Hand a chunk that was read to all who wait for it; `is_leased_on`: the caller keeps a lease."""
+        """Hand a chunk to all loads that wait for it; `is_leased_on`: the caller keeps a lease."""
         with self._lock:
             self.counters.num_fills += 1
-            self.book.filled(job.chunk_id)  # with a lease, which is given back below
+            self.book.filled(job.chunk_id)  # with a lease, which is released below
             for waiter in self._waiting.pop(job.chunk_id):
                 if waiter.fetch.is_over:
                     continue
@@ -363,7 +362,7 @@ class Fetcher:
             self._pump()
 
     def _fail(self, job: _Job, error: StoreError) -> None:
-        """Fail the load that had a chunk read; the next that waits tries its own rungs, in the same cell."""
+        """Fail the load that had a chunk read; the next load that waits tries its own rungs."""
         with self._lock:
             self.counters.num_failures += 1
             self._end(job.fetch, error)
@@ -383,7 +382,7 @@ class Fetcher:
             self._pump()
 
     def _end(self, fetch: Fetch, error: StoreError | None) -> None:
-        """End a load: no more chunks come. Its consumer still has to release those that it has taken."""
+        """End a load. Its consumer still has to release the chunks that it has taken."""
         if fetch.is_over:
             return
         fetch.is_over, fetch.error = True, error
@@ -401,9 +400,9 @@ class Fetcher:
 
 
 class Fetch:
-    """The chunks of one load, in order: a `ChunkStream`. One thread iterates; any may release and cancel.
+    """The chunks of one load, in order: a `ChunkSource`. One thread iterates; any may release and cancel.
 
-    The fields are the fetcher's, guarded by its lock.
+    Its fields belong to the fetcher, and are guarded by its lock.
     """
 
     def __init__(
@@ -413,16 +412,22 @@ class Fetch:
         chunks: Sequence[int],
         window: int,
         *,
-        is_ahead: bool,
-        passes_on: bool,
+        is_prefetch: bool = False,
+        pass_through: bool = False,
     ) -> None:
-        self.model, self.window, self.is_ahead, self.passes_on = model, window, is_ahead, passes_on
-        self.passed_on: list[int] = []  #: chunks that were released and did not stay
+        self.model, self.window, self.is_prefetch, self.pass_through = (
+            model,
+            window,
+            is_prefetch,
+            pass_through,
+        )
+        self.passed_through: list[int] = []  #: chunks that were released and did not stay
+        self.taken: Sequence[HostChunk] = ()  #: chunks that were leased at once: see `Fetcher.lease`
         #: Chunks that are not scheduled yet, in order.
         self.todo = deque(chunks)
         #: How many chunks are scheduled and not released: being read, ready, or taken.
         self.num_open = 0
-        #: Chunks that are leased for the consumer, who has not taken them yet.
+        #: Chunks leased for the consumer, which has not taken them yet.
         self.ready: dict[int, HostChunk] = {}
         #: The chunk that the consumer sleeps for.
         self.awaited: int | None = None
@@ -447,13 +452,10 @@ class Fetch:
 
     @property
     def release_batch(self) -> int:
-        """See `ChunkStream`."""
         return RELEASE_BATCH
 
     def batches(self, most: int | None = None) -> Generator[list[HostChunk]]:
-        """Yield the chunks in order, those together that are ready to be copied: all, or at most so many.
-
-        Beside busy readers the lock is not cheap.
+        """Yield the chunks in order, those together that are ready, at most `most` of them.
 
         Raises StoreError if one cannot be had, LoadCancelled after `cancel`.
         """
@@ -467,7 +469,7 @@ class Fetch:
             yield batch
 
     def _wait_for(self, at: int, end: int) -> list[HostChunk]:
-        """Return the chunk in this place, and what is ready before `end`; nothing if the load is over."""
+        """Return the chunk at a place, and those behind it that are ready; nothing if the load is over."""
         can_copy = self._fetcher.segment.can_copy
         batch: list[HostChunk] = []
         with self.arrived:
@@ -482,7 +484,7 @@ class Fetch:
         return batch
 
     def _failure(self) -> StoreError:
-        return self.error or LoadCancelled(f"the load of `{self.model.name}` was called off")
+        return self.error or LoadCancelled(f"the load of `{self.model.name}` was cancelled")
 
     @property
     def is_finished(self) -> bool:
@@ -491,38 +493,29 @@ class Fetch:
             return not self.num_open and not self.todo and not self.is_over
 
     def release(self, *chunks: HostChunk) -> None:
-        """Give chunks back whose bytes this load no longer needs."""
         if not chunks:
             return
         with self.arrived:
             for chunk in chunks:
                 chunk_id = self.model.manifest.chunk_ids[chunk.index]
                 self._fetcher.book.release(chunk_id)
-                if self.passes_on and _is_quick(chunk) and self._fetcher.book.drop(chunk_id):
-                    self.passed_on.append(chunk.index)
+                if self.pass_through and _is_quick(chunk) and self._fetcher.book.drop(chunk_id):
+                    self.passed_through.append(chunk.index)
             self.num_open -= len(chunks)
             if not self.num_open and not self.todo:
                 self._fetcher._forget(self)
             self._fetcher._pump()
 
     def cancel(self) -> None:
-        """Ask for no more chunks. One that is being read is read to its end, for others may want it."""
+        """Ask for no more chunks. Reads under way finish: other loads may want their chunks."""
         with self.arrived:
             self._fetcher._end(self, None)
             self._fetcher._pump()
 
 
-@dataclass(frozen=True, slots=True)
-class LentAtOnce:
-    """A load of which all chunks are taken, and no more come."""
-
-    fetch: Fetch
-    chunks: Sequence[HostChunk]
-
-
 def _is_quick(chunk: HostChunk) -> bool:
-    """True if a chunk came from disk to one of the first cells faster than memory is made."""
+    """True if a chunk came from disk to one of the first cells faster than pages are made."""
     delivery = chunk.delivery
     if delivery is None or delivery.rung is not Rung.DISK or chunk.cell >= NUM_FIRST_CELLS:
         return False
-    return delivery.read_s + delivery.verify_s <= MAX_PASSED_ON_S
+    return delivery.read_s + delivery.verify_s <= MAX_PASS_THROUGH_S

@@ -11,8 +11,6 @@ from hearth.core.types import Rung
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How a chunk came into host memory."""
-
     rung: Rung
     num_bytes: int
     began_s: float
@@ -57,7 +55,7 @@ class Tally:
     """The record of a load in the making. Mutable; written by the thread of that load."""
 
     began_s: float
-    num_bytes: int = 0
+    num_bytes: int = 0  #: of all that is to be copied
     wait_s: float = 0.0
     first_layer_s: float | None = None
     num_host_chunks: int = 0
@@ -78,7 +76,6 @@ class Tally:
             self.host_bytes += num_bytes
 
     def waited(self, seconds: float) -> None:
-        """Count time that was spent waiting for a chunk, whatever its rung."""
         self.wait_s += seconds
 
     def record(self, model: str, now_s: float) -> LoadRecord:

@@ -1,4 +1,4 @@
-"""Pinned memory through which chunks go to a device while their own is not pinned yet. Copies to no device.
+"""Pinned buffers through which chunks go to a device while the segment is not pinned yet.
 
     segment, in pages that another process made    | chunk 0 | chunk 1 | ...
                     read by many threads                v         v
@@ -6,7 +6,7 @@
 
 To pin memory that another process made, the kernel has to find each of its pages first, one thread at a time:
 7 GB/s. A read of the file behind it finds them by the thousand, and as many threads as there are cores read
-40 GB/s. So whoever is in a hurry goes through slots, and the memory itself is pinned when nobody waits.
+40 GB/s. So a load goes through these slots, and the segment is pinned in the background.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hearth.store.tiers.segment import Segment
 from hearth.system.cpus import num_usable_cores
 from hearth.system.native_code import NativeCodeUnavailable, native_library
 
-#: Slots of a worker. What the processor's cache holds of them is copied from there: 48 GB/s, 40 with twice as
-#: many (docs/log). Four are given back at a time, as many are filled meanwhile, and two copied from.
+#: Slots of a worker, few enough for the processor's cache: 48 GB/s, 40 with twice as many (docs/log.md). Four
+#: are released at a time, as many are filled meanwhile, and two copied from.
 NUM_SLOTS = 10
-#: Bytes that one thread reads at a time.
+#: Bytes read by one thread at a time.
 PIECE_BYTES = 1 << 20
-#: Cores that are left to others while slots are filled, and the most threads that are of any use.
+#: Cores left free while slots are filled, and the most threads that help.
 SPARE_CORES, MAX_THREADS = 2, 16
 
 #: Threads are started once.
@@ -36,12 +36,17 @@ _STARTING = threading.Lock()
 
 
 class _Slot(ctypes.Structure):
-    """A slot as `staging_buffers.c` has it, which alone reads and writes it."""
+    """A slot as `staging_buffers.c` defines it; only that reads and writes it."""
 
     _fields_ = (
-        *(("next", ctypes.c_void_p), ("out", ctypes.c_void_p)),
-        *((name, ctypes.c_int64) for name in ("offset", "num_bytes", "begun", "missing")),
-        *(("fd", ctypes.c_int32), ("error", ctypes.c_int32)),
+        ("next", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("offset", ctypes.c_int64),
+        ("num_bytes", ctypes.c_int64),
+        ("begun", ctypes.c_int64),
+        ("missing", ctypes.c_int64),
+        ("fd", ctypes.c_int32),
+        ("error", ctypes.c_int32),
     )
 
 
@@ -49,11 +54,11 @@ class StagingBuffers:
     """Slots of pinned memory, each for one chunk at a time. Any thread may take one."""
 
     def __init__(self, slot_bytes: int, num_slots: int = NUM_SLOTS, libraries: Path | None = None) -> None:
-        """Take the memory. A library is looked for in `libraries`, and kept there, as `native_library` does.
+        """Allocate the memory. `libraries`: see `native_library`.
 
         Raises:
-            OSError: there are no threads to be had, or nothing that they could run.
-            DeviceError: there is no such memory.
+            OSError: no thread can be started, or the library not be built.
+            DeviceError: there is not enough memory.
         """
         with _STARTING:
             self._threads = _fill_threads(libraries)
@@ -68,7 +73,7 @@ class StagingBuffers:
         return self._ring.cell_bytes
 
     def touch(self) -> None:
-        """Have the kernel make the pages of all slots in the background: the longer part of pinning them."""
+        """Have the kernel make the pages of all slots in the background."""
         self._ring.touch_in_background()
 
     def pin(self) -> None:
@@ -76,14 +81,14 @@ class StagingBuffers:
         self._ring.pin_in_background()
 
     def take(self, most_s: float) -> int | None:
-        """Return a slot that nobody else has; None: there is none within that time."""
+        """Return a free slot; None: none came free within that time."""
         try:
             return self._free.get(timeout=most_s) if most_s > 0.0 else self._free.get_nowait()
         except Empty:
             return None
 
     def fill(self, slot: int, source: Segment, cell: int, num_bytes: int) -> None:
-        """Have the first bytes of a cell read into a slot that was taken."""
+        """Start reading the first bytes of a cell into a taken slot."""
         self._ring.pin(slot)
         self._threads.ask(
             ctypes.byref(self._slots[slot]), source.fd, source.offset(cell), self._address(slot), num_bytes
@@ -94,7 +99,7 @@ class StagingBuffers:
         return self._threads.is_done(ctypes.byref(self._slots[slot]))
 
     def filled(self, slot: int, num_bytes: int) -> memoryview:
-        """Return the bytes that a slot was to be filled with, when they are there.
+        """Wait until a slot is filled, and return its bytes.
 
         Raises:
             StoreError: they cannot be read.
@@ -104,12 +109,11 @@ class StagingBuffers:
         return self._ring.memory(slot, num_bytes)
 
     def give_back(self, slot: int) -> None:
-        """Let others have a slot that was taken; nothing is copied from it any more."""
+        """Free a slot. No copy reads it any more."""
         self._threads.wait(ctypes.byref(self._slots[slot]))
         self._free.put(slot)
 
     def close(self) -> None:
-        """Unpin and unmap. Nobody takes a slot any more."""
         for slot in self._slots:
             self._threads.wait(ctypes.byref(slot))
         self._ring.close()
@@ -119,11 +123,11 @@ class StagingBuffers:
 
 
 class _FillThreads:
-    """The threads of `staging_buffers.c`, which fill slots of whoever asks."""
+    """The threads of `staging_buffers.c`, which fill slots."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        #: Calls of a few microseconds, which keep the interpreter: beside a thread that computes, to get it
-        #: back would take longer than to fill the slot.
+        #: Calls of a few microseconds, made with the interpreter lock held: beside a thread that computes,
+        #: getting it back would take longer than filling the slot.
         brief = ctypes.PyDLL(library._name, handle=library._handle)
         self.ask, self._state, self._wait = (
             brief.hearth_staging_ask,
@@ -131,7 +135,11 @@ class _FillThreads:
             library.hearth_staging_wait,
         )
         self.ask.argtypes = (
-            *(ctypes.POINTER(_Slot), ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
+            ctypes.POINTER(_Slot),
+            ctypes.c_int,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
         )
         self.ask.restype = None
         for call in (self._state, self._wait):
@@ -141,7 +149,7 @@ class _FillThreads:
         return int(self._state(slot)) >= 0
 
     def wait(self, slot: object) -> int:
-        """Return the error with which a slot was filled, 0 for none, when no thread fills it any more."""
+        """Wait until no thread fills a slot, and return the error of that, 0 for none."""
         state = int(self._state(slot))
         return state if state >= 0 else int(self._wait(slot))
 

@@ -1,4 +1,4 @@
-"""Lends the chunks of this process's tiers to others, over a Unix socket. Copies nothing to a device."""
+"""Leases chunks of the keeper's tiers to workers, over a Unix socket. Copies nothing to a device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from hearth.store.tiers.model import StoredModel
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.tiers.upstream import version_now
 from hearth.store.transfer.fetch import Fetch, HostChunk
-from hearth.store.transfer.lending import (
+from hearth.store.transfer.lease_messages import (
     BytesCounted,
-    CancelLoad,
-    ChunkLent,
+    CancelLease,
+    ChunkLeased,
     CountBytes,
     CountRequests,
-    FetchChunks,
     ForgetModel,
     HostMeasured,
-    LenderHello,
-    LoadBegan,
+    LeaseChunks,
+    LeaseGranted,
     LookUpstream,
     MeasureHost,
     Message,
@@ -41,6 +40,7 @@ from hearth.store.transfer.lending import (
     PrefetchModel,
     ReleaseChunks,
     RequestsCounted,
+    ServerHello,
     UpstreamSeen,
     encode,
     received,
@@ -50,35 +50,35 @@ from hearth.store.transfer.lending import (
 from hearth.store.transfer.record import Delivery, totals_by_rung
 from hearth.system.standing_threads import StandingThreads, ThreadTask
 
-#: Held by a lender while it makes its socket, beside that.
+#: The file that a server locks while it makes its socket beside it.
 LOCK = "lending"
-#: Before the next try to accept a borrower, when the system has no room for one more connection.
+#: Before the next attempt to accept, when the system has no room for one more connection.
 ACCEPT_DELAY_S = 0.1
 
-#: Models that any borrower has opened, by digest and directory: of copies, all are there. The single
+#: Models that any worker has opened, by digest and directory: copies of a model share a digest. The single
 #: operations of a dict are atomic, so it needs no lock.
 OpenedModels = dict[tuple[Digest, str], StoredModel]
 
 log = logging.getLogger(__name__)
 
 
-class Lender:
-    """Lends at a socket until it is closed; the tiers stay open. Only the socket's owner may connect."""
+class LeaseServer:
+    """Serves a socket until it is closed; the tiers stay open. Only the socket's owner may connect."""
 
     def __init__(self, tiers: Tiers, path: Path) -> None:
-        """Listen at `path`. Raises StoreError if somebody lends there, or what lies there is no socket."""
+        """Listen at `path`. Raises StoreError if another server does, or the file there is no socket."""
         self._tiers = tiers
         self._path = path
         self._models: OpenedModels = {}
-        self._senders = StandingThreads("hearth-lend")
+        self._senders = StandingThreads("hearth-lease")
         self._threads: dict[_Session, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the threads: sessions end on their own
         self._is_closing = threading.Event()
         self._listener = _listen(path)
         if tiers.keeps_chunks:
-            tiers.segment.touch_in_background()  # for borrowers to pin: they leave it to their lender
+            tiers.segment.touch_in_background()  # which workers then pin
         self._socket_file = path.lstat()
-        self._thread = threading.Thread(target=self._accept, name="hearth-lend", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="hearth-lease", daemon=True)
         self._thread.start()
 
     @property
@@ -87,12 +87,12 @@ class Lender:
             return len(self._threads)
 
     def close(self) -> None:
-        """Take all chunks back and tell borrowers by closing their connections. Closing again is harmless."""
+        """Close all connections and take all chunks back. Closing again is harmless."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
         with suppress(FileNotFoundError):
-            # Asked while we listen: until then no other file can get our inode's number.
+            # Checked while we listen: until then no other file can get our inode's number.
             if os.path.samestat(self._path.lstat(), self._socket_file):
                 self._path.unlink()
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -106,7 +106,7 @@ class Lender:
             thread.join()
 
     def _accept(self) -> None:
-        is_failing = False  # a line for each run of failures, not for each failure
+        is_failing = False  # one log line for a run of failures
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -122,9 +122,9 @@ class Lender:
             is_failing = False
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Serve a borrower on a thread of its own. Raises RuntimeError if there can be no more threads."""
+        """Serve a worker on a thread of its own. Raises RuntimeError if there can be no more threads."""
         session = _Session(self._tiers, self._models, self._senders, connection)
-        thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lend", daemon=True)
+        thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lease", daemon=True)
         with self._lock:
             self._threads[session] = thread
         try:
@@ -144,28 +144,28 @@ class Lender:
 
 
 class _Session:
-    """One borrower's connection. Its own thread receives; while a load is under way another one sends."""
+    """One worker's connection. Its own thread receives; while a lease is under way another one sends."""
 
     def __init__(
         self, tiers: Tiers, models: OpenedModels, senders: StandingThreads, connection: socket.socket
     ) -> None:
         self._tiers, self._models, self._senders, self._connection = tiers, models, senders, connection
-        self._sending = threading.Lock()  #: both threads send: answers the one, chunks the other
+        self._sending = threading.Lock()  #: one thread sends answers, the other chunks
         self._fetch: Fetch | None = None
-        #: Chunks that were sent and not released. Guarded by the lock: one thread adds, another takes away.
-        self._lent: dict[int, HostChunk] = {}
+        #: Chunks that were sent and not released. Guarded by the lock: one thread adds, another removes.
+        self._leased: dict[int, HostChunk] = {}
         self._lock = threading.Lock()
         self._sender: ThreadTask | None = None
 
     def run(self) -> None:
         segment = self._tiers.segment
         try:
-            hello = encode(LenderHello(segment.num_cells, segment.cell_bytes, self._tiers.keeps_chunks))
+            hello = encode(ServerHello(segment.num_cells, segment.cell_bytes, self._tiers.keeps_chunks))
             socket.send_fds(self._connection, [hello], [segment.fd])
             for message in received(self._connection):
                 self._handle(message)
         except OSError:
-            pass  # the borrower is gone; that is how every session ends
+            pass  # the worker is gone; every session ends so
         except StoreError as error:
             log.warning("borrower_dropped reason=%s", error)
         finally:
@@ -179,15 +179,15 @@ class _Session:
         match message:
             case OpenModel(where, weight):
                 self._send(self._answer(where, lambda: self._open(where, weight)))
-            case FetchChunks(digest, directory, chunks, passes_on):
+            case LeaseChunks(digest, directory, chunks, pass_through):
                 if (model := self._model_to_load(digest, directory)) is not None:
-                    self._start(model, chunks, passes_on=passes_on)
+                    self._start(model, chunks, pass_through=pass_through)
             case PrefetchModel(digest, directory):
                 if (model := self._model_to_load(digest, directory)) is not None:
                     self._start_prefetch(model)
             case ReleaseChunks(indices):
                 self._release(indices)
-            case CancelLoad():
+            case CancelLease():
                 if self._fetch is not None:
                     self._fetch.cancel()
             case CountBytes(digests):
@@ -202,7 +202,7 @@ class _Session:
             case LookUpstream(source):
                 self._send(self._answer(source, lambda: UpstreamSeen(version_now(source))))
             case _:
-                raise StoreError(f"a borrower does not say {type(message).__name__}")
+                raise StoreError(f"a worker does not send {type(message).__name__}")
 
     def _send(self, *messages: Message) -> None:
         with self._sending:
@@ -240,7 +240,7 @@ class _Session:
         return RequestsCounted()
 
     def _forget(self, where: str) -> ModelForgotten:
-        """Forget a model that is no longer deployed; a load of it that is under way keeps what it needs."""
+        """Forget a model that is no longer deployed; a load of it keeps what it needs."""
         directory = self._tiers.forget(where)
         for key in list(self._models):
             if key[1] == str(directory):
@@ -248,7 +248,7 @@ class _Session:
         return ModelForgotten()
 
     def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
-        """Return a model that a load may begin of; None: the borrower was told that it is not open."""
+        """Return an opened model; None: the worker was told that it is not open."""
         self._end_load()
         model = self._models.get((digest, directory))
         if model is None:
@@ -256,55 +256,54 @@ class _Session:
         return model
 
     def _end_load(self) -> None:
-        """Have the load before be over, of which all was lent and released."""
+        """End the previous lease, whose chunks were all leased and released."""
         if self._fetch is None:
             return
         if not self._fetch.is_finished:
-            raise StoreError("a second load on one connection; open another for it")
+            raise StoreError("a second lease on one connection; open another for it")
         if self._sender is not None:
             self._sender.join()
         self._fetch = self._sender = None
 
-    def _start(self, model: StoredModel, chunks: tuple[int, ...], *, passes_on: bool) -> None:
+    def _start(self, model: StoredModel, chunks: tuple[int, ...], *, pass_through: bool) -> None:
         num_chunks = len(model.manifest.chunks)
         if len(set(chunks)) < len(chunks) or not set(chunks) <= set(range(num_chunks)):
             what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
             self._send(refusal(StoreError(f"{what}; given: {chunks!s:.200}")))
             return
         if (cells := self._tiers.fetcher.lease(model, chunks)) is not None:
-            self._lend_at_once(model, chunks, cells)
+            self._grant_at_once(model, chunks, cells)
             return
         chunk_ids = model.manifest.chunk_ids
         wanted = {chunk_ids[index] for index in chunks}
         is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
         if not is_in_host:
-            self._send(LoadBegan(is_in_host))  # before the first chunk has come
-            self._run(self._lend, self._tiers.fetch(model, chunks, passes_on=passes_on))
+            self._send(LeaseGranted(is_in_host))  # before the first chunk is read
+            self._run(self._send_chunks, self._tiers.fetch(model, chunks, pass_through=pass_through))
             return
         fetch = self._tiers.fetch(model, chunks)
         try:
-            self._send(LoadBegan(is_in_host))
-        except OSError:  # the borrower is gone, and what was taken for it is not this session's yet
+            self._send(LeaseGranted(is_in_host))
+        except OSError:  # the worker is gone, and the session does not own the chunks yet
             fetch.cancel()
             raise
-        self._run(self._lend, fetch)
+        self._run(self._send_chunks, fetch)
 
-    def _lend_at_once(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> None:
-        """Lend chunks that are leased, by this thread: to wake another takes as long as to copy an adapter.
+    def _grant_at_once(self, model: StoredModel, chunks: Sequence[int], cells: Sequence[int]) -> None:
+        """Grant chunks that are leased, on this thread: waking another takes as long as copying an adapter.
 
-        What only their giving back needs, which comes to this thread as well, is made behind the answer.
+        What only their release needs, which comes to this thread as well, is made behind the answer.
         """
         stored, fetcher = model.manifest.chunks, self._tiers.fetcher
-        lent = [
-            ChunkLent(index, cell, stored[index].num_bytes, delivery=None, is_shared=False)
+        leased = [
+            ChunkLeased(index, cell, stored[index].num_bytes, delivery=None, is_shared=False)
             for index, cell in zip(chunks, cells, strict=True)
         ]
         try:
-            self._send(LoadBegan(True, tuple(lent)))
-        finally:  # also where the borrower is gone: they are taken back when this session ends
-            at_once = fetcher.leased(model, chunks, cells)
-            self._fetch = at_once.fetch
-            self._note_lent(at_once.chunks)
+            self._send(LeaseGranted(True, tuple(leased)))
+        finally:  # also if the worker is gone: the end of the session takes them back
+            self._fetch = fetcher.leased(model, chunks, cells)
+            self._note_leased(self._fetch.taken)
 
     def _start_prefetch(self, model: StoredModel) -> None:
         fetch = self._tiers.prefetch(model)
@@ -314,34 +313,34 @@ class _Session:
             self._run(self._prefetch, fetch)
 
     def _run(self, act: Callable[[Fetch], None], fetch: Fetch) -> None:
-        """Have a thread of its own follow a load, which is refused if there can be none."""
+        """Follow a load on a thread of its own; refuse the load if there can be none."""
         try:
             self._fetch, self._sender = fetch, self._senders.start(lambda: act(fetch))
         except RuntimeError as error:
             fetch.cancel()
             self._send(refusal(StoreError(f"the keeper cannot start a thread for this load: {error}")))
 
-    def _lend(self, fetch: Fetch) -> None:
+    def _send_chunks(self, fetch: Fetch) -> None:
         deliveries: list[Delivery] = []
         try:
             for chunks in fetch.batches():
-                self._note_lent(chunks)
+                self._note_leased(chunks)
                 deliveries += [chunk.delivery for chunk in chunks if chunk.delivery is not None]
-                self._send(*map(_lent, chunks))
+                self._send(*map(_message, chunks))
         except StoreError as error:
             with suppress(OSError):
                 self._send(refusal(error))
         except OSError:
-            fetch.cancel()  # the borrower listens no more; it may still have chunks to give back
+            fetch.cancel()  # the worker listens no more; it may still release chunks
         else:
             self._learn_speeds(deliveries)
 
-    def _note_lent(self, chunks: Sequence[HostChunk]) -> None:
+    def _note_leased(self, chunks: Sequence[HostChunk]) -> None:
         with self._lock:
-            self._lent.update((chunk.index, chunk) for chunk in chunks)
+            self._leased.update((chunk.index, chunk) for chunk in chunks)
 
     def _prefetch(self, fetch: Fetch) -> None:
-        """Give back each chunk as soon as it is there: it stays in host memory as long as it is worth it."""
+        """Release each chunk as soon as it is there: it stays in host memory by its price."""
         deliveries: list[Delivery] = []
         answer: Message
         try:
@@ -354,7 +353,7 @@ class _Session:
         else:
             self._learn_speeds(deliveries)
             answer = self._prefetched(fetch.model)
-        with suppress(OSError):  # the borrower may listen no more
+        with suppress(OSError):  # the worker may listen no more
             self._send(answer)
 
     def _prefetched(self, model: StoredModel) -> ModelPrefetched:
@@ -365,24 +364,24 @@ class _Session:
             self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
 
     def _release(self, indices: Sequence[int]) -> None:
-        """Take chunks back, all at once: then as many may follow, and they are lent at once as well."""
+        """Take chunks back, all at once, so that as many can be leased at once."""
         with self._lock:
-            chunks = [self._lent.pop(index, None) for index in indices]
+            chunks = [self._leased.pop(index, None) for index in indices]
         if (fetch := self._fetch) is not None:
             fetch.release(*(chunk for chunk in chunks if chunk is not None))
-            if fetch.passed_on and fetch.is_finished:
+            if fetch.passed_through and fetch.is_finished:
                 self._refill(fetch)
         if None in chunks:
             raise ChunkMissing(
-                f"a borrower gave back chunk {indices[chunks.index(None)]}, which it does not have"
+                f"a worker released chunk {indices[chunks.index(None)]}, which it does not have"
             )
 
     def _refill(self, load: Fetch) -> None:
-        """Have chunks that a load passed on come to stay, beside everything else, and no others."""
-        passed_on, load.passed_on = load.passed_on, []
+        """Fetch the chunks that a load passed through once more, to stay."""
+        passed_through, load.passed_through = load.passed_through, []
         if not self._is_open(load.model):
             return
-        if (fetch := self._tiers.refill(load.model, passed_on)) is None:
+        if (fetch := self._tiers.refill(load.model, passed_through)) is None:
             return
         try:
             self._senders.start(lambda: self._let_stay(fetch))
@@ -391,7 +390,7 @@ class _Session:
             log.warning("not_refilled model=%s reason=%s", load.model.name, error)
 
     def _let_stay(self, fetch: Fetch) -> None:
-        """Have chunks come that nobody waits for, as long as their model is deployed."""
+        """Fetch chunks to stay, as long as their model is deployed."""
         try:
             for chunk in fetch:
                 fetch.release(chunk)
@@ -399,20 +398,20 @@ class _Session:
                     fetch.cancel()
         except LoadCancelled:  # the tiers are closed, or the model is forgotten
             pass
-        except StoreError as error:  # whoever loads the model later is told
+        except StoreError as error:  # the next load of the model meets it
             log.warning("not_refilled model=%s reason=%s", fetch.model.name, error)
 
     def _is_open(self, model: StoredModel) -> bool:
         return _key(model) in self._models
 
     def _end(self) -> None:
-        """Take back what the borrower still had, whether it closed or died."""
+        """Take back all unreleased chunks, whether the worker closed or died."""
         if self._fetch is not None:
             self._fetch.cancel()
             self.hang_up()
             if self._sender is not None:
                 self._sender.join()
-            self._fetch.release(*self._lent.values())  # by now no other thread knows them
+            self._fetch.release(*self._leased.values())  # no other thread knows them any more
         self._connection.close()
 
 
@@ -420,15 +419,15 @@ def _key(model: StoredModel) -> tuple[Digest, str]:
     return model.manifest.digest, str(model.directory)
 
 
-def _lent(chunk: HostChunk) -> ChunkLent:
-    return ChunkLent(chunk.index, chunk.cell, len(chunk.data), chunk.delivery, chunk.is_shared)
+def _message(chunk: HostChunk) -> ChunkLeased:
+    return ChunkLeased(chunk.index, chunk.cell, len(chunk.data), chunk.delivery, chunk.is_shared)
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listen at a new socket, in the place of one whose owner is gone.
+    """Listen at a new socket, in the place of one whose server is gone.
 
-    Who finds a dead socket, removes it and binds must be alone with it from the first to the last: of two at
-    once, one would remove the socket that the other has just bound.
+    Finding a dead socket, removing it and binding is one critical section: of two servers at once, one would
+    remove the socket that the other has just bound.
     """
     with _alone_at(path):
         _make_way(path)
@@ -437,11 +436,11 @@ def _listen(path: Path) -> socket.socket:
 
 @contextmanager
 def _alone_at(path: Path) -> Iterator[None]:
-    """Keep other lenders from making a socket at a path or beside it. The lock's file stays for the next."""
+    """Keep other servers from making a socket in this directory. The lock file stays."""
     try:
         lock = os.open(path.with_name(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StoreError(f"host memory cannot be lent at `{path}`: {error}; lend elsewhere") from error
+        raise StoreError(f"the keeper cannot listen at `{path}`: {error}; use another path") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held for milliseconds
         yield
@@ -457,22 +456,22 @@ def _bind(path: Path) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise StoreError(f"host memory cannot be lent at `{path}`: {error}; lend elsewhere") from error
+        raise StoreError(f"the keeper cannot listen at `{path}`: {error}; use another path") from error
     finally:
         os.umask(mask)
     return listener
 
 
 def _make_way(path: Path) -> None:
-    """Remove the socket of a lender that is gone, and nothing else."""
+    """Remove the socket of a server that is gone, and nothing else."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise StoreError(f"`{path}` is no socket; lend elsewhere, or move it away")
+        raise StoreError(f"`{path}` is not a socket; use another path, or move it away")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        caller.setblocking(False)  # one who has no time to answer is there as well
+        caller.setblocking(False)  # a busy server counts as well
         try:
             caller.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
@@ -481,5 +480,7 @@ def _make_way(path: Path) -> None:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise StoreError(f"the socket `{path}` is not ours to take: {error}; lend elsewhere") from error
-    raise StoreError(f"another process lends at `{path}`; lend elsewhere, or stop it")
+            raise StoreError(
+                f"the socket `{path}` belongs to another user: {error}; use another path"
+            ) from error
+    raise StoreError(f"another keeper listens at `{path}`; use another path, or stop it")

@@ -21,11 +21,11 @@ from hearth.core.errors import ChunkCorrupt, ChunkMissing, LoadCancelled, StoreE
 from hearth.core.types import Rung
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import Manifest
-from hearth.store.transfer.chunk_copies import SingleCopies
+from hearth.store.transfer.copies import SingleCopies
+from hearth.store.transfer.destination import Destination, LoadPiece, whole
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loader import Load, Loader, LoadGate, chunks_of, whole
-from hearth.store.transfer.piece_copies import LoadPiece
 from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.transfer import Loader, Transfer, TransferGate, TransferHooks
 from hearth.system.cuda.batches import ByteCopy
 from tests.store.stored import (
     CHUNK_BYTES,
@@ -92,7 +92,7 @@ def memory(num_bytes: int = len(DATA)) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-def begin(hand: Hand, base: torch.Tensor, manifest: Manifest = MANIFEST) -> Load:
+def begin(hand: Hand, base: torch.Tensor, manifest: Manifest = MANIFEST) -> Transfer:
     return CPU.load("m", manifest, whole(manifest, base), hand.opened)
 
 
@@ -120,7 +120,7 @@ class TestPlaces:
         places = [memory(part.end - part.begin) for part in parts]
         pieces = list(map(LoadPiece.to, parts, places))
         hand = Hand()
-        hand.give(*chunks_of(MANIFEST, [piece.part for piece in pieces]))
+        hand.give(*Destination(MANIFEST, pieces).chunks)
         CPU.load("m", MANIFEST, pieces, hand.opened).wait()
         assert [place.numpy().tobytes() for place in places] == [
             DATA[part.begin : part.end] for part in parts
@@ -132,7 +132,7 @@ class TestPlaces:
     def test_only_chunks_that_hold_wanted_bytes_are_fetched(self) -> None:
         spans = [ByteRange(5 * CHUNK_BYTES - 1, 5 * CHUNK_BYTES + 1), ByteRange(10, 20)]
         pieces = [LoadPiece.to(span, memory(span.end - span.begin)) for span in spans]
-        assert chunks_of(MANIFEST, [piece.part for piece in pieces]) == [0, 4, 5]
+        assert Destination(MANIFEST, pieces).chunks == [0, 4, 5]
 
     def test_a_destination_of_the_wrong_size_is_a_bug(self) -> None:
         with pytest.raises(AssertionError, match="piece"):
@@ -178,7 +178,7 @@ class TestWaiting:
             [weights[r.begin : r.end] for r in map(manifest.chunk_range, range(len(manifest.chunks)))]
         )
         load = begin(hand, memory(manifest.num_bytes), manifest)
-        gate = LoadGate(load, manifest)
+        gate = TransferGate(load, manifest)
         given = 0
         with ThreadPoolExecutor() as pool:
             for layer, span in enumerate(manifest.layers):
@@ -389,10 +389,15 @@ def test_copies_to_memory_that_is_idle_wait_for_nothing_else_on_the_device(is_id
     steps = torch.cuda.Event()  # type: ignore[no-untyped-call] # as above
     steps.record()
     with fetching(Shelf(PARTS), num_cells=len(PARTS), num_readers=2) as fetcher:
-        load = loader.load(
-            *("m", MANIFEST, whole(MANIFEST, base), lambda chunks: fetcher.fetch(MODEL, chunks)),
-            is_idle=is_idle,
-        )
+        if is_idle:
+            destination = Destination(MANIFEST, whole(MANIFEST, base))
+            source = fetcher.fetch(MODEL, destination.chunks)
+            load = loader.transfer("m", source, destination, TransferHooks())
+            load.start(loader.threads)
+        else:
+            load = loader.load(
+                "m", MANIFEST, whole(MANIFEST, base), lambda chunks: fetcher.fetch(MODEL, chunks)
+            )
         load.wait()
         assert steps.query() != is_idle
     torch.cuda.synchronize()

@@ -9,15 +9,14 @@ from collections.abc import Callable, Generator
 import pytest
 import torch
 
-from hearth.core.errors import DeviceError, LoadCancelled, StoreError
+from hearth.core.errors import DeviceError, HearthError, LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
-from hearth.store.transfer import loader
-from hearth.store.transfer.chunk_copies import ChunkCopies, SingleCopies
+from hearth.store.transfer import transfer
+from hearth.store.transfer.copies import ChunkCopies, SingleCopies
+from hearth.store.transfer.destination import Destination, LoadPiece
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loader import Load
-from hearth.store.transfer.piece_copies import LoadPiece, PieceCopies
-from hearth.store.transfer.record import LoadRecord, Tally
-from hearth.store.transfer.short_load import LastCopies, load_here
+from hearth.store.transfer.record import LoadRecord
+from hearth.store.transfer.transfer import Transfer, TransferHooks, TransferState
 from hearth.system.cuda.batches import BatchedCopies, ByteCopy, batches_of
 from hearth.system.standing_threads import StandingThreads
 from tests.fake_cuda import FakeCuda, fake_cuda
@@ -64,7 +63,7 @@ class Stream:
 
 
 class Shelf:
-    """A `ChunkStream` that has lent so many chunks at a time, as a keeper with a window does."""
+    """A `ChunkSource` that has lent so many chunks at a time, as a keeper with a window does."""
 
     def __init__(self, window: int = 32, release_batch: int = 8, num_chunks: int = NUM_CHUNKS) -> None:
         self.release_batch = release_batch
@@ -107,19 +106,24 @@ class Setting:
         self.target = [torch.zeros(part.end - part.begin, dtype=torch.uint8) for part in PIECES]
         self._kind = kind
 
-    def begin(self, shelf: Shelf, on_end: Callable[[object], None] | None = None) -> Load:
-        threads = StandingThreads("test", idle_s=1.0)
-        return Load("m", MANIFEST, self._pieces(), lambda _: shelf, self._copies, on_end, threads)
+    def begin(self, shelf: Shelf, on_end: Callable[[object], None] = lambda outcome: None) -> Transfer:
+        transfer = self._transfer(shelf, TransferHooks(ended=on_end))
+        transfer.start(StandingThreads("test", idle_s=1.0))
+        return transfer
 
-    def load_here(
+    def run(
         self,
         shelf: Shelf,
-        on_end: Callable[[LoadRecord], None],
-        on_last: Callable[[LastCopies], None] = lambda last: None,
+        on_end: Callable[[LoadRecord | HearthError], None],
+        on_arriving: Callable[[Transfer], None] = lambda transfer: None,
         num_chunks: int = NUM_CHUNKS,
     ) -> None:
+        self._transfer(shelf, TransferHooks(arriving=on_arriving, ended=on_end), num_chunks).run()
+
+    def _transfer(self, shelf: Shelf, hooks: TransferHooks, num_chunks: int = NUM_CHUNKS) -> Transfer:
         pieces = [one for one in self._pieces() if one.part.end <= num_chunks * CHUNK_BYTES]
-        load_here("m", MANIFEST, pieces, lambda _: shelf, self._copies, on_end, on_last)
+        destination = Destination(MANIFEST, pieces)
+        return Transfer("m", shelf, destination, self._copies(len(destination.chunks)), hooks)
 
     def _pieces(self) -> list[LoadPiece]:
         return [LoadPiece.to(part, target) for part, target in zip(PIECES, self.target, strict=True)]
@@ -184,7 +188,7 @@ def test_copies_are_queued_by_the_batch_as_chunks_come_and_not_more_at_once() ->
 def test_chunks_are_given_back_as_many_at_once_as_suits_their_stream(
     release_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "GIVE_BACK_S", PATIENCE_S)
+    monkeypatch.setattr(transfer, "RELEASE_WAIT_S", PATIENCE_S)
     setting, shelf = Setting("batched"), Shelf(release_batch=release_batch)
     setting.cuda.set_times(pass_ns=1_000_000)
     setting.begin(shelf).wait()
@@ -223,7 +227,7 @@ def test_events_that_cannot_be_given_back_break_the_load_and_it_ends(
     load = setting.begin(Shelf(), ends.append)
     with pytest.raises(StoreError, match="the device is gone"):
         load.wait()
-    assert [type(end) for end in ends] == [LoadCancelled]
+    assert [type(end) for end in ends] == [DeviceError]
 
 
 def test_copies_that_fail_later_break_the_load(setting: Setting) -> None:
@@ -263,75 +267,84 @@ def test_a_layer_waits_on_its_stream_for_just_its_chunks() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 3, 32])
-def test_a_short_load_gives_back_all_that_it_has_before_it_waits_for_more(
+def test_a_transfer_by_one_thread_releases_all_that_it_has_before_it_waits_for_more(
     window: int, setting: Setting
 ) -> None:
     setting.cuda.set_times(pass_ns=200_000)
     shelf = Shelf(window)
-    records: list[LoadRecord] = []
+    records: list[LoadRecord | HearthError] = []
     num_released: list[int] = []
 
-    def end(record: LoadRecord) -> None:
+    def end(record: LoadRecord | HearthError) -> None:
         records.append(record)
         num_released.append(len(shelf.released))
         assert setting.num_there() == len(PIECES)
 
-    setting.load_here(shelf, end)
-    assert [record.num_bytes for record in records] == [sum(part.end - part.begin for part in PIECES)]
-    assert num_released[0] < NUM_CHUNKS, "whoever waits is told before the last chunks are given back"
+    setting.run(shelf, end)
+    (record,) = records
+    assert isinstance(record, LoadRecord)
+    assert record.num_bytes == sum(part.end - part.begin for part in PIECES)
+    assert num_released[0] < NUM_CHUNKS, "the end is reported before the last chunks are released"
     assert shelf.released == list(range(NUM_CHUNKS))
     assert shelf.released_at_once == shelf.batches_given
 
 
-@pytest.mark.parametrize(("num_chunks", "num_parts"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (8, 3)])
-def test_who_computes_is_told_while_the_last_chunks_are_under_way_and_waits_for_them_on_the_stream(
-    num_chunks: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_chunks", "num_groups"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (8, 3)])
+def test_a_transfer_arrives_while_the_last_chunks_are_copied_and_a_stream_waits_for_them(
+    num_chunks: int, num_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first chunk is queued by itself, the last two together, and those between."""
-    setting, told = Setting("batched"), list[LastCopies | LoadRecord]()
+    setting, told = Setting("batched"), list[Transfer | LoadRecord | HearthError]()
     monkeypatch.setattr(BatchedCopies, "has_passed", lambda *_: False)
 
-    def arrive(last: LastCopies) -> None:
+    def arrive(transfer: Transfer) -> None:
         calls = [call for call, *_ in setting.cuda.calls]
         waited_for = [event for call, event, _, _ in setting.cuda.calls if call == "cuEventSynchronize"]
-        assert waited_for == ([num_parts - 2] if num_parts > 1 else []), "that before the last"
-        assert calls.count("cuEventRecord") == num_parts
-        last.have_stream_wait()
-        told.append(last)
+        assert waited_for == ([num_groups - 2] if num_groups > 1 else []), "that before the last"
+        assert calls.count("cuEventRecord") == num_groups
+        assert transfer.state is TransferState.ARRIVING
+        transfer.have_stream_wait()
+        transfer.wait_for(ByteRange(0, 1))
+        transfer.wait_for(ByteRange(0, num_chunks * CHUNK_BYTES))
+        told.append(transfer)
 
-    setting.load_here(Shelf(num_chunks=num_chunks), told.append, arrive, num_chunks)
+    setting.run(Shelf(num_chunks=num_chunks), told.append, arrive, num_chunks)
 
-    last, record = told
-    assert isinstance(last, LastCopies)
+    transfer, record = told
+    assert isinstance(transfer, Transfer)
     assert isinstance(record, LoadRecord)
-    last.have_stream_wait()  # nothing to wait for any more
+    assert transfer.state is TransferState.DONE
+    transfer.have_stream_wait()  # nothing to wait for any more
     waits = [call for call in setting.cuda.calls if call[0] == "cuStreamWaitEvent"]
-    assert waits == [("cuStreamWaitEvent", 9, num_parts - 1, 0)]
+    last = num_groups - 1
+    assert waits == [("cuStreamWaitEvent", 9, position, 0) for position in (last, 0, last)]
     assert setting.cuda.num_events == 0
 
 
-def test_nobody_is_told_ahead_of_bytes_that_are_there(setting: Setting) -> None:
-    records = list[LoadRecord]()
-    setting.load_here(Shelf(), records.append, lambda last: pytest.fail("it is there"))
-    assert len(records) == 1
+def test_a_transfer_whose_copies_are_done_at_once_does_not_arrive_first(setting: Setting) -> None:
+    ends = list[LoadRecord | HearthError]()
+    setting.run(Shelf(), ends.append, lambda transfer: pytest.fail("it is done"))
+    assert [type(end) for end in ends] == [LoadRecord]
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuEventSynchronize"])
-def test_a_short_load_that_is_refused_gives_everything_back_and_says_so(call: str) -> None:
-    setting, shelf = Setting("batched"), Shelf()
+def test_a_transfer_by_one_thread_that_is_refused_releases_everything(call: str) -> None:
+    setting, shelf, ends = Setting("batched"), Shelf(), list[LoadRecord | HearthError]()
     setting.cuda.refuse(call, num_before=1)
-    with pytest.raises(DeviceError, match=f"refused {call}"):
-        setting.load_here(shelf, lambda record: pytest.fail("not all is there"))
+    setting.run(shelf, ends.append)
+    (error,) = ends
+    assert isinstance(error, DeviceError)
+    assert f"refused {call}" in str(error)
     assert sorted(shelf.released) == list(range(sum(shelf.batches_given)))
     assert shelf._is_cancelled
     assert setting.cuda.num_events == 0
 
 
-def test_a_short_load_whose_chunks_do_not_come_says_so(setting: Setting) -> None:
-    shelf = Shelf()
+def test_a_transfer_by_one_thread_whose_chunks_do_not_come_fails(setting: Setting) -> None:
+    shelf, ends = Shelf(), list[LoadRecord | HearthError]()
     shelf.cancel()
-    with pytest.raises(LoadCancelled):
-        setting.load_here(shelf, lambda record: pytest.fail("nothing is there"))
+    setting.run(shelf, ends.append)
+    assert [type(end) for end in ends] == [LoadCancelled]
     assert setting.num_there() == 0
 
 
@@ -348,13 +361,12 @@ def test_pieces_that_lie_side_by_side_there_as_in_their_chunk_are_one_copy() -> 
         at(3 * quarter, 2 * quarter, CHUNK_BYTES + quarter),  # behind it, and into the next chunk
         at(6 * quarter, quarter, CHUNK_BYTES + 3 * quarter),  # behind it there, but not here
     ]
-    tally = Tally(0.0)
-    plan = PieceCopies(MANIFEST, pieces, tally)
-    chunks = [HostChunk(i, memoryview(bytearray(PARTS[i])), 0, None) for i in plan.chunks]
-    copies = [plan.of(chunk) for chunk in chunks]
+    destination = Destination(MANIFEST, pieces)
+    chunks = [HostChunk(i, memoryview(bytearray(PARTS[i])), 0, None) for i in destination.chunks]
+    copies = [destination.copies_of([chunk]) for chunk in chunks]
+    assert destination.num_bytes == 6 * quarter
     base = memory.data_ptr()
     assert [[(one.destination - base, one.num_bytes) for one in own] for own in copies] == [
         [(0, 2 * quarter), (CHUNK_BYTES, 2 * quarter)],
         [(CHUNK_BYTES + 2 * quarter, quarter), (CHUNK_BYTES + 3 * quarter, quarter)],
     ]
-    assert tally.num_bytes == 6 * quarter

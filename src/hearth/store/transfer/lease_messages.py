@@ -1,23 +1,24 @@
-"""Messages between the owner of a host segment and the processes that borrow from it. Opens no socket.
+"""Messages between the keeper, which owns the host segment, and the workers that lease chunks of it.
 
-    borrower                              lender
-    (connects)                            LenderHello, with the segment's file descriptor
+    worker                                keeper
+    (connects)                            ServerHello, with the segment's file descriptor
     OpenModel                             ModelOpened | Refused
-    FetchChunks                           LoadBegan, with all chunks that are there at once; ChunkLent, in
-                                          order, as they are ready; Refused ends it
+    LeaseChunks                           LeaseGranted, with all chunks that are in host memory; ChunkLeased,
+                                          in order, as the others are ready; Refused ends it
     ReleaseChunks, until all are          ...
-    CancelLoad                            sends no more; what is lent stays lent
+    CancelLease                           leases no more chunks; leased ones stay leased
+    PrefetchModel                         ModelPrefetched | Refused
     CountBytes                            BytesCounted
     MeasureHost                           HostMeasured
     CountRequests                         RequestsCounted
     ForgetModel                           ModelForgotten
     LookUpstream                          UpstreamSeen | Refused
-    (closes, or dies)                     takes back whatever was not released
+    (closes, or dies)                     takes back all unreleased chunks
 
-A message is a line of JSON: the name of its kind, and its fields. A connection carries one load at a time, so
-the end of the connection is the end of its leases, however it comes about; when all of a load was lent and
-released, another may follow. A load that failed or was called off may have copies under way: its connection
-stays until it has released all that it was given, and then ends.
+A message is a line of JSON: the name of its kind, and its fields. A connection carries one lease at a time,
+so its end ends the lease. When all chunks of a lease were leased and released, another lease may follow. A
+lease that failed or was cancelled may have copies under way: its connection stays until it has released all
+its chunks, and then closes.
 """
 
 from __future__ import annotations
@@ -36,47 +37,41 @@ from hearth.store.transfer.record import Delivery
 
 
 @dataclass(frozen=True, slots=True)
-class LenderHello:
-    """The shape of the segment whose file descriptor comes along."""
+class ServerHello:
+    """The shape of the segment whose file descriptor comes with it."""
 
     num_cells: int
     cell_bytes: int
-    keeps_pages: bool  #: pages of the segment are never given back to the system, so they may be pinned
+    keeps_pages: bool  #: pages are never returned to the system, so they may be pinned
 
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """Open a converted model and say where its description lies."""
-
     where: str  #: a directory or a URL
     weight: float = 1.0  #: see `StoredModel`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOpened:
-    """The answer to `OpenModel`."""
-
     name: str
     directory: str  #: holds its manifest and the files of its tokenizer
     digest: Digest
-    host_bytes: int  #: bytes of the model that are in host memory now
+    host_bytes: int  #: of the model, in host memory now
 
 
 @dataclass(frozen=True, slots=True)
-class FetchChunks:
-    """Begin a load: lend these chunks, in this order."""
+class LeaseChunks:
+    """Lease these chunks, in this order."""
 
-    model: Digest  #: of a model that was opened before, on this connection or another
+    model: Digest  #: opened before, on any connection
     directory: str  #: as `ModelOpened` has it: copies of one model share a digest, and one may be deleted
     chunks: tuple[int, ...]
-    #: Of chunks from disk, those that come through the first cells need not stay: see `Fetcher.fetch`.
-    passes_on: bool = False
+    #: Chunks read quickly from disk into the first cells need not stay there: see `Fetcher.fetch`.
+    pass_through: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLent:
-    """A chunk of the load, which lies in a cell of the segment until it is released."""
-
+class ChunkLeased:
     index: int
     cell: int
     num_bytes: int
@@ -85,51 +80,47 @@ class ChunkLent:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadBegan:
-    """The first answer to `FetchChunks`."""
+class LeaseGranted:
+    """The first answer to `LeaseChunks`."""
 
-    is_in_host: bool  #: nothing has to be read for this load
-    #: The first chunks, as if they came behind this: a message of each costs more than an adapter's copies.
-    lent: tuple[ChunkLent, ...] = ()
+    is_in_host: bool  #: no chunk has to be read
+    #: The first chunks. In one message, because one for each costs more than copying an adapter.
+    leased: tuple[ChunkLeased, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChunks:
-    """The borrower no longer needs some chunks."""
-
     indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CancelLoad:
-    """The load wants no more chunks."""
+class CancelLease:
+    """Lease no more chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchModel:
-    """Bring a model into host memory, and lend nothing of it. Hanging up calls it off."""
+    """Bring a model into host memory, without a lease. Closing the connection cancels it."""
 
-    model: Digest  #: as in `FetchChunks`
+    model: Digest  #: as in `LeaseChunks`
     directory: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPrefetched:
-    """The answer to `PrefetchModel`, when no more of the model is on its way."""
+    """The prefetch is over."""
 
-    host_bytes: int  #: bytes of the model that are in host memory now
+    host_bytes: int  #: of the model, in host memory now
 
 
 @dataclass(frozen=True, slots=True)
 class CountBytes:
-    """Say how much of these models lies on which rung."""
-
     models: tuple[Digest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    """How much of a model lies on which rung; a chunk that lies on both counts on both."""
+    """Bytes of a model by rung. A chunk on both rungs counts on both."""
 
     model: Digest
     host_bytes: int
@@ -138,35 +129,31 @@ class ModelBytes:
 
 @dataclass(frozen=True, slots=True)
 class BytesCounted:
-    """The answer to `CountBytes`; models that were not opened so far are left out."""
+    """The answer to `CountBytes`, without models that were never opened."""
 
     models: tuple[ModelBytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureHost:
-    """Say how much host memory holds chunks."""
+    """Ask how much of host memory is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMeasured:
-    """The answer to `MeasureHost`."""
-
     used_bytes: int  #: of cells that hold a chunk, or are being filled
     capacity_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRequests:
-    """How many requests have come for a model."""
-
     model: Digest
     num_requests: int
 
 
 @dataclass(frozen=True, slots=True)
 class CountRequests:
-    """Requests that came since the last message of this kind, loads or not: they price chunks."""
+    """Requests since the last message of this kind: they price chunks."""
 
     models: tuple[ModelRequests, ...]
 
@@ -178,9 +165,9 @@ class RequestsCounted:
 
 @dataclass(frozen=True, slots=True)
 class ForgetModel:
-    """A model is no longer deployed: its chunks are worth nothing of their own any more."""
+    """A model is no longer deployed, so its chunks lose their price."""
 
-    where: str  #: as it was opened
+    where: str  #: as in `OpenModel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,30 +177,34 @@ class ModelForgotten:
 
 @dataclass(frozen=True, slots=True)
 class LookUpstream:
-    """Say which version the source of a model has now."""
-
     source: str  #: a URL, or hf:ORG/NAME[@REVISION]
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamSeen:
-    """The answer to `LookUpstream`."""
-
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The lender cannot do what was asked."""
+    """The keeper cannot do what was asked."""
 
     error: str  #: the class of the error
     reason: str
 
 
-_Load = OpenModel | ModelOpened | FetchChunks | LoadBegan | ChunkLent | ReleaseChunks | CancelLoad
-_Prefetch = PrefetchModel | ModelPrefetched
-_Question = (
-    CountBytes
+Message = (
+    ServerHello
+    | OpenModel
+    | ModelOpened
+    | LeaseChunks
+    | LeaseGranted
+    | ChunkLeased
+    | ReleaseChunks
+    | CancelLease
+    | PrefetchModel
+    | ModelPrefetched
+    | CountBytes
     | BytesCounted
     | MeasureHost
     | HostMeasured
@@ -221,17 +212,18 @@ _Question = (
     | RequestsCounted
     | ForgetModel
     | ModelForgotten
+    | LookUpstream
+    | UpstreamSeen
+    | Refused
 )
-_Look = LookUpstream | UpstreamSeen
-Message = LenderHello | _Load | _Prefetch | _Question | _Look | Refused
-#: These stand between a switch and its bytes, a message for each chunk.
+#: A switch of models waits for these messages, one for each chunk.
 _ENCODER = msgspec.json.Encoder()
 _LINE = msgspec.json.Decoder(tuple[str, msgspec.Raw])
 _FIELDS = {kind.__name__: msgspec.json.Decoder(kind) for kind in get_args(Message)}
 
 
 def send(connection: socket.socket, *messages: Message) -> None:
-    """Send messages; threads that share a connection share a lock, for a message may go out in parts."""
+    """Send messages. Threads that share a connection need a lock: a message may go out in parts."""
     connection.sendall(b"".join(map(encode, messages)))
 
 
@@ -240,10 +232,7 @@ def encode(message: Message) -> bytes:
 
 
 def received(connection: socket.socket) -> Generator[Message]:
-    """Yield messages until the other side closes, or dies in the middle of one.
-
-    Raises StoreError for a line that is no message.
-    """
+    """Yield messages until the other side closes, or dies in the middle of one. Raises as `parse`."""
     with connection.makefile("rb") as lines:
         for line in lines:
             if line.endswith(b"\n"):
@@ -255,7 +244,6 @@ def refusal(error: HearthError) -> Refused:
 
 
 def error_of(refused: Refused) -> HearthError:
-    """Return the error that the lender met, for the borrower to raise."""
     kind = getattr(errors, refused.error, None)
     if isinstance(kind, type) and issubclass(kind, HearthError):
         return kind(refused.reason)
@@ -263,9 +251,10 @@ def error_of(refused: Refused) -> HearthError:
 
 
 def parse(line: bytes) -> Message:
+    """Raises StoreError for a line that is no message."""
     try:
         kind, fields = _LINE.decode(line)
         message: Message = _FIELDS[kind].decode(fields)
     except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"no message of the host segment's owner or borrower: {line[:80]!r}") from error
+        raise StoreError(f"not a message between keeper and worker: {line[:80]!r}") from error
     return message

@@ -18,7 +18,7 @@ from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ByteRange
 from hearth.store.format.manifest import read_manifest
 from hearth.store.tiers.tiers import Tiers
-from hearth.store.transfer.borrower import Prefetch
+from hearth.store.transfer.lease_client import HostPrefetch
 from tests.engine.harness import assert_greedy
 from tests.store.stored import PATIENCE_S, gated_tiers, tiers_at
 from tests.worker.in_process import LoopGateway, working_in_process
@@ -132,13 +132,13 @@ def test_what_comes_to_host_memory_is_called_off_when_the_model_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cancelled = threading.Event()
-    cancel = Prefetch.cancel
+    cancel = HostPrefetch.cancel
 
-    def noted(prefetch: Prefetch) -> None:
+    def noted(prefetch: HostPrefetch) -> None:
         cancel(prefetch)
         cancelled.set()
 
-    monkeypatch.setattr(Prefetch, "cancel", noted)
+    monkeypatch.setattr(HostPrefetch, "cancel", noted)
     budget_bytes = least_bytes(SETTING, [FIRST, SECOND])
     new_pool = partial(SETTING.new_pool, SETTING, budget_bytes)
     with (

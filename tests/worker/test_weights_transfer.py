@@ -10,28 +10,28 @@ import pytest
 import torch
 
 from hearth.core.errors import DeviceError
-from hearth.memory.pool import Gap
+from hearth.memory.pool import Gap, Space
 from hearth.models.layout import ByteRange
+from hearth.store.transfer import destination as page_mapping
+from hearth.store.transfer.destination import PageMapping
 from hearth.store.transfer.fetch import HostChunk
-from hearth.store.transfer.loader import Loader
+from hearth.store.transfer.transfer import Loader
 from hearth.system.standing_threads import StandingThreads
-from hearth.worker import map_ahead as mapping
-from hearth.worker.map_ahead import MapAhead
-from hearth.worker.watched_load import (
+from hearth.worker.weights_transfer import (
     AlmostLoaded,
-    Destination,
     LoadNews,
     ModelBroken,
     Progressed,
-    WatchedLoad,
     WeightsLoaded,
+    WeightsTransfer,
 )
 from tests.store.stored import CHUNK_BYTES, PATIENCE_S, model_of, parts_of, until
 
 
 class Lent:
-    """A loan of all chunks of a model, given together as far as they are asked for."""
+    """A lease of all chunks of a model, given together as far as they are asked for."""
 
+    name = "m"
     is_in_host = True
     release_batch = 8
 
@@ -63,19 +63,27 @@ class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         parts = parts_of(3, 10)
         self.manifest, self.data = model_of("m", parts).manifest, b"".join(parts)
-        self.loan, self.news = Lent(self.data), SimpleQueue[LoadNews]()
+        self.lease, self.news = Lent(self.data), SimpleQueue[LoadNews]()
         self.base = torch.zeros(self.manifest.num_bytes, dtype=torch.uint8)
         self.allowed = threading.Semaphore(0)
         self.error: DeviceError | None = None
-        monkeypatch.setattr(mapping, "FIRST_BYTES", CHUNK_BYTES)
-        monkeypatch.setattr(mapping, "MOST_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(page_mapping, "FIRST_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(page_mapping, "MOST_BYTES", CHUNK_BYTES)
 
-    def begin(self) -> WatchedLoad:
+    def begin(self) -> WeightsTransfer:
         whole = ByteRange(0, self.manifest.num_bytes)
-        map_ahead = MapAhead(self._map, [whole], StandingThreads("test", idle_s=1.0))
-        to = Destination([Gap(whole, self.base)], map_ahead, {}, self.manifest.layout)
-        borrowed = type("Model", (), {"manifest": self.manifest, "opened": type("Opened", (), {"name": "m"})})
-        return WatchedLoad(borrowed, self.loan, to, Loader(torch.device("cpu")), self.news.put)  # type: ignore[arg-type] # what a load needs of them
+        mapping = PageMapping(self._map, [whole], StandingThreads("test", idle_s=1.0))
+        empty = torch.empty(0)
+        space = Space({}, empty, empty, empty, 0, gaps=(Gap(whole, self.base),), parts=(whole,))
+        return WeightsTransfer(
+            self.lease,  # type: ignore[arg-type] # what a transfer needs of it
+            self.manifest,
+            space,
+            self.manifest.layout,
+            mapping,
+            Loader(torch.device("cpu")),
+            self.news.put,
+        )
 
     def num_there(self) -> int:
         """Return how many chunks have come, from the first."""
@@ -105,7 +113,7 @@ def test_chunks_are_copied_as_their_places_are_mapped(monkeypatch: pytest.Monkey
     while not isinstance(heard := rig.news.get(timeout=PATIENCE_S), WeightsLoaded):
         assert not isinstance(heard, ModelBroken)
     assert rig.base.numpy().tobytes() == rig.data
-    assert rig.loan.released == list(range(len(rig.manifest.chunks)))
+    assert rig.lease.released == list(range(len(rig.manifest.chunks)))
 
 
 def test_a_place_that_cannot_be_mapped_breaks_the_load_and_gives_all_chunks_back(
@@ -121,4 +129,4 @@ def test_a_place_that_cannot_be_mapped_breaks_the_load_and_gives_all_chunks_back
         pass  # how far it came is told as well, where that took long
     assert isinstance(heard, ModelBroken)
     assert "the device refused it" in heard.failure.reason
-    assert sorted(rig.loan.released) == list(range(rig.loan.num_taken)) == [0, 1, 2, 3]
+    assert sorted(rig.lease.released) == list(range(rig.lease.num_taken)) == [0, 1, 2, 3]

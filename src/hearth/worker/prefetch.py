@@ -1,0 +1,169 @@
+"""Prefetches what has no turn or no room yet: to host memory, and a model's first bytes to the device.
+
+No request waits for a prefetch. Its failures are logged; the load that follows meets them again. Takes no
+memory and decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from hearth.core.errors import HearthError, LoadCancelled
+from hearth.core.messages import HostModel
+from hearth.memory.pool import Space
+from hearth.models.layout import ByteRange, Layout
+from hearth.store.transfer.destination import PageMapping
+from hearth.store.transfer.lease import Lease
+from hearth.store.transfer.lease_client import HostPrefetch, OpenedAdapter, OpenedModel
+from hearth.worker.model_load import (
+    FrontLoaded,
+    HostingNews,
+    HostPrefetched,
+    open_model,
+    start_thread,
+)
+from hearth.worker.runtime import HostingResources
+from hearth.worker.weights_transfer import (
+    LoadNews,
+    ModelBroken,
+    WeightsLoaded,
+    WeightsTransfer,
+    missing_chunks,
+)
+
+log = logging.getLogger(__name__)
+
+
+class ModelPrefetch:
+    """One wait of a model for its turn. The step thread calls it and takes its news; threads `post` them."""
+
+    def __init__(
+        self,
+        order: HostModel,
+        opened: OpenedModel,
+        resources: HostingResources,
+        post: Callable[[HostingNews], None],
+    ) -> None:
+        """Have the keeper bring the model to host memory."""
+        self._order, self._opened, self._resources, self._post = order, opened, resources, post
+        #: News that the step thread has taken so far.
+        self.is_in_host = False
+        self.crossing_bytes = 0  #: that have a place and are being transferred to it
+        #: Keeps beginning and cancelling apart; guards the fields below.
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._prefetch: HostPrefetch | None = None
+        self._mapping: PageMapping | None = None
+        self._lease: Lease | None = None
+        self._transfer: WeightsTransfer | None = None
+        start_thread(self._run, resources, post)
+
+    def cross(self, space: Space, layout: Layout, prepare: Callable[[ByteRange], None]) -> None:
+        """Fill all gaps of a space; `prepare` maps a part of it."""
+        self.crossing_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
+        chunks = missing_chunks(self._opened.manifest, space.gaps)
+        lease = Lease(self._resources.lease_client, self._opened, chunks, is_prefetch=True)
+        mapping = PageMapping(prepare, space.parts, self._resources.loader.threads)
+        with self._lock:
+            self._mapping, self._lease, self._transfer = mapping, lease, None
+        start_thread(lambda: self._cross(lease, space, layout, mapping), self._resources, self._post)
+
+    def cancel(self) -> None:
+        """Cancel all of it, and wait until no thread touches the memory."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._prefetch is not None:
+                self._prefetch.cancel()
+            if self._mapping is not None:
+                self._mapping.stop()
+            if self._lease is not None:
+                self._lease.cancel()
+            if self._transfer is not None:
+                self._transfer.cancel()
+
+    def _run(self) -> None:
+        try:
+            self._post(HostPrefetched(self._bring_to_host()))
+        except LoadCancelled:
+            pass
+        except HearthError as error:
+            self._log_failure(str(error))
+            self._post(HostPrefetched(is_in_host=False))
+
+    def _bring_to_host(self) -> bool:
+        """Return whether all of the model is in host memory, when the prefetch is over."""
+        lease_client = self._resources.lease_client
+        opened = open_model(lease_client, self._order, lambda: self._is_cancelled)
+        if opened.is_in_host:
+            return True
+        prefetch = lease_client.prefetch(opened)
+        with self._lock:
+            self._prefetch = prefetch
+            if self._is_cancelled:
+                prefetch.cancel()
+        return prefetch.wait()
+
+    def _cross(self, lease: Lease, space: Space, layout: Layout, mapping: PageMapping) -> None:
+        try:
+            lease.begin()
+            if not lease.is_in_host:
+                lease.cancel()
+                self._post(FrontLoaded(None))
+                return
+            with self._lock:
+                if not self._is_cancelled:
+                    loader, manifest = self._resources.loader, self._opened.manifest
+                    self._transfer = WeightsTransfer(
+                        lease, manifest, space, layout, mapping, loader, self._tell
+                    )
+        except HearthError as error:
+            self._log_failure(str(error))
+            self._post(FrontLoaded(None))
+
+    def _tell(self, news: LoadNews) -> None:
+        """Post how the transfer ends, and no progress."""
+        match news:
+            case WeightsLoaded(record):
+                self._post(FrontLoaded(record))
+            case ModelBroken(failure) if failure.is_fatal:
+                self._post(news)
+            case ModelBroken(failure):
+                self._log_failure(failure.reason)
+                self._post(FrontLoaded(None))
+
+    def _log_failure(self, reason: str) -> None:
+        if not self._is_cancelled:
+            log.warning("load_ahead_failed model=%s reason=%s", self._order.model, reason)
+
+
+class AdapterPrefetch:
+    """An adapter on its way to host memory while it has no room on the device."""
+
+    def __init__(self, opened: OpenedAdapter, resources: HostingResources) -> None:
+        self._opened, self._resources = opened, resources
+        self._lock = threading.Lock()  #: keeps beginning and cancelling apart; guards the fields below
+        self._is_cancelled = False
+        self._prefetch: HostPrefetch | None = None
+        self.is_over = False  #: written by the thread that waits
+        resources.loader.threads.start(self._run)
+
+    def cancel(self) -> None:
+        """End it: the adapter is being loaded, or no request wants it."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._prefetch is not None:
+                self._prefetch.cancel()
+
+    def _run(self) -> None:
+        try:
+            with self._lock:
+                if self._is_cancelled:
+                    return
+                self._prefetch = self._resources.lease_client.prefetch(self._opened)
+            self._prefetch.wait()
+        except HearthError:
+            pass  # the load meets it again, and reports it
+        finally:
+            self.is_over = True
