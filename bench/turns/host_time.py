@@ -72,7 +72,7 @@ _KV = {"1B": (1, 8), "3B": (2, 8), "7B": (4, 16)}
 _WARM_S = 2.0
 SIZES = {"host_bytes": 160 * MIB, "chunk_bytes": PAGE_BYTES}
 #: Of the worker, that look at the time.
-TIMED_MODULES = ("turns", "worker_loop", "runs", "hosted_models", "reclaimer", "report")
+TIMED_MODULES = ("turns", "worker_loop", "runs", "reclaimer", "report")
 #: Parts of the loop whose time is told apart, none within another, by the name that they have here.
 PARTS: Mapping[str, tuple[type, str]] = {
     "engine": (Engine, "step"),
