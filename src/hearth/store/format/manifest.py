@@ -10,8 +10,8 @@ A model is a directory, or a prefix in object storage:
     | chunk 0            | chunk 1           | ...    | last chunk, shorter  |
     | embed    | layer 0        | layer 1    | ...        | final norm | head |
 
-Chunks know nothing of tensors: a chunk is what is read, hashed and moved. A digest is BLAKE3, which nobody
-can forge: bytes that have it are the bytes that were stored, wherever they come from. The last field,
+Chunks know nothing of tensors: a chunk is what is read, hashed and moved. A digest is BLAKE3, which cannot
+be forged: bytes that have it are the bytes that were stored, wherever they come from. The last field,
 `digest`, is that of all the others; it names the model. Reads no bytes of weights.
 """
 
