@@ -15,7 +15,6 @@ from hearth.core.messages import (
     VERSION,
     Admitted,
     Challenge,
-    GuideOrder,
     Ping,
     Sampling,
     StartRequest,
@@ -24,7 +23,15 @@ from hearth.core.messages import (
     WorkerHello,
     WorkerSetup,
 )
-from hearth.core.types import FinishReason, ModelId, SamplingParams, TokenLogprob, TokenLogprobs, WorkerId
+from hearth.core.types import (
+    FinishReason,
+    GuideSpec,
+    ModelId,
+    SamplingParams,
+    TokenLogprob,
+    TokenLogprobs,
+    WorkerId,
+)
 
 SECRET = b"s" * 32
 WORKER = WorkerId("w0")
@@ -67,7 +74,7 @@ def test_a_request_arrives_with_all_that_shapes_its_output() -> None:
     )
     order = StartRequest(
         *(5, ModelId("m"), (1, 2), (3,), Sampling.of(params, seed=9), b"salt"),
-        GuideOrder("json_schema", "{}"),
+        GuideSpec("json_schema", "{}"),
     )
     received = wire.order_of(body(wire.frame(order)))
     assert received == order

@@ -25,7 +25,6 @@ from hearth.core.messages import (
     Challenge,
     DropModel,
     Fact,
-    GuideOrder,
     HostingFailed,
     HostModel,
     KeeperSetup,
@@ -41,7 +40,16 @@ from hearth.core.messages import (
     WorkerSetup,
 )
 from hearth.core.sizes import StepLimits
-from hearth.core.types import FinishReason, ModelId, Pace, Pooling, PromptReading, SamplingParams, WorkerId
+from hearth.core.types import (
+    FinishReason,
+    GuideSpec,
+    ModelId,
+    Pace,
+    Pooling,
+    PromptReading,
+    SamplingParams,
+    WorkerId,
+)
 from hearth.store.format.manifest import read_manifest
 
 F = TypeVar("F", bound=Fact)
@@ -94,7 +102,7 @@ class Gateway:
         prompt: Sequence[int],
         sampling: Sampling,
         output: Sequence[int] = (),
-        guide: GuideOrder | None = None,
+        guide: GuideSpec | None = None,
         salt: bytes = b"",
         pace: Pace | None = None,
         pooling: Pooling | None = None,

@@ -26,7 +26,6 @@ from hearth.core.messages import (
     DropModel,
     Fact,
     ForgetAdapter,
-    GuideOrder,
     HoldModel,
     HostingFailed,
     ModelLoaded,
@@ -41,7 +40,7 @@ from hearth.core.messages import (
     StepDone,
 )
 from hearth.core.sizes import StepLimits
-from hearth.core.types import AdapterId, Hold, ModelId, TokenLogprobs
+from hearth.core.types import AdapterId, GuideSpec, Hold, ModelId, TokenLogprobs
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.policy.turns.turn_policy import TurnRules
@@ -184,7 +183,7 @@ class LoopGateway:
         name: str,
         prompt: Sequence[int],
         sampling: Sampling,
-        guide: GuideOrder | None = None,
+        guide: GuideSpec | None = None,
         adapter: AdapterOrder | None = None,
     ) -> int:
         run = next(self._runs)

@@ -19,7 +19,6 @@ from hearth import LLM
 from hearth.core.errors import EngineFailed
 from hearth.core.messages import (
     CancelRequest,
-    GuideOrder,
     HostingFailed,
     LoadProgress,
     ModelLoaded,
@@ -32,7 +31,7 @@ from hearth.core.messages import (
     StepDone,
 )
 from hearth.core.sizes import StepLimits
-from hearth.core.types import FinishReason, Hold, ModelId, Pace, Pooling, SamplingParams
+from hearth.core.types import FinishReason, GuideSpec, Hold, ModelId, Pace, Pooling, SamplingParams
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTerms
 from hearth.store.format.convert import convert
@@ -346,9 +345,9 @@ def test_a_guided_answer_is_what_its_schema_says(gateway: Gateway, spoken: Path)
     end = backend.token_to_id("</s>")
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
     gateway.send(host_order("a", spoken, eos_ids=(end,)))
-    guided = gateway.start("a", PROMPT, greedy(40), guide=GuideOrder("json_schema", schema))
+    guided = gateway.start("a", PROMPT, greedy(40), guide=GuideSpec("json_schema", schema))
     free = gateway.start("a", PROMPT, greedy(10))
-    broken = gateway.start("a", PROMPT, greedy(10), guide=GuideOrder("lark", "start: nothing"))
+    broken = gateway.start("a", PROMPT, greedy(10), guide=GuideSpec("lark", "start: nothing"))
     gateway.until_ended(guided, free, broken)
 
     assert json.loads(backend.decode(gateway.runs[guided].tokens)) in ({"a": 1}, {"a": 2})
@@ -384,7 +383,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(
 
 def test_a_request_whose_schema_cannot_be_followed_fails_alone(gateway: Gateway, spoken: Path) -> None:
     kinds = [{"type": "object", "properties": {f"k{i}_{j}": {} for j in range(3)}} for i in range(200)]
-    guide = GuideOrder("json_schema", json.dumps({"anyOf": kinds}))
+    guide = GuideSpec("json_schema", json.dumps({"anyOf": kinds}))
     gateway.send(host_order("a", spoken))
     runs = [gateway.start("a", PROMPT, greedy(40), guide=guide), gateway.start("a", PROMPT, greedy(40))]
 
@@ -404,7 +403,7 @@ def test_a_request_that_panics_while_it_is_checked_gets_its_answer() -> None:
         def request(self, *_: object, **__: object) -> None:
             raise Panic("index out of bounds")
 
-    order = StartRequest(1, ModelId("a"), PROMPT, (), greedy(1), GuideOrder("lark", "start: /a/"))
+    order = StartRequest(1, ModelId("a"), PROMPT, (), greedy(1), GuideSpec("lark", "start: /a/"))
 
     outcome = _checked(PanickingIntake(), order)  # type: ignore[arg-type] # it plays one
 

@@ -25,6 +25,7 @@ from hearth.core.sizes import StepLimits
 from hearth.core.types import (
     AdapterId,
     FinishReason,
+    GuideSpec,
     Hold,
     ModelId,
     Pace,
@@ -39,7 +40,7 @@ from hearth.core.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 15
+VERSION = 16
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -143,13 +144,6 @@ class Welcome(Struct, frozen=True, tag=True):
 
 
 # Orders of the gateway.
-
-
-class GuideOrder(Struct, frozen=True):
-    """A form that an output must have: any JSON object, a JSON schema, a grammar or an expression."""
-
-    kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
-    text: str = ""  #: the schema as JSON, the grammar or the expression
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -294,7 +288,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     output: tuple[int, ...]  #: emitted before, on workers that are gone
     sampling: Sampling
     salt: bytes  #: shared by those who may find each other's cached prefixes; secret, never logged
-    guide: GuideOrder | None = None
+    guide: GuideSpec | None = None
     pace: Pace = Pace()
     age_s: float = 0.0  #: how long ago the request arrived at the gateway
     pooling: Pooling | None = None  #: its embedding is wanted; None: it is not

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hearth.core.errors import EngineFailed, HearthError
 from hearth.core.messages import Admitted, Fact, RunFailed, StartRequest, StepDone
-from hearth.core.types import GuideSpec, ModelId, RequestId
+from hearth.core.types import ModelId, RequestId
 from hearth.engine.engine import Intake, StepOutcome
 from hearth.policy.batch.plan import EngineRequest
 from hearth.worker.first_tokens import FirstTokens
@@ -222,7 +222,6 @@ class Runs:
 
 
 def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError:
-    guide = None if order.guide is None else GuideSpec(order.guide.kind, order.guide.text)
     try:
         return intake.request(
             RequestId(str(order.run)),
@@ -230,7 +229,7 @@ def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError
             order.sampling.params(),
             salt=order.salt,
             output=order.output,
-            guide=guide,
+            guide=order.guide,
             pooling=order.pooling,
             adapter=None if order.adapter is None else order.adapter.adapter,
         )

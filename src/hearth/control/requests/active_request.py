@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hearth.control.requests.generation import AnswerStream
-from hearth.core.messages import AdapterOrder, GuideOrder, Sampling
-from hearth.core.types import FinishReason, ModelId, Pace, Pooling, RequestId, WorkerId
+from hearth.core.messages import AdapterOrder, Sampling
+from hearth.core.types import FinishReason, GuideSpec, ModelId, Pace, Pooling, RequestId, WorkerId
 from hearth.text.transcript import Transcript
 
 
@@ -30,7 +30,7 @@ class ActiveRequest:
     prompt: tuple[int, ...]
     sampling: Sampling
     salt: bytes = field(repr=False)  #: of the caller's group; secret
-    guide: GuideOrder | None
+    guide: GuideSpec | None
     stream: AnswerStream
     transcript: Transcript
     #: Tokens that came from workers and became text, all of them: what a successor continues from.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hearth.core.errors import HearthError
-from hearth.core.messages import GuideOrder
 from hearth.core.types import (
     FinishReason,
+    GuideSpec,
     ModelId,
     Pooling,
     PromptReading,
@@ -39,7 +39,7 @@ class GenerationRequest:
     model: str  #: a name or an alias
     prompt: str | list[int] | ChatPrompt
     sampling: SamplingParams
-    guide: GuideOrder | None = None
+    guide: GuideSpec | None = None
     keep_alive_s: float | None = None  #: infinite pins the model; None: as it is configured
     tokens_per_s: float | None = None  #: of its `Pace`, as is the next; None: as is usual for the model
     first_token_s: float | None = None

@@ -16,7 +16,6 @@ from typing import TypeVar
 from hearth.control.deploy.deployed import Deployed
 from hearth.control.requests.generation import ChatPrompt
 from hearth.core.errors import BadCheckpoint, HearthError, ModelError, PromptTooLong
-from hearth.core.messages import GuideOrder
 from hearth.core.types import GuideSpec
 from hearth.store.format.manifest import check_texts, read_manifest
 from hearth.text.grammar import check_guide
@@ -97,9 +96,9 @@ class PromptEncoder:
         """Return the text of tokens, special ones included."""
         return await self._away(lambda: tokenizer.decode(tokens, skip_special_tokens=False))
 
-    async def check_guide(self, guide: GuideOrder) -> None:
+    async def check_guide(self, guide: GuideSpec) -> None:
         """Check a guide before a model is loaded for it. Raises BadGuide."""
-        await self._away(lambda: check_guide(GuideSpec(guide.kind, guide.text)))
+        await self._away(lambda: check_guide(guide))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
