@@ -33,7 +33,6 @@ from hearth.core.messages import (
     Ping,
     Pong,
     RunFailed,
-    Sampling,
     StartRequest,
     StepDone,
     WorkerHello,
@@ -100,7 +99,7 @@ class Gateway:
         self,
         model: str,
         prompt: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         output: Sequence[int] = (),
         guide: GuideSpec | None = None,
         salt: bytes = b"",
@@ -214,8 +213,8 @@ def limits_of(config: EngineConfig) -> StepLimits:
     return StepLimits(config.max_batch_tokens, config.max_seqs, config.block_tokens)
 
 
-def greedy(max_tokens: int, **changes: object) -> Sampling:
-    return Sampling.of(SamplingParams(temperature=0.0, max_tokens=max_tokens, **changes), seed=0)  # type: ignore[arg-type] # names of fields
+def greedy(max_tokens: int, **changes: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, **changes)  # type: ignore[arg-type] # names of fields
 
 
 @contextmanager

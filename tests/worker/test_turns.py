@@ -21,8 +21,8 @@ from tokenizers import Tokenizer as Backend
 
 from bench.host_pages import HostPages
 from hearth.core.errors import HearthError
-from hearth.core.messages import HostingFailed, ModelLoaded, Sampling, StartRequest
-from hearth.core.types import GuideSpec, Hold, ModelId, TurnEnd
+from hearth.core.messages import HostingFailed, ModelLoaded, StartRequest
+from hearth.core.types import GuideSpec, Hold, ModelId, SamplingParams, TurnEnd
 from hearth.engine.engine import Engine, Intake, StepOutcome
 from hearth.memory.pool import EvictionTermsOf, Pool, Space
 from hearth.memory.vmm import MappedPool
@@ -118,7 +118,9 @@ VARIED = [
     greedy(20, ignore_eos=True, logprobs=3),
     greedy(20, ignore_eos=True, logprobs=3, frequency_penalty=0.7, repetition_penalty=1.3),
     greedy(20, ignore_eos=True, logprobs=3, logit_bias={7: 2.0}, presence_penalty=0.4),
-    Sampling(seed=11, temperature=0.9, top_k=40, top_p=0.95, max_tokens=20, ignore_eos=True, logprobs=3),
+    SamplingParams(
+        seed=11, temperature=0.9, top_k=40, top_p=0.95, max_tokens=20, ignore_eos=True, logprobs=3
+    ),
 ]
 
 

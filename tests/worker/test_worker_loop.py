@@ -25,7 +25,6 @@ from hearth.core.messages import (
     Ping,
     Pong,
     RetireModel,
-    Sampling,
     Shutdown,
     StartRequest,
     StepDone,
@@ -210,7 +209,7 @@ def test_seeded_sampling_with_logprobs_is_as_offline(gateway: Gateway, model: Pa
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=10, logprobs=2)
     gateway.host("a", model)
     gateway.facts.clear()
-    (run,) = gateway.until_ended(gateway.start("a", PROMPT, Sampling.of(params, seed=7)))
+    (run,) = gateway.until_ended(gateway.start("a", PROMPT, params))
     logprobs = [fact.logprobs for fact in gateway.facts if isinstance(fact, StepDone) and fact.tokens]
 
     assert run.tokens == answer(model, PROMPT, params)
@@ -222,7 +221,7 @@ def test_each_request_of_a_batch_gets_the_logprobs_it_asked_for(gateway: Gateway
     params = [SamplingParams(temperature=0.0, max_tokens=4, logprobs=wish) for wish in wishes]
     gateway.host("a", model)
     gateway.facts.clear()
-    runs = [gateway.start("a", PROMPT, Sampling.of(each, seed=1)) for each in params]
+    runs = [gateway.start("a", PROMPT, each) for each in params]
     gateway.until_ended(*runs)
 
     told: dict[int, set[int | None]] = {run: set() for run in runs}
@@ -237,7 +236,7 @@ def test_embeddings_come_with_the_end_of_their_runs_beside_those_that_are_contin
     gateway: Gateway, model: Path
 ) -> None:
     gateway.host("a", model)
-    nothing = Sampling.of(SamplingParams(temperature=0.0, max_tokens=0), 0)
+    nothing = SamplingParams(temperature=0.0, max_tokens=0)
     runs = [gateway.start("a", PROMPT, nothing, pooling=pooling) for pooling in Pooling]
     last, mean, continued = gateway.until_ended(*runs, gateway.start("a", PROMPT, greedy(8)))
 
@@ -324,7 +323,7 @@ def test_a_request_goes_on_from_what_another_worker_emitted(gateway: Gateway, mo
     whole = answer(model, PROMPT, params)
     gateway.host("a", model)
 
-    runs = [gateway.start("a", PROMPT, Sampling.of(params, seed=11), whole[:cut]) for cut in (1, 7, 15)]
+    runs = [gateway.start("a", PROMPT, params, whole[:cut]) for cut in (1, 7, 15)]
 
     for cut, run in zip((1, 7, 15), gateway.until_ended(*runs), strict=True):
         assert whole[:cut] + run.tokens == whole

@@ -55,14 +55,8 @@ from hearth.control.requests.request_pace import pace_of
 from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import ServiceConfig
-from hearth.core.errors import (
-    ConfigError,
-    HearthError,
-    RequestError,
-    ServiceError,
-    ShuttingDown,
-)
-from hearth.core.messages import Sampling, SnapshotProgress
+from hearth.core.errors import ConfigError, HearthError, RequestError, ServiceError, ShuttingDown
+from hearth.core.messages import SnapshotProgress
 from hearth.core.types import ModelId, RateStatus, RequestId, Rung, SamplingParams, SnapshotPhase
 from hearth.core.version import hearth_version
 from hearth.node.supervisor import Supervisor
@@ -192,7 +186,7 @@ class Gateway:
             model=model,
             digest=entry.deployed.digest,
             prompt=prompt,
-            sampling=Sampling.of(wanted.sampling, seed),
+            sampling=wanted.sampling.resolved(wanted.sampling.stop_ids, seed),
             salt=self._salt_of(caller.group),
             guide=wanted.guide,
             stream=stream,

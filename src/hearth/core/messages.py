@@ -146,56 +146,6 @@ class Welcome(Struct, frozen=True, tag=True):
 # Orders of the gateway.
 
 
-class Sampling(Struct, frozen=True, omit_defaults=True):
-    """`SamplingParams` without what concerns text: stop strings are found by the gateway."""
-
-    seed: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] | None = None
-
-    @staticmethod
-    def of(params: SamplingParams, seed: int) -> Sampling:
-        shared = {name: getattr(params, name) for name in _SHARED}
-        allowed = params.allowed_token_ids
-        return Sampling(
-            seed=seed,
-            stop_token_ids=params.stop_ids,
-            logit_bias=dict(params.bias_by_token),
-            allowed_token_ids=None if allowed is None else tuple(allowed),
-            **shared,
-        )
-
-    def params(self) -> SamplingParams:
-        return SamplingParams(
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            logit_bias=self.logit_bias,
-            allowed_token_ids=self.allowed_token_ids,
-            **{name: getattr(self, name) for name in _SHARED},
-        )
-
-
-#: Fields that `Sampling` and `SamplingParams` spell alike.
-_SHARED = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs"),
-    "prompt_logprobs",
-)
-
-
 class PrepareModel(Struct, frozen=True, tag=True):
     """Have the kernels and the description of a deployed model ready, beside all other work.
 
@@ -286,7 +236,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     model: ModelId
     prompt: tuple[int, ...]
     output: tuple[int, ...]  #: emitted before, on workers that are gone
-    sampling: Sampling
+    sampling: SamplingParams  #: its seed is drawn; its stop strings are for the gateway
     salt: bytes  #: shared by those who may find each other's cached prefixes; secret, never logged
     guide: GuideSpec | None = None
     pace: Pace = Pace()

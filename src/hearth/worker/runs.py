@@ -226,7 +226,7 @@ def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError
         return intake.request(
             RequestId(str(order.run)),
             order.prompt,
-            order.sampling.params(),
+            order.sampling,
             salt=order.salt,
             output=order.output,
             guide=order.guide,

@@ -11,8 +11,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hearth.control.requests.generation import AnswerStream
-from hearth.core.messages import AdapterOrder, Sampling
-from hearth.core.types import FinishReason, GuideSpec, ModelId, Pace, Pooling, RequestId, WorkerId
+from hearth.core.messages import AdapterOrder
+from hearth.core.types import (
+    FinishReason,
+    GuideSpec,
+    ModelId,
+    Pace,
+    Pooling,
+    RequestId,
+    SamplingParams,
+    WorkerId,
+)
 from hearth.text.transcript import Transcript
 
 
@@ -28,7 +37,7 @@ class ActiveRequest:
     request_id: RequestId
     model: ModelId  #: that computes it: of an adapter, the base
     prompt: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     salt: bytes = field(repr=False)  #: of the caller's group; secret
     guide: GuideSpec | None
     stream: AnswerStream
