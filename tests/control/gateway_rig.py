@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from hearth.control.datadir import DataDir
-from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.deploy.deploy import clear_snapshots
 from hearth.control.deploy.deployments import Deployments
@@ -18,11 +17,11 @@ from hearth.control.deploy.registry import Registry
 from hearth.control.driver import Driver
 from hearth.control.gateway import Gateway
 from hearth.control.journal import Journal
+from hearth.control.keeper_reports import DemandReports, HostReports
 from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys
 from hearth.control.observe.exchange_record import ExchangeRecord
-from hearth.control.observe.host_reports import HostReports
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports

@@ -14,16 +14,15 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy.catalog import Catalog, CatalogEntry
 from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.deploy.upstream_looks import KEPT_S
 from hearth.control.driver import Driver
+from hearth.control.keeper_reports import DemandReports, HostReports
 from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys.keys import ApiKeys
 from hearth.control.observe.exchange_record import ExchangeRecord, current_exchange
-from hearth.control.observe.host_reports import HostReports
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from hearth.control.datadir import DataDir
-from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy.catalog import Catalog
 from hearth.control.deploy.deploy import clear_snapshots, collect, collect_snapshots
 from hearth.control.deploy.deployments import Deployments
@@ -22,12 +21,12 @@ from hearth.control.driver import Driver
 from hearth.control.gateway import Gateway
 from hearth.control.idle_collection import IdleCollection
 from hearth.control.journal import Journal
+from hearth.control.keeper_reports import DemandReports, HostReports, ResidencyReporter
 from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys, is_loopback
 from hearth.control.observe.access_log import LINE_FORMATS, AccessLog
 from hearth.control.observe.exchange_record import ExchangeRecord
-from hearth.control.observe.host_reports import HostReports
 from hearth.control.observe.log_rotation import LogRotation
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
@@ -35,7 +34,6 @@ from hearth.control.observe.pool_reports import PoolReports
 from hearth.control.observe.tracing import Tracing, tracing_of
 from hearth.control.requests.fact_decoder import FactDecoder
 from hearth.control.requests.tokenization import PromptEncoder
-from hearth.control.residency import ResidencyReporter
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.core.errors import ConfigError, SnapshotError

@@ -1,0 +1,182 @@
+"""The gateway tells the keeper of requests, and asks it where bytes are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hearth.control.datadir import DataDir
+from hearth.control.deploy.catalog import Catalog
+from hearth.control.deploy.deployed import Deployed
+from hearth.control.deploy.registry import Registry
+from hearth.control.keeper_reports import DemandReports, HostReports, ResidencyReporter
+from hearth.control.observe.views import HostMemoryView
+from hearth.core.config import EngineConfig
+from hearth.core.errors import StoreError
+from hearth.core.types import ModelId, Rung
+from hearth.store.keeper_client import KeeperClient
+from hearth.store.transfer.lender import Lender
+from tests.control.gateway_rig import GatewayRig
+from tests.store.stored import all_chunks, consume, tiers_at, write_model
+from tests.worker.harness import folder
+
+
+class Keeper(KeeperClient):
+    """Answers without a process. Mutable; the test says whether it is there."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("nowhere"))
+        self.told: list[dict[str, int]] = []
+        self.is_there = True
+        self.was_asked = asyncio.Event()
+
+    async def count_requests(self, num_by_digest: Mapping[str, int]) -> None:
+        self.was_asked.set()
+        if not self.is_there:
+            raise StoreError("no keeper answers")
+        self.told.append(dict(num_by_digest))
+
+
+def run(scene: Callable[[Keeper, DemandReports], Awaitable[None]]) -> None:
+    async def play() -> None:
+        keeper = Keeper()
+        reports = DemandReports(keeper, interval_s=0.01)
+        try:
+            async with asyncio.timeout(60):
+                await scene(keeper, reports)
+        finally:
+            await reports.close()
+
+    asyncio.run(play())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def test_every_request_is_told_once() -> None:
+    async def scene(keeper: Keeper, reports: DemandReports) -> None:
+        for digest in ("a", "b", "a", "a"):
+            reports.request_came(digest)
+        await until(lambda: bool(keeper.told))
+        reports.request_came("b")
+        await until(lambda: len(keeper.told) == 2)
+        assert keeper.told == [{"a": 3, "b": 1}, {"b": 1}]
+
+    run(scene)
+
+
+def test_what_the_keeper_could_not_be_told_is_told_with_the_next_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scene(keeper: Keeper, reports: DemandReports) -> None:
+        keeper.is_there = False
+        reports.request_came("a")
+        await keeper.was_asked.wait()
+        keeper.is_there = True
+        reports.request_came("a")
+        await until(lambda: bool(keeper.told))
+        assert keeper.told == [{"a": 2}]
+
+    run(scene)
+    assert [record.message for record in caplog.records if "demand_not_told" in record.message]
+
+
+def test_requests_at_the_gateway_keep_a_busy_model_dear_in_the_keepers_host_memory(tmp_path: Path) -> None:
+    write_model(tmp_path / "busy")
+    with tiers_at(tmp_path / "store") as tiers:
+        model = tiers.open(tmp_path / "busy")
+        tiers.prices.load_began(model)
+        socket = tmp_path / "lend.sock"
+        digest, chunk = model.manifest.digest, model.manifest.chunk_ids[0]
+        with closing(Lender(tiers, socket)):
+            client = KeeperClient(socket)
+            before = tiers.prices.of_host_chunk(chunk)
+            asyncio.run(client.count_requests({digest: 1}))
+            asyncio.run(client.count_requests({digest: 50, "unknown": 7}))
+            assert tiers.prices.of_host_chunk(chunk) > before
+            with pytest.raises(StoreError):
+                asyncio.run(client.count_requests({digest: 0}))
+
+
+COUNTED = {Rung.HOST: 5, Rung.DISK: 7}
+
+
+class CountingKeeper(KeeperClient):
+    """Answers without a process."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("nowhere"))
+        self.asked: list[list[str]] = []
+
+    async def count(self, digests: Sequence[str]) -> dict[str, Mapping[Rung, int]]:
+        self.asked.append(list(digests))
+        return dict.fromkeys(digests, COUNTED)
+
+
+def test_every_name_of_the_same_bytes_is_reported(data_dir: DataDir, deployed: Deployed) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(replace(deployed, name="another"))
+        registry.add(replace(deployed, name="other", digest="of other bytes"))
+
+    async def scene() -> None:
+        with closing(GatewayRig(data_dir)) as rig:
+            keeper = CountingKeeper()
+            reporter = ResidencyReporter(keeper, Catalog(rig.registry, {}, EngineConfig(), 1.0), rig.driver)
+            reporter.ask()
+            models = rig.driver.fleet.models
+            async with asyncio.timeout(60):
+                while any(model.bytes_by_rung is None for model in models.values()):
+                    await asyncio.sleep(0.001)
+            await reporter.close()
+            assert models.keys() == {ModelId("tiny"), ModelId("another"), ModelId("other")}
+            assert {name: model.bytes_by_rung for name, model in models.items()} == dict.fromkeys(
+                models, COUNTED
+            )
+            assert [sorted(digests) for digests in keeper.asked] == [
+                sorted({deployed.digest, "of other bytes"})
+            ]
+
+    asyncio.run(scene())
+
+
+def test_host_memory_is_what_chunks_take_and_unknown_without_a_keeper(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny")
+    with folder() as place, tiers_at(tmp_path / "root", num_cells=64) as tiers:
+        reports = HostReports(KeeperClient(place / "s"))
+        model = tiers.open(tmp_path / "tiny")
+        consume(tiers.fetch(model, all_chunks(model)))
+        with closing(Lender(tiers, place / "s")):
+            asyncio.run(reports.refresh(10.0))
+        num_chunks = len(set(model.manifest.chunk_ids))
+        assert reports.view == HostMemoryView(num_chunks * (16 << 20) // 64, 16 << 20)
+
+        asyncio.run(reports.refresh(10.0))
+        assert reports.view is None
+
+
+def test_a_keeper_that_is_slow_to_answer_has_what_it_had() -> None:
+    async def scene(path: Path) -> None:
+        reports = HostReports(KeeperClient(path))
+        reports.view = HostMemoryView(3, 4)
+        is_over = asyncio.Event()
+
+        async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await is_over.wait()
+            writer.close()
+
+        async with await asyncio.start_unix_server(keep_silent, path):
+            await reports.refresh(0.05)
+            assert reports.view == HostMemoryView(3, 4)
+            is_over.set()
+        await reports.refresh(10.0)
+        assert reports.view is None
+
+    with folder() as place:
+        asyncio.run(scene(place / "s"))
