@@ -17,7 +17,7 @@ from hearth.control.deploy.registry import Registry
 from hearth.control.driver import Driver
 from hearth.control.gateway import Gateway
 from hearth.control.journal import Journal
-from hearth.control.keeper_reports import DemandReports, HostReports
+from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys
@@ -71,7 +71,7 @@ class GatewayRig:
         self.journal = Journal(data_dir.journal_path, brain, 1 << 30)
         self.encoder = PromptEncoder(2.0)
         configs = {"tiny": ModelConfig(context=CONTEXT, pace=20.0)}
-        catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
+        catalog = self.catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
         metrics, pools = Metrics(device_hour_price=1.0), PoolReports()
         self.metrics = metrics
         observer = self.observer = Observer(metrics, takes_turns=takes_turns)
@@ -88,11 +88,11 @@ class GatewayRig:
         )
         keeper = KeeperClient(Path("/nowhere"))
         deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
-        self.demand = DemandReports(keeper)
+        self.keeper = KeeperReports(keeper, catalog, self.driver)
         self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)
         self.gateway = Gateway(
             *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools, snapshots),
-            *(self.supervisor, metrics, self.demand, HostReports(keeper)),
+            *(self.supervisor, metrics, self.keeper),
             keys=ApiKeys(data_dir.keys_path),
             admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),
             kind="cpu",

@@ -19,7 +19,7 @@ from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.deploy.upstream_looks import KEPT_S
 from hearth.control.driver import Driver
-from hearth.control.keeper_reports import DemandReports, HostReports
+from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys.keys import ApiKeys
 from hearth.control.observe.exchange_record import ExchangeRecord, current_exchange
@@ -84,8 +84,7 @@ class Gateway:
         snapshots: Snapshots,
         supervisor: Supervisor,
         metrics: Metrics,
-        demand: DemandReports,
-        host: HostReports,
+        keeper: KeeperReports,
         keys: ApiKeys,
         admissions: KeyAdmissions,
         kind: str,
@@ -103,7 +102,7 @@ class Gateway:
         self._pools, self._snapshots = pools, snapshots
         self._supervisor, self._kind = supervisor, kind
         self._is_draining = False
-        self._demand, self._host = demand, host
+        self._keeper = keeper
         self._metrics = metrics
         self._ignored_fields = metrics.ignored_fields
         self._connections_closed = metrics.connections_closed
@@ -202,9 +201,9 @@ class Gateway:
         self._driver.start(active, wanted.sampling.max_tokens, wanted.keep_alive_s)
         if stream.error is not None:
             raise stream.error
-        self._demand.request_came(entry.deployed.digest)
+        self._keeper.request_came(entry.deployed.digest)
         if adapter is not None:
-            self._demand.request_came(adapter.adapter)
+            self._keeper.request_came(adapter.adapter)
         prepared.admission.follow(stream, counts_prompt=wanted.counts_prompt)
         return stream
 
@@ -366,12 +365,12 @@ class Gateway:
     async def look(self) -> ProcessView:
         """Return the same as `ps`, after workers and keeper have reported their memory anew."""
         await self._pools.refresh(LOOK_S)
-        await self._host.refresh(LOOK_S)
+        await self._keeper.refresh_host_memory(LOOK_S)
         return self.ps()
 
     async def measure(self) -> bytes:
         """Return the metrics, after the keeper has reported its memory anew; workers do at each heartbeat."""
-        await self._host.refresh(LOOK_S)
+        await self._keeper.refresh_host_memory(LOOK_S)
         return await self._metrics.text()
 
     def ps(self) -> ProcessView:
@@ -381,7 +380,9 @@ class Gateway:
         queues = fleet.queues
         num_awaiting = queues.num_awaiting_turn
         num_waiting, num_running = queues.num_waiting + num_awaiting, queues.num_running - num_awaiting
-        return ProcessView(workers, residents, num_waiting, num_running, self._host.view, self._notes())
+        return ProcessView(
+            workers, residents, num_waiting, num_running, self._keeper.host_memory, self._notes()
+        )
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
         """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
@@ -456,12 +457,12 @@ class Gateway:
         watch(
             "hearth_host_used_bytes",
             "Host memory that holds chunks of models.",
-            lambda: 0 if self._host.view is None else self._host.view.used_bytes,
+            lambda: 0 if self._keeper.host_memory is None else self._keeper.host_memory.used_bytes,
         )
         watch(
             "hearth_host_budget_bytes",
             "Host memory for chunks of models.",
-            lambda: 0 if self._host.view is None else self._host.view.budget_bytes,
+            lambda: 0 if self._keeper.host_memory is None else self._keeper.host_memory.budget_bytes,
         )
         watch(
             "hearth_kv_blocks_used",

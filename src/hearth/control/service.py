@@ -21,7 +21,7 @@ from hearth.control.driver import Driver
 from hearth.control.gateway import Gateway
 from hearth.control.idle_collection import IdleCollection
 from hearth.control.journal import Journal
-from hearth.control.keeper_reports import DemandReports, HostReports, ResidencyReporter
+from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmissions
 from hearth.control.keys.key_usage import KeyUsage
 from hearth.control.keys.keys import ApiKeys, is_loopback
@@ -162,12 +162,10 @@ async def running(
         if not supervisor.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()
         keeper = KeeperClient(socket)
-        residency = ResidencyReporter(keeper, catalog, driver)
-        stack.push_async_callback(residency.close)
-        driver.add_sink(residency.observe)
+        reports = KeeperReports(keeper, catalog, driver)
+        stack.push_async_callback(reports.close)
+        driver.add_sink(reports.observe)
         deployments = Deployments(registry, catalog, driver, keeper, data_dir, process_log.fd)
-        demand = DemandReports(keeper)
-        stack.push_async_callback(demand.close)
         keys = keys_of(service, data_dir)
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
@@ -184,8 +182,7 @@ async def running(
                 supervisor,
                 metrics,
             ),
-            demand=demand,
-            host=HostReports(keeper),
+            keeper=reports,
             keys=keys,
             admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
             kind=devices.kind,
