@@ -17,7 +17,6 @@ from pathlib import Path
 from hearth.control.deploy.catalog import Catalog, CatalogEntry
 from hearth.control.deploy.deploy import DeployOrder, DeployProgress
 from hearth.control.deploy.deployments import Deployments
-from hearth.control.deploy.upstream_looks import KEPT_S
 from hearth.control.driver import Driver
 from hearth.control.keeper_reports import KeeperReports
 from hearth.control.keys.key_admission import KeyAdmission, KeyAdmissions
@@ -60,6 +59,7 @@ from hearth.core.types import ModelId, RateStatus, RequestId, Rung, SamplingPara
 from hearth.core.version import hearth_version
 from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet import events
+from hearth.store.keeper_client import UPSTREAM_CACHE_S
 from hearth.system.garbage import LATE_COLLECTIONS
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
@@ -275,7 +275,7 @@ class Gateway:
         An admin sees what is there now, others what was there a moment ago.
         """
         entry = self._find(name, caller)
-        max_age_s = 0.0 if caller.has_role("admin") else KEPT_S
+        max_age_s = 0.0 if caller.has_role("admin") else UPSTREAM_CACHE_S
         deployed = entry.adapter or entry.deployed
         upstream = await self._deployments.upstream(deployed, look=look, max_age_s=max_age_s)
         return replace(self._catalog.view(entry), upstream=upstream)

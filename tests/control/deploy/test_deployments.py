@@ -20,7 +20,6 @@ from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocat
 from hearth.control.deploy.deployer import carry_out
 from hearth.control.deploy.deployments import Deployments
 from hearth.control.deploy.registry import Registry
-from hearth.control.deploy.upstream_looks import UpstreamLooks
 from hearth.control.driver import Driver
 from hearth.control.journal import Journal
 from hearth.control.observe.metrics import Metrics
@@ -213,8 +212,9 @@ def test_upstream_is_looked_at_once_at_a_time_and_rarely_for_those_who_only_ask(
 
     async def scene(rig: DeploymentsRig) -> None:
         rig.keeper.versions[url] = far.digest
-        keeper, upstream, looks = rig.keeper, rig.deployments.upstream, UpstreamLooks(rig.keeper)
-        assert set(await asyncio.gather(*(looks.version(url, 0.0) for _ in range(5)))) == {far.digest}
+        keeper, upstream = rig.keeper, rig.deployments.upstream
+        versions = await asyncio.gather(*(keeper.upstream_version(url, 0.0) for _ in range(5)))
+        assert set(versions) == {far.digest}
         assert keeper.looked == [url]
         keeper.looked.clear()
         unchanged = UpstreamView("unchanged", far.digest)
@@ -237,8 +237,7 @@ def test_who_leaves_while_upstream_is_looked_at_does_not_end_it_for_others(
 
     async def scene(rig: DeploymentsRig) -> None:
         rig.keeper.versions[url] = far.digest
-        looks = UpstreamLooks(rig.keeper)
-        first, second = (asyncio.create_task(looks.version(url, 0.0)) for _ in range(2))
+        first, second = (asyncio.create_task(rig.keeper.upstream_version(url, 0.0)) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         assert await second == far.digest

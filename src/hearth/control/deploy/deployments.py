@@ -26,7 +26,6 @@ from hearth.control.deploy.deploy import (
 )
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocation
 from hearth.control.deploy.registry import Registry
-from hearth.control.deploy.upstream_looks import UpstreamLooks
 from hearth.control.deploy.upstream_view import upstream_view
 from hearth.control.driver import Driver
 from hearth.control.observe.views import ModelView, UpstreamView
@@ -59,7 +58,6 @@ class Deployments:
         self._errors = errors
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
-        self._looks = UpstreamLooks(keeper)
         #: Tasks that delete files; the event loop itself holds no task.
         self._clearing: set[asyncio.Task[None]] = set()
         #: Two models may be loaded from one URL: while the files of one are deleted, no other is registered.
@@ -136,7 +134,7 @@ class Deployments:
         if not look:
             return upstream_view(deployed, known, has_looked=False, failure=None)
         try:
-            version = await self._looks.version(deployed.source, max_age_s)
+            version = await self._keeper.upstream_version(deployed.source, max_age_s)
         except HearthError as error:
             return upstream_view(deployed, known, has_looked=False, failure=str(error))
         seen = await asyncio.to_thread(note_version, directory, version) or known
