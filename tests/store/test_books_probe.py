@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 from hearth.core.config import StoreConfig
-from hearth.store.books_probe import BooksProbe
+from hearth.store.keeper import BooksProbe
 from hearth.store.tiers.tiers import Tiers
 from tests.store.stored import PATIENCE_S
 

@@ -13,6 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -21,12 +24,39 @@ import msgspec
 from hearth.core.config import StoreConfig
 from hearth.core.errors import HearthError
 from hearth.core.messages import KeeperPulse, KeeperSetup
-from hearth.store.books_probe import BooksProbe
 from hearth.store.tiers.read_hashed import is_native
 from hearth.store.tiers.tiers import Tiers
 from hearth.store.transfer.lender import Lender
 from hearth.system.die_with_parent import die_with_parent
 from hearth.system.garbage import collect_when_idle
+
+
+class BooksProbe:
+    """One thread of its own looks whenever it is asked for. One other thread asks."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        """`look` takes every lock of the books once, and returns."""
+        self._look = look
+        self._asked = threading.Event()
+        #: When the look under way began; None: the last one is over.
+        self._began_s: float | None = None
+        threading.Thread(target=self._work, name="hearth-probe", daemon=True).start()
+
+    def held_s(self) -> float:
+        """Return for how long the look under way has been waiting, and begin one if none is; at once."""
+        began_s, now_s = self._began_s, time.monotonic()
+        if began_s is not None:
+            return now_s - began_s
+        self._began_s = now_s
+        self._asked.set()
+        return 0.0
+
+    def _work(self) -> None:
+        while True:
+            self._asked.wait()
+            self._asked.clear()
+            self._look()
+            self._began_s = None
 
 
 def main() -> int:

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from bench.failing_disk import failing_writes
 from hearth.control.datadir import DataDir
 from hearth.control.deploy.deployed import AdapterFacts, Deployed, DeployedAdapter
-from hearth.control.deploy.names import Names, check_name, file_name
-from hearth.control.deploy.nearest_name import MAX_COMPARED
+from hearth.control.deploy.names import MAX_COMPARED, Names, check_name, file_name
 from hearth.control.deploy.registry import Registry
 from hearth.core.config import ModelConfig
 from hearth.core.errors import (

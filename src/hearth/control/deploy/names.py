@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
+from itertools import pairwise
 
 from hearth.control.deploy.deployed import Deployed, DeployedAdapter
-from hearth.control.deploy.nearest_name import NearestName
 from hearth.core.config import ModelConfig
 from hearth.core.errors import ConfigError, RequestError, UnknownModel
 
@@ -139,3 +141,33 @@ def _check_table(name: str) -> None:
         check_name(name)
     except RequestError as error:
         raise ConfigError(f"no model can have the settings in [models.{name:.80}]: {error}") from error
+
+
+#: The most names that are compared well.
+MAX_COMPARED = 8
+#: The most characters of a given name that are looked at.
+_MAX_GIVEN = 128
+#: Pairs of characters share this many places.
+_NUM_PLACES = 256
+
+
+class NearestName:
+    """Names to be compared with. Immutable; made once for many questions."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = [(_pairs(name), name) for name in names]
+
+    def find(self, given: str) -> str | None:
+        """Return the name that is most like the given one; None: none is like it."""
+        given = given[:_MAX_GIVEN]
+        pairs = _pairs(given)
+        likely = heapq.nsmallest(MAX_COMPARED, self._names, key=lambda entry: (entry[0] ^ pairs).bit_count())
+        return next(iter(get_close_matches(given, [name for _, name in likely], n=1)), None)
+
+
+def _pairs(name: str) -> int:
+    """Return a number with a bit for each pair of neighbours; its ends are neighbours of a space."""
+    places = bytearray(_NUM_PLACES)
+    for one, other in pairwise(b" %b " % name.encode(errors="replace")):
+        places[(31 * one + other) % _NUM_PLACES] = 1
+    return int.from_bytes(places)
