@@ -44,7 +44,7 @@ from hearth.core.types import (
     SamplingParams,
     WorkerId,
 )
-from hearth.node.worker_ending import WorkerEnding
+from hearth.node.processes import WorkerEnding
 from hearth.policy.fleet.events import Option
 from hearth.policy.limits.key_limiter import KeyLimits
 from tests.control.deploy.test_registry import ADAPTER

@@ -18,10 +18,10 @@ from hearth.core.beacon import StepSigns
 from hearth.core.errors import NoWorkers
 from hearth.core.messages import KeeperPulse, KeeperSetup, WorkerFarewell, WorkerHello, WorkerSetup
 from hearth.core.types import ModelId, WorkerId
-from hearth.node import keeper_pulse
+from hearth.node import keeper_process
 from hearth.node import supervisor as supervision
+from hearth.node.processes import MAX_REASON, WorkerEnding, ending_of
 from hearth.node.supervisor import MAX_FAILED_STARTS, Supervisor, Vigilance, WorkerSeat
-from hearth.node.worker_ending import MAX_REASON, WorkerEnding, ending_of
 from hearth.node.worker_link import WorkerLink
 from tests.worker.harness import folder, keeper_setup
 
@@ -352,13 +352,13 @@ def test_a_keeper_that_hangs_is_killed_and_replaced_and_one_that_answers_is_not(
 ) -> None:
     monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
     pulses: list[KeeperPulse | None] = []
-    ask = keeper_pulse._pulse
+    ask = keeper_process._pulse
 
     async def counted(answers: asyncio.StreamReader, patience_s: float) -> KeeperPulse | None:
         pulses.append(await ask(answers, patience_s))
         return pulses[-1]
 
-    monkeypatch.setattr(keeper_pulse, "_pulse", counted)
+    monkeypatch.setattr(keeper_process, "_pulse", counted)
 
     async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
         async def answers() -> None:
@@ -396,7 +396,7 @@ def test_a_keeper_whose_books_nobody_can_look_at_any_more_hangs() -> None:
         command = (sys.executable, "-S", "-c", DEADLOCKED)
         keeper = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         try:
-            hang = await keeper_pulse.hang_of(keeper, PATIENCE_S, PATIENCE_S)
+            hang = await keeper_process.hang_of(keeper, PATIENCE_S, PATIENCE_S)
         finally:
             keeper.kill()
             await keeper.wait()
@@ -432,7 +432,7 @@ def test_a_keeper_that_has_ended_when_it_is_asked_breaks_nothing() -> None:
     async def scene() -> None:
         keeper = await asyncio.create_subprocess_exec("true", stdin=PIPE, stdout=PIPE)
         await keeper.wait()
-        hang = await keeper_pulse.hang_of(keeper, HEARTBEAT_S, MAX_MISSED * HEARTBEAT_S)
+        hang = await keeper_process.hang_of(keeper, HEARTBEAT_S, MAX_MISSED * HEARTBEAT_S)
         assert hang == "did not answer for 0.03 s, limit: 0.03 s"
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

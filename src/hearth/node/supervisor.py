@@ -34,8 +34,8 @@ from hearth.core.beacon import Beacon, StepSigns, new_beacon_file
 from hearth.core.errors import ConfigError, HearthError, NoWorkers, ServiceError, error_of
 from hearth.core.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetup
 from hearth.core.types import WorkerId
-from hearth.node.keeper_pulse import hang_of
-from hearth.node.worker_ending import MAX_FAREWELL_BYTES, WorkerEnding, ending_of
+from hearth.node.keeper_process import hang_of
+from hearth.node.processes import MAX_FAREWELL_BYTES, WorkerEnding, ending_of
 from hearth.node.worker_link import WorkerLink
 from hearth.node.worker_template import ForkedWorker, WorkerTemplate
 from hearth.policy.fleet.liveness import Silence, max_silence_s

@@ -26,8 +26,8 @@ from typing import IO
 import msgspec
 
 from hearth.core.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer, WorkerSetup
+from hearth.node.processes import MAX_FAREWELL_BYTES, ending_of
 from hearth.node.template_process import TemplateProcess, start_template
-from hearth.node.worker_ending import MAX_FAREWELL_BYTES, ending_of
 
 #: Behind a template that lived for less the next one is started after a pause, which doubles with each of
 #: them up to the longest: whatever has ended one that was ready, like a lack of memory, may do so again.
