@@ -35,7 +35,8 @@ from hearth.core.beacon import Beacon
 from hearth.core.config import HearthConfig, ModelConfig
 from hearth.core.messages import Fact, KeeperSetup, Order, StepDone, WorkerHello
 from hearth.core.types import FinishReason, ModelId, SamplingParams, WorkerId
-from hearth.node.supervisor import Supervisor, Vigilance
+from hearth.node.processes import Vigilance
+from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient

@@ -144,7 +144,7 @@ def test_while_no_worker_comes_up_requests_end_with_the_reason_and_health_has_it
         assert rig.gateway.health().status == "starting"
         for num_before in range(3):
             assert (rig.gateway.health().status, seat.num_failed_starts) == ("starting", num_before)
-            pause = asyncio.create_task(rig.supervisor._pause(seat, WorkerEnding("it has no memory"), 60.0))
+            pause = asyncio.create_task(seat._back_off(WorkerEnding("it has no memory"), 60.0))
             await asyncio.sleep(0)
             pause.cancel()
 

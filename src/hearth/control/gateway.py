@@ -395,8 +395,8 @@ class Gateway:
         return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
 
     def health(self) -> Health:
-        seats = self._supervisor.seats
-        num_ready = sum(seat.link is not None for seat in seats)
+        workers = self._supervisor.workers()
+        num_ready = sum(worker.state == "ready" for worker in workers)
         if self._is_draining:
             status = "draining"
         elif num_ready:
@@ -404,7 +404,7 @@ class Gateway:
         else:
             status = "starting" if self._supervisor.outage() is None else "failing"
         reason = self._supervisor.trouble()
-        return Health(status, len(seats), num_ready, hearth_version(), self.instance_id, reason)
+        return Health(status, len(workers), num_ready, hearth_version(), self.instance_id, reason)
 
     # The end of the service.
 
@@ -415,9 +415,7 @@ class Gateway:
 
     async def refused(self) -> ConfigError:
         """Return what a worker says of settings with which none can start, once one does."""
-        await self._supervisor.refused.wait()
-        assert self._supervisor.refusal is not None, "it is set before"
-        return self._supervisor.refusal
+        return await asyncio.shield(self._supervisor.refusal)
 
     def end_all(self, error: HearthError | None = None) -> None:
         """End all requests that still run, with this error or that of a service which ends."""
@@ -550,25 +548,25 @@ class Gateway:
 
     def _worker_views(self, residents: tuple[ResidentView, ...], now_s: float) -> list[WorkerView]:
         views = []
-        for seat in self._supervisor.seats:
-            hello, pool = seat.hello, self._pools.view(seat.worker, now_s)
+        for status in self._supervisor.workers():
+            hello, pool = status.hello, self._pools.view(status.worker, now_s)
             if pool is None:
-                known = self._driver.fleet.workers.get(seat.worker)
+                known = self._driver.fleet.workers.get(status.worker)
                 used = 0 if known is None else known.promises.budget_bytes - known.promises.free_bytes
             else:
                 used = sum(part.num_bytes for part in pool.parts if part.kind != "free")
             views.append(
                 WorkerView(
-                    worker=seat.worker,
-                    pid=0 if seat.process is None else seat.process.pid,
+                    worker=status.worker,
+                    pid=status.pid,
                     kind=self._kind if hello is None else hello.kind,
                     device="" if hello is None else hello.device,
-                    state=seat.state,
+                    state=status.state,
                     budget_bytes=0 if hello is None else hello.budget_bytes,
                     used_bytes=used,
-                    num_restarts=seat.num_restarts,
+                    num_restarts=status.num_restarts,
                     pool=pool,
-                    reason=seat.trouble(time.monotonic()),
+                    reason=status.reason,
                 )
             )
         return views

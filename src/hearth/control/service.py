@@ -41,7 +41,8 @@ from hearth.core.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.core.types import Pace, WorkerId
 from hearth.node.devices import Devices
 from hearth.node.process_log import ProcessLog, logs_to_stderr
-from hearth.node.supervisor import Supervisor, Vigilance, seat_index
+from hearth.node.processes import Vigilance
+from hearth.node.supervisor import Supervisor, seat_index
 from hearth.node.template_process import TemplateProcess
 from hearth.node.worker_link import WorkerLink
 from hearth.node.worker_template import WorkerTemplate
@@ -159,7 +160,7 @@ async def running(
         )
         stack.callback(reading.cancel)
         await supervisor.start()
-        if not supervisor.reads_natively:
+        if not supervisor.keeper.reads_natively:
             metrics.fallbacks.labels("interpreted_reads").inc()
         keeper = KeeperClient(socket)
         reports = KeeperReports(keeper, catalog, driver)

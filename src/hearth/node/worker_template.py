@@ -16,7 +16,6 @@ import asyncio
 import ctypes
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from typing import IO
 import msgspec
 
 from hearth.core.messages import FORK_WORKER, LOG_HERE, TEMPLATE_BEACON, TemplateAnswer, WorkerSetup
-from hearth.node.processes import MAX_FAREWELL_BYTES, ending_of
+from hearth.node.processes import ChildProcess, ForkedWorker, ending_of
 from hearth.node.template_process import TemplateProcess, start_template
 
 #: Behind a template that lived for less the next one is started after a pause, which doubles with each of
@@ -49,57 +48,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 class UnfitTemplate(Exception):
     """A template says that no worker can be forked from it, and why."""
-
-
-class ChildProcess:
-    """A child of this process, however it was started. Used as a `Process` of asyncio is."""
-
-    def __init__(self, pid: int) -> None:
-        """Watch a process. Raises OSError if it is no child of this one."""
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
-        try:
-            os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-            os.close(self._descriptor)
-            raise
-        self._loop = asyncio.get_running_loop()
-        self._code: asyncio.Future[int] = self._loop.create_future()
-        self._loop.add_reader(self._descriptor, self._reap)
-
-    async def wait(self) -> int:
-        """Return its exit code, once it has ended: of one that a signal has ended its number, negative."""
-        return await asyncio.shield(self._code)
-
-    def kill(self) -> None:
-        if not self._code.done():
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def _reap(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        ended = os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED)
-        assert ended is not None, "the descriptor of a process can be read when it has ended"
-        os.close(self._descriptor)
-        self._code.set_result(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-
-
-class ForkedWorker(ChildProcess):
-    """A worker that a template has forked and this process has adopted."""
-
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        """Watch a worker, and close the pipes to it when it has ended. Raises OSError as of any child."""
-        super().__init__(pid)
-        self.stdin, self._said = stdin, stdout
-        self.stdout = asyncio.StreamReader()  #: has all that it said, once it has ended
-
-    def _reap(self) -> None:
-        os.set_blocking(self._said.fileno(), False)  # one that it has started may still hold the other end
-        self.stdout.feed_data(self._said.read(MAX_FAREWELL_BYTES) or b"")
-        self.stdout.feed_eof()
-        self._said.close()
-        self.stdin.close()
-        super()._reap()
 
 
 class WorkerTemplate:
