@@ -25,10 +25,12 @@ from hearth.control.observe.exchange_record import ExchangeRecord
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.observe.service_views import ServiceViews
 from hearth.control.requests.caller import Caller
 from hearth.control.requests.correlation import UNNAMED, Correlation
 from hearth.control.requests.fact_decoder import DecodedFact, DecodedTexts, DecodedToken
 from hearth.control.requests.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
+from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.beacon import Beacon
@@ -92,11 +94,20 @@ class GatewayRig:
         self.keeper = KeeperReports(keeper, catalog, self.driver)
         self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)
         self.gateway = Gateway(
-            *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools, snapshots),
-            *(self.supervisor, metrics, self.keeper),
+            deployments=deployments,
+            prompts=Prompts(deployments, self.encoder),
+            views=ServiceViews(
+                deployments, self.driver, observer, pools, self.keeper, self.supervisor, metrics, kind="cpu"
+            ),
             keys=ApiKeys(data_dir.keys_path),
             admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),
-            kind="cpu",
+            driver=self.driver,
+            observer=observer,
+            snapshots=snapshots,
+            supervisor=self.supervisor,
+            keeper=self.keeper,
+            metrics=metrics,
+            drain_s=config.service.drain_s,
             exchange_sinks=self.exchange_sinks,
         )
 
@@ -104,7 +115,9 @@ class GatewayRig:
         self, wanted: GenerationRequest, caller: Caller, correlation: Correlation = UNNAMED
     ) -> AnswerStream:
         """Submit a request that is let in and never ends, as far as limits are concerned."""
-        return self.gateway.start(await self.gateway.prepare(wanted, self.gateway.admit(caller)), correlation)
+        return self.gateway.start(
+            await self.gateway.prepare(wanted, self.gateway.admissions.admit(caller)), correlation
+        )
 
     def join(self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu") -> RecordingLink:
         link = RecordingLink()

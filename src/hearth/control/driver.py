@@ -115,7 +115,7 @@ class Driver:
 
     # Requests.
 
-    def start(self, request: ActiveRequest, max_tokens: int | None, keep_alive_s: float | None) -> None:
+    def start(self, request: ActiveRequest, keep_alive_s: float | None) -> None:
         """Take a request. If it is refused at once, its stream has an error when this returns."""
         self.book_finished()
         self.requests.add(request)
@@ -123,8 +123,12 @@ class Driver:
         adapter = None if order is None else events.WantedAdapter(order.adapter, request.adapter_bytes)
         self.post(
             events.RequestArrived(
-                *(self.now_s, request.request_id, request.model, len(request.prompt)),
-                *(max_tokens, keep_alive_s),
+                now_s=self.now_s,
+                request_id=request.request_id,
+                model=request.model,
+                num_prompt_tokens=len(request.prompt),
+                max_tokens=request.sampling.max_tokens,
+                keep_alive_s=keep_alive_s,
                 digest=request.digest,
                 is_batch=request.pace.is_batch,
                 adapter=adapter,

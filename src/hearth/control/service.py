@@ -31,8 +31,10 @@ from hearth.control.observe.log_rotation import LogRotation
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.observer import Observer
 from hearth.control.observe.pool_reports import PoolReports
+from hearth.control.observe.service_views import ServiceViews
 from hearth.control.observe.tracing import Tracing, tracing_of
 from hearth.control.requests.fact_decoder import FactDecoder
+from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.tokenization import PromptEncoder
 from hearth.control.snapshots import Snapshots
 from hearth.core.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
@@ -170,34 +172,35 @@ async def running(
         keys = keys_of(service, data_dir)
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
-        gateway = Gateway(
-            *(
-                service,
-                deployments,
-                catalog,
-                encoder,
-                driver,
-                observer,
-                pools,
-                snapshots,
-                supervisor,
-                metrics,
-            ),
+        noting = [
+            one for one in (usage, journal, process_log, access_log, tracing, template) if one is not None
+        ]
+        views = ServiceViews(
+            deployments=deployments,
+            driver=driver,
+            observer=observer,
+            pools=pools,
             keeper=reports,
+            supervisor=supervisor,
+            metrics=metrics,
+            kind=devices.kind,
+            notes=lambda: (*(one.note for one in noting if one.note is not None), *snapshots.notes),
+        )
+        yield Gateway(
+            deployments=deployments,
+            prompts=Prompts(deployments, encoder),
+            views=views,
             keys=keys,
             admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
-            kind=devices.kind,
-            notes=lambda: (
-                tuple(
-                    one.note
-                    for one in (usage, journal, process_log, access_log, tracing, template)
-                    if one is not None and one.note is not None
-                )
-                + snapshots.notes
-            ),
+            driver=driver,
+            observer=observer,
+            snapshots=snapshots,
+            supervisor=supervisor,
+            keeper=reports,
+            metrics=metrics,
+            drain_s=service.drain_s,
             exchange_sinks=exchange_sinks,
         )
-        yield gateway
         observer.close()
 
 

@@ -100,7 +100,7 @@ class Catalog:
         """
         self._registry, self._configs = registry, configs
         self._wanted_limits = engine.wanted_limits
-        self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
+        self._keep_alive_s, self.kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
         self._pace, self._takes_turns, self._is_served = pace or Pace(), takes_turns, is_served
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
@@ -285,7 +285,7 @@ class Catalog:
         if base is None:
             return f"its base `{adapter.base}` is not deployed; deploy that, or the adapter with another"
         facts = base.deployed.facts
-        computed = computed_dtype(facts.dtype, self._kind)
+        computed = computed_dtype(facts.dtype, self.kind)
         if not adapter.fits(facts):
             return f"`{adapter.base}` has other dimensions or another dtype by now; deploy it again"
         if self._is_served and adapter.facts.dtype != computed:
@@ -304,8 +304,8 @@ class Catalog:
             model=ModelId(deployed.name),
             num_bytes=facts.num_bytes,
             footprints={
-                self._kind: footprint(
-                    *(facts, self._kind, limits, max_context),
+                self.kind: footprint(
+                    *(facts, self.kind, limits, max_context),
                     floor_bytes=config.memory_floor_bytes,
                     ceiling_bytes=config.memory_ceiling_bytes,
                 )
@@ -332,8 +332,8 @@ class Catalog:
         before has room afterwards.
         """
         bounds = [bound for bound in (self._budget_bytes, config.memory_ceiling_bytes) if bound is not None]
-        dtype, budget_bytes = computed_dtype(facts.dtype, self._kind), min(bounds, default=None)
-        return step_limits(self._wanted_limits, facts.dimensions, dtype, self._kind, budget_bytes)
+        dtype, budget_bytes = computed_dtype(facts.dtype, self.kind), min(bounds, default=None)
+        return step_limits(self._wanted_limits, facts.dimensions, dtype, self.kind, budget_bytes)
 
     def _context(self, facts: Facts, config: ModelConfig, limits: StepLimits) -> int:
         budget_bytes = self._budget_bytes
@@ -342,7 +342,7 @@ class Catalog:
         bounds = [bound for bound in (budget_bytes, config.memory_ceiling_bytes) if bound is not None]
         if config.context is not None or not bounds:
             return context_of(facts, config.context)
-        return fitted_context(facts, self._kind, limits, min(bounds))
+        return fitted_context(facts, self.kind, limits, min(bounds))
 
 
 def _adapter_view(entry: CatalogEntry, adapter: DeployedAdapter, base: ModelView) -> ModelView:

@@ -28,12 +28,14 @@ from hearth.control.deploy.deployed import Deployed, DeployedAdapter, ModelLocat
 from hearth.control.deploy.registry import Registry
 from hearth.control.deploy.upstream_view import upstream_view
 from hearth.control.driver import Driver
+from hearth.control.observe.exchange_record import current_exchange
 from hearth.control.observe.views import ModelView, UpstreamView
+from hearth.control.requests.caller import Caller
 from hearth.core.errors import ConfigError, DataDirError, HearthError, StoreError
 from hearth.core.types import AdapterId, ModelId, RequestId
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import ModelProfile
-from hearth.store.keeper_client import KeeperClient
+from hearth.store.keeper_client import UPSTREAM_CACHE_S, KeeperClient
 from hearth.store.tiers.upstream import note_version, read_upstream
 
 #: Time for the keeper to forget a model, which takes it milliseconds.
@@ -80,13 +82,52 @@ class Deployments:
         self._follow()
         return self._catalog.find(name, allowed)
 
+    # Models as callers see them: those that their keys may use.
+
+    def find_for(self, name: str, caller: Caller) -> CatalogEntry:
+        """Return what a name or alias means to a caller, and note it in the current exchange's record.
+
+        Raises:
+            UnknownModel: there is none, or the caller's key may not use it.
+        """
+        entry = self.find(name, caller.terms.models)
+        if (exchange := current_exchange()) is not None:
+            exchange.model = entry.name
+        return entry
+
+    def models(self, caller: Caller) -> list[ModelView]:
+        """Return the models, then the adapters."""
+        allowed = caller.terms.models
+        return [self._catalog.view(entry) for entry in (*self.entries(allowed), *self.adapters(allowed))]
+
+    def model(self, name: str, caller: Caller) -> ModelView:
+        return self._catalog.view(self.find_for(name, caller))
+
+    def may_use(self, model: str, caller: Caller) -> bool:
+        """True if a caller's key allows a model, which may have been removed."""
+        allowed = caller.terms.models
+        return allowed is None or model in {*allowed, *(view.name for view in self.models(caller))}
+
+    async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
+        """Return a model with the state of its upstream, which is asked first if `look`.
+
+        Only an admin causes a new lookup each time; others may get a recent one.
+        """
+        entry = self.find_for(name, caller)
+        max_age_s = 0.0 if caller.has_role("admin") else UPSTREAM_CACHE_S
+        deployed = entry.adapter or entry.deployed
+        upstream = await self.upstream(deployed, look=look, max_age_s=max_age_s)
+        return replace(self._catalog.view(entry), upstream=upstream)
+
+    # Changes.
+
     async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | ModelView, None]:
         """Yield progress as it is made, and last what is offered then. Leaving calls it off.
 
         Raises:
             HearthError: it cannot be done; whatever had the name before is offered as before.
         """
-        order = replace(order, aliases=self._catalog.aliases)
+        order = replace(order, kind=self._catalog.kind, aliases=self._catalog.aliases)
         async with aclosing(deploying(order, self._data_dir, self._errors)) as progress:
             async for event in progress:
                 if not isinstance(event, DeployDone):

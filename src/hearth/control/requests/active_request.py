@@ -79,6 +79,7 @@ class ActiveRequests:
     def __init__(self) -> None:
         self.by_id: dict[RequestId, ActiveRequest] = {}
         self.by_run: dict[int, ActiveRequest] = {}  #: those on workers
+        self.is_draining = False  #: the service ends: no new request is taken
         self._runs = itertools.count(1)
         self._is_empty = asyncio.Event()
         self._is_empty.set()
