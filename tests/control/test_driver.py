@@ -484,7 +484,9 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
         loaded(rig, successor)
         (resumed,) = start_orders(successor)
         assert (resumed.adapter, resumed.output) == (order.adapter, (5,))
-        with pytest.raises(RequestError, match="`shop` is an adapter of `tiny` and is evicted before any model"):
+        with pytest.raises(
+            RequestError, match="`shop` is an adapter of `tiny` and is evicted before any model"
+        ):
             await rig.gateway.unload("shop", free=False)
 
     with_rig(data_dir, scene)

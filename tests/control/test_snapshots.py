@@ -345,13 +345,14 @@ def test_a_snapshot_made_with_adapters_by_one_worker_is_not_made_anew_by_the_nex
         link = RecordingLink()
         link.orders = orders  # type: ignore[assignment] # nothing else is sent
         snapshots.joined(worker, link)  # type: ignore[arg-type] # all that is used of one
-        snapshots.looked(worker, SnapshotLooked(TINY, 1, SnapshotOutcome.USED, lacks_adapters=True))
+        looked = SnapshotLooked(TINY, 1, SnapshotOutcome.USED, lacks_adapters=True)
+        snapshots.receive(worker, looked, is_current=True)
         snapshots.loaded(worker, TINY, 1)
     bases.add(TINY)
     snapshots.adapters_deployed()
     assert orders == [MakeSnapshot(TINY, 1, has_adapters=True)]
     (maker,) = snapshots._makings
-    snapshots.made(maker[0], SnapshotMade(TINY, 1))
+    snapshots.receive(maker[0], SnapshotMade(TINY, 1), is_current=True)
 
     bases.add(ModelId("another"))
     snapshots.adapters_deployed()

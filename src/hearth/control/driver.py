@@ -341,8 +341,9 @@ class Driver:
                 if self._hostings.get((worker, fact.model)) == fact.hosting:  # else it was evicted meanwhile
                     self._load_changed(now_s, worker, fact)
             case messages.SnapshotLooked() | messages.SnapshotProgress() | messages.SnapshotMade():
-                is_current = self._hostings.get((worker, fact.model)) == fact.hosting
-                self._snapshot_changed(worker, fact, is_current=is_current)
+                if fact.model in self.fleet.models or not isinstance(fact, messages.SnapshotLooked):
+                    is_current = self._hostings.get((worker, fact.model)) == fact.hosting
+                    self._snapshots.receive(worker, fact, is_current=is_current)
             case messages.AdapterLoaded(runs=runs):
                 by_run = self.requests.by_run
                 waited = [by_run[run].request_id for run in runs if run in by_run]
@@ -452,27 +453,6 @@ class Driver:
                 self._snapshots.left(worker, model)
                 self.requests.detach(worker, model)
                 self.post(events.ModelFailed(now_s, worker, model, fact.reason))
-
-    def _snapshot_changed(
-        self,
-        worker: WorkerId,
-        fact: messages.SnapshotLooked | messages.SnapshotProgress | messages.SnapshotMade,
-        *,
-        is_current: bool,
-    ) -> None:
-        """Pass on news of a snapshot. Not `is_current`: the model was evicted meanwhile, or is gone."""
-        match fact:
-            case messages.SnapshotLooked():
-                if fact.model in self.fleet.models:  # also if not current: a later stay may keep its engine
-                    self._snapshots.looked(worker, fact)
-            case messages.SnapshotProgress():
-                if is_current:
-                    self._snapshots.progressed(worker, fact)
-            case messages.SnapshotMade():
-                if is_current:
-                    self._snapshots.made(worker, fact)
-                else:
-                    self._snapshots.made_late(worker, fact)
 
     def _worker_lost(self, now_s: float, worker: WorkerId, link: WorkerLink) -> None:
         del self._links[worker]

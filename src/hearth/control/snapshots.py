@@ -106,7 +106,25 @@ class Snapshots:
 
     # Facts of workers.
 
-    def looked(self, worker: WorkerId, fact: SnapshotLooked) -> None:
+    def receive(
+        self,
+        worker: WorkerId,
+        fact: SnapshotLooked | SnapshotProgress | SnapshotMade,
+        *,
+        is_current: bool,
+    ) -> None:
+        """Take a fact about a model's stay on a worker; not `is_current`: the stay has ended."""
+        match fact:
+            case SnapshotLooked():  # also if not current: a later stay may keep its engine
+                self._looked(worker, fact)
+            case SnapshotProgress() if is_current:
+                self._progressed(worker, fact)
+            case SnapshotMade() if is_current:
+                self._made(worker, fact)
+            case SnapshotMade():
+                self._made_late(worker, fact)
+
+    def _looked(self, worker: WorkerId, fact: SnapshotLooked) -> None:
         """Count what came of looking for a snapshot, and note that one is wanted where none is used."""
         self._count.labels(fact.outcome).inc()
         self._notes.pop(fact.model, None)
@@ -127,12 +145,12 @@ class Snapshots:
         if self._stays.get((worker, fact.model)) == fact.hosting:  # discarded by a model that is loaded
             self.loaded(worker, fact.model, fact.hosting)
 
-    def progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
+    def _progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
         if (making := self._makings.get((worker, fact.model))) is not None:
             for follower in making.followers:
                 follower.put_nowait(fact)
 
-    def made(self, worker: WorkerId, fact: SnapshotMade) -> None:
+    def _made(self, worker: WorkerId, fact: SnapshotMade) -> None:
         self._tell_made(worker, fact)
         if fact.failure is None:
             self._notes.pop(fact.model, None)
@@ -149,7 +167,7 @@ class Snapshots:
                 self._lacking = {key for key in self._lacking if key[1] != fact.model}
             self._note_lack(worker, fact.model, lacks_adapters=lacks_adapters)
 
-    def made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
+    def _made_late(self, worker: WorkerId, fact: SnapshotMade) -> None:
         """Count a snapshot that was written while its model left; where that is gone, so is the file then."""
         self._tell_made(worker, fact)
         collected = asyncio.get_running_loop().run_in_executor(None, self._collect)
