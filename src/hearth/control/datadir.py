@@ -48,11 +48,27 @@ class ServiceFile:
     keys_path: str  #: the file of the API keys that it asks for, which need not exist
 
 
-@dataclass(frozen=True, slots=True)
 class DataDir:
-    """The paths of a data directory, and its lock."""
+    """The paths of a data directory, and its lock. Immutable."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.registry_path = path / "registry.db"
+        self.keys_path = path / "keys.json"
+        self.usage_path = path / "usage.json"
+        self.models_path = path / "models"
+        self.downloads_path = path / "downloads"
+        self.kernels_path = path / "kernels"
+        self.snapshots_path = path / "snapshots"
+        self.logs_path = path / "logs"
+        self.log_path = self.logs_path / "service.log"
+        self.access_log_path = self.logs_path / "access.log"
+        self.journal_path = self.logs_path / "events.jsonl"
+        self.run_path = path / "run"
+        self._lock_path = self.run_path / "lock"
+        self._service_path = self.run_path / "service.json"
+        self._admin_token_path = self.run_path / "admin_token"
+        self._version_path = path / "VERSION"
 
     @staticmethod
     def open(path: str | Path) -> DataDir:
@@ -65,13 +81,8 @@ class DataDir:
         with _translated(data_dir.path):
             data_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             data_dir._check_version()
-            for part in (
-                data_dir.models_path,
-                data_dir.downloads_path,
-                data_dir.logs_path,
-                data_dir.run_path,
-            ):
-                part.mkdir(mode=0o700, exist_ok=True)
+            for part in ("models", "downloads", "logs", "run"):
+                (data_dir.path / part).mkdir(mode=0o700, exist_ok=True)
         return data_dir
 
     @staticmethod
@@ -119,74 +130,10 @@ class DataDir:
                 return None
 
     @property
-    def registry_path(self) -> Path:
-        return self.path / "registry.db"
-
-    @property
     def has_registry(self) -> bool:
-        """True if a model was ever deployed there. Raises DataDirError: it cannot be looked at."""
+        """True if a model was ever deployed there. Raises DataDirError: it cannot be read."""
         with _translated(self.path):
             return self.registry_path.exists()
-
-    @property
-    def keys_path(self) -> Path:
-        return self.path / "keys.json"
-
-    @property
-    def usage_path(self) -> Path:
-        return self.path / "usage.json"
-
-    @property
-    def models_path(self) -> Path:
-        return self.path / "models"
-
-    @property
-    def downloads_path(self) -> Path:
-        return self.path / "downloads"
-
-    @property
-    def kernels_path(self) -> Path:
-        return self.path / "kernels"
-
-    @property
-    def snapshots_path(self) -> Path:
-        return self.path / "snapshots"
-
-    @property
-    def logs_path(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def log_path(self) -> Path:
-        return self.logs_path / "service.log"
-
-    @property
-    def access_log_path(self) -> Path:
-        return self.logs_path / "access.log"
-
-    @property
-    def run_path(self) -> Path:
-        return self.path / "run"
-
-    @property
-    def journal_path(self) -> Path:
-        return self.logs_path / "events.jsonl"
-
-    @property
-    def _lock_path(self) -> Path:
-        return self.run_path / "lock"
-
-    @property
-    def _service_path(self) -> Path:
-        return self.run_path / "service.json"
-
-    @property
-    def _admin_token_path(self) -> Path:
-        return self.run_path / "admin_token"
-
-    @property
-    def _version_path(self) -> Path:
-        return self.path / "VERSION"
 
     def _check_version(self) -> None:
         if not self._version_path.exists():

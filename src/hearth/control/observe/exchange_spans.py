@@ -23,6 +23,7 @@ from opentelemetry.trace import (
 from prometheus_client import Counter
 
 from hearth.control.observe.exchange_record import ExchangeRecord
+from hearth.control.observe.explanation import marks_of, spans_of
 from hearth.control.observe.timeline import Timeline
 from hearth.control.observe.views import TimelineSpan
 from hearth.control.requests.correlation import TraceParent
@@ -94,7 +95,7 @@ class ExchangeSpans:
         if not context.trace_flags.sampled:
             return
         now_s = record.ended_s
-        traced = [(one, one.told_spans(now_s)) for one, _ in record.requests[:MAX_TRACED_REQUESTS]]
+        traced = [(one, spans_of(one, now_s)) for one, _ in record.requests[:MAX_TRACED_REQUESTS]]
         num_spans = 1 + sum(1 + len(phases) for _, phases in traced)
         num_queued = self._num_ended - self._exporter.num_taken
         if num_queued + num_spans > self._max_queued:  # the SDK would drop parts of traces
@@ -120,7 +121,7 @@ class ExchangeSpans:
             attributes=_request_attributes(timeline),
             start_time=_nanoseconds(arrived_at_s),
         )
-        for at_s, what, detail in timeline.told_marks(now_s):
+        for at_s, what, detail in marks_of(timeline, now_s):
             if what != "ended":  # its detail may quote the request
                 span.add_event(what, _detail(detail), _nanoseconds(arrived_at_s + (at_s - arrived_s)))
         inside = set_span_in_context(span, parent)

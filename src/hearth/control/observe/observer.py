@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from hearth.control.observe.explanation import explain
 from hearth.control.observe.load_log import LoadLog, LoadLogs
 from hearth.control.observe.metrics import Metrics
 from hearth.control.observe.model_metrics import ModelSeries
@@ -61,7 +62,7 @@ class Observer:
     def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
         """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
         timeline = self._recent.find(request_id, caller)
-        return None if timeline is None else timeline.explain(now_s)
+        return None if timeline is None else explain(timeline, now_s)
 
     def close(self) -> None:
         """Expect workers to leave: from now on, one that does is not lost."""
