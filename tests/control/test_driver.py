@@ -347,7 +347,8 @@ def test_whoever_looks_has_workers_asked_and_sees_what_is_left_of_retired_models
         assert worker.used_bytes == 600
         assert worker.pool is not None
         assert [(part.kind, part.state, part.num_bytes) for part in worker.pool.parts] == [
-            *(("weights", "retained", 600), ("free", "spare", 9400))
+            ("weights", "retained", 600),
+            ("free", "spare", 9400),
         ]
         assert metric(rig, "hearth_device_used_bytes") == 600
 

@@ -252,7 +252,10 @@ def embedded(rig: GatewayRig, link: RecordingLink, reading: PromptReading) -> No
     """The prompts of all runs are computed, as the text thread tells it of those of no tokens."""
     requests = dict(rig.driver.requests.by_run)
     done = StepDone(
-        *(ModelId("tiny"), list(requests), [5] * len(requests), dict.fromkeys(requests, FinishReason.LENGTH)),
+        ModelId("tiny"),
+        list(requests),
+        [5] * len(requests),
+        dict.fromkeys(requests, FinishReason.LENGTH),
         readings=dict.fromkeys(requests, reading),
     )
     texts = DecodedTexts(ended=list(requests.values()))

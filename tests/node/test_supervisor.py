@@ -285,7 +285,7 @@ def setup_of(index: int, worker: WorkerId) -> WorkerSetup:
     """A worker whose engine takes no sequences, which no engine can."""
     engine: dict[str, int | float | str | None] = {"max_seqs": 0}
     return WorkerSetup(
-        *(worker, "127.0.0.1", 1, "", "cpu", index, 1, 1 << 24, "", "", engine, 1, "info"), turns=True
+        worker, "127.0.0.1", 1, "", "cpu", index, 1, 1 << 24, "", "", engine, 1, "info", turns=True
     )
 
 

@@ -239,8 +239,13 @@ class Driver:
         self._send(
             order.worker,
             messages.StartRequest(
-                *(run, order.model, request.prompt, tuple(request.emitted), request.sampling),
-                *(request.salt, request.guide),
+                run=run,
+                model=order.model,
+                prompt=request.prompt,
+                output=tuple(request.emitted),
+                sampling=request.sampling,
+                salt=request.salt,
+                guide=request.guide,
                 pace=request.pace,
                 age_s=self.now_s - request.arrived_s,
                 pooling=request.pooling,
@@ -304,7 +309,11 @@ class Driver:
         self._snapshots.joined(hello.worker, link)
         self.post(
             events.WorkerJoined(
-                *(self.now_s, hello.worker, hello.kind, hello.budget_bytes), hello.shares_workspace
+                now_s=self.now_s,
+                worker=hello.worker,
+                kind=hello.kind,
+                budget_bytes=hello.budget_bytes,
+                shares_workspace=hello.shares_workspace,
             )
         )
         for order in self._prepare_orders():

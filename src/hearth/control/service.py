@@ -82,7 +82,10 @@ async def running(
         collect(data_dir, registry)
         collect_snapshots(data_dir, registry, config.store.snapshot_bytes)
         catalog = Catalog(
-            *(registry, config.models, config.engine, service.keep_alive),
+            registry,
+            config.models,
+            config.engine,
+            service.keep_alive,
             kind=devices.kind,
             budget_bytes=service.memory_bytes,
             pace=Pace(service.first_token_target, service.pace, service.max_pause),
@@ -102,11 +105,14 @@ async def running(
             log.warning("fallback snapshots=off reason=`%s`", obstacle.replace("`", ""))
             metrics.fallbacks.labels("snapshots").inc()
         snapshots = Snapshots(
-            *(metrics, obstacle, catalog.bases, partial(clear_snapshots, data_dir)),
+            metrics,
+            obstacle,
+            catalog.bases,
+            partial(clear_snapshots, data_dir),
             is_off=not config.store.snapshot_bytes,
         )
         driver = Driver(
-            *(Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders)
+            Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders
         )
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
@@ -220,7 +226,8 @@ def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
         log.warning(
             "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
             "remedy=`raise service.memory_bytes instead`",
-            *(CPU_HOST_BYTES, config.store.host_bytes),
+            CPU_HOST_BYTES,
+            config.store.host_bytes,
         )
 
 

@@ -136,7 +136,10 @@ class Snapshots:
         if fact.outcome in _UNUSED:
             log.warning(
                 "snapshot_unused model=%s worker=%s outcome=%s reason=`%s`",
-                *(fact.model, worker, fact.outcome, (fact.reason or "").replace("`", "")),
+                fact.model,
+                worker,
+                fact.outcome,
+                (fact.reason or "").replace("`", ""),
             )
             self._notes[fact.model] = (
                 f"the snapshot of `{fact.model}` is not used ({fact.outcome}): {fact.reason}; a new one is "
@@ -178,7 +181,11 @@ class Snapshots:
         if fact.failure is None:
             log.info(
                 "snapshot_made model=%s worker=%s num_bytes=%d unbooked_bytes=%d seconds=%.1f",
-                *(fact.model, worker, fact.num_bytes, fact.unbooked_bytes, fact.seconds),
+                fact.model,
+                worker,
+                fact.num_bytes,
+                fact.unbooked_bytes,
+                fact.seconds,
             )
         else:
             why = fact.failure.replace("`", "")

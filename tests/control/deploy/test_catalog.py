@@ -84,7 +84,7 @@ def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
 def test_where_models_take_turns_a_cut_context_leaves_room_for_what_others_keep(registry: Registry) -> None:
     alone = catalog(registry, TIGHT_BYTES).find(BIG)
     beside = Catalog(
-        *(registry, {}, ENGINE, 300.0), kind="cuda", budget_bytes=TIGHT_BYTES, takes_turns=True
+        registry, {}, ENGINE, 300.0, kind="cuda", budget_bytes=TIGHT_BYTES, takes_turns=True
     ).find(BIG)
     assert 2048 <= beside.max_context < alone.max_context
     promises = Promises(TIGHT_BYTES)
@@ -202,7 +202,12 @@ def test_models_that_have_no_more_than_their_dimensions_in_common_are_of_two_kin
 
 
 ADAPTER = DeployedAdapter(
-    *("shop", BIG, "/lora", "/models/shop", "/models/shop", "digest of shop"),
+    "shop",
+    BIG,
+    "/lora",
+    "/models/shop",
+    "/models/shop",
+    "digest of shop",
     AdapterFacts(4096, 64, LARGE.dtype, 8, ("qkv", "o"), LARGE.dimensions),
     created_at_s=2.5,
 )

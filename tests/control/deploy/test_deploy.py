@@ -435,9 +435,15 @@ def test_what_looks_like_a_source_and_is_none_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("https://user:hunter2@host/m", "S3://hunter2@bucket/m", "ftp://user:hunter2@host/m"),
-        *("https://host/m?X-Amz-Signature=hunter2", "https://host/m#hunter2", "http:///hunter2"),
-        *("https://host/hunter2 x", "https://host/hunter2\n", "s3://"),
+        "https://user:hunter2@host/m",
+        "S3://hunter2@bucket/m",
+        "ftp://user:hunter2@host/m",
+        "https://host/m?X-Amz-Signature=hunter2",
+        "https://host/m#hunter2",
+        "http:///hunter2",
+        "https://host/hunter2 x",
+        "https://host/hunter2\n",
+        "s3://",
     ],
 )
 def test_a_url_that_holds_more_than_a_place_is_refused_and_not_repeated(text: str) -> None:

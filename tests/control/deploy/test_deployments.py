@@ -80,8 +80,13 @@ class DeploymentsRig:
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
         metrics = Metrics()
         self.driver = Driver(
-            *(Fleet(brain), self.journal, Observer(metrics), PoolReports(), Snapshots(metrics)),
-            *(catalog.host_order, catalog.prepare_orders),
+            Fleet(brain),
+            self.journal,
+            Observer(metrics),
+            PoolReports(),
+            Snapshots(metrics),
+            catalog.host_order,
+            catalog.prepare_orders,
         )
         self.deployments = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
 

@@ -24,7 +24,9 @@ def timeline() -> Timeline:
 def loaded() -> ModelLoaded:
     rungs = (RungBytes(Rung.HOST, 3_000_000, 0.1), RungBytes(Rung.DISK, 1_000_000, 0.3))
     return ModelLoaded(
-        *(ModelId("m"), 1, rungs),
+        ModelId("m"),
+        1,
+        rungs,
         reused_bytes=6_000_000,
         shared_bytes=0,
         open_s=0.05,
@@ -118,7 +120,9 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
     details = {span.what: span.detail for span in told.spans}
     assert details["load"] == "0.003 GB from host, 0.001 GB from disk, 0.006 GB were there"
     assert [mark.detail for mark in told.marks if mark.what == "layers_ready"] == [
-        *("1 layer can run", "2 layers can run", "3 layers can run")
+        "1 layer can run",
+        "2 layers can run",
+        "3 layers can run",
     ]
     others = [mark.what for mark in told.marks if mark.what != "layers_ready"]
     assert others == ["queued", "placed", "first_layer", "loaded", "first_token"]

@@ -143,7 +143,10 @@ class Catalog:
                 made_for = self._entries[ModelId(name)].deployed.facts.max_positions
                 log.warning(
                     "context_cut model=%s context=%d made_for=%d budget=%s",
-                    *(name, context, made_for, self._budget_bytes),
+                    name,
+                    context,
+                    made_for,
+                    self._budget_bytes,
                 )
         self._cuts = cuts
 
@@ -305,7 +308,10 @@ class Catalog:
             num_bytes=facts.num_bytes,
             footprints={
                 self.kind: footprint(
-                    *(facts, self.kind, limits, max_context),
+                    facts,
+                    self.kind,
+                    limits,
+                    max_context,
                     floor_bytes=config.memory_floor_bytes,
                     ceiling_bytes=config.memory_ceiling_bytes,
                 )

@@ -99,7 +99,8 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
             placed = _convert(path, name, order, data_dir, on_progress)
         case HubSource():
             with downloaded(
-                *(source, data_dir.downloads_path),
+                source,
+                data_dir.downloads_path,
                 lambda done, total: on_progress("downloading", done, total),
                 is_adapter=order.is_adapter,
             ) as download:
@@ -241,7 +242,8 @@ def _convert_adapter(
     base = find_base(order, adapter.base_name, data_dir)
     place = data_dir.models_path / f"{file_name(name)}-{secrets.token_hex(4)}"
     manifest = convert_adapter(
-        *(adapter, place),
+        adapter,
+        place,
         replace(read_base(Path(base.directory)), dtype=computed_dtype(base.facts.dtype, order.kind)),
         store=data_dir.path,
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),

@@ -258,8 +258,14 @@ class Registry:
         base = deployed.base if isinstance(deployed, DeployedAdapter) else None
         self._execute(
             f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?, ?)",
-            *(check_name(deployed.name), deployed.source, deployed.where, deployed.directory),
-            *(deployed.digest, msgspec.json.encode(deployed.facts).decode(), deployed.created_at_s, base),
+            check_name(deployed.name),
+            deployed.source,
+            deployed.where,
+            deployed.directory,
+            deployed.digest,
+            msgspec.json.encode(deployed.facts).decode(),
+            deployed.created_at_s,
+            base,
         )
         self._give_slots()
 

@@ -28,8 +28,16 @@ class ModelSeries:
     """All that is counted of one model. Mutable; used on the event loop alone."""
 
     __slots__ = (
-        *("first_token", "inter_token", "whole", "num_prompt_tokens", "num_output_tokens"),
-        *("requests", "turns", "loads", "busy_s", "device_s"),
+        "first_token",
+        "inter_token",
+        "whole",
+        "num_prompt_tokens",
+        "num_output_tokens",
+        "requests",
+        "turns",
+        "loads",
+        "busy_s",
+        "device_s",
     )
 
     def __init__(self) -> None:
@@ -106,7 +114,8 @@ class ModelMetrics:
         yield self._counters(
             "hearth_loads_total",
             "Loads of models, by the slowest rung that had to help.",
-            *("tier", lambda one: one.loads),
+            "tier",
+            lambda one: one.loads,
         )
         yield self._counter(
             "hearth_busy_seconds_total", "Time of devices in steps of models.", lambda one: one.busy_s

@@ -151,7 +151,10 @@ class Observer:
         log.log(
             level,
             "model_ready model=%s worker=%s load_s=%.3f reused_bytes=%d rungs=%s",
-            *(ready.model, ready.worker, ready.total_s, reused_bytes),
+            ready.model,
+            ready.worker,
+            ready.total_s,
+            reused_bytes,
             ",".join(f"{use.rung}:{use.num_bytes}" for use in ready.rungs),
         )
 

@@ -100,7 +100,10 @@ class PoolReports:
             return None
         pong = report.pong
         return PoolView(
-            *(now_s - report.received_s, pool_parts(pong), pong.moved_bytes, pong.fallbacks),
+            now_s - report.received_s,
+            pool_parts(pong),
+            pong.moved_bytes,
+            pong.fallbacks,
             torch_limit_bytes=pong.torch_limit_bytes,
             is_torch_limit_measured=pong.is_torch_limit_measured,
         )

@@ -196,7 +196,10 @@ class FactDecoder:
         except BaseException as error:  # a panic of the tokenizers package is no Exception
             log.error(
                 "text_broken request=%s model=%s error=%s\n%s",
-                *(request.request_id, request.model, type(error).__name__, frames_of(error)),
+                request.request_id,
+                request.model,
+                type(error).__name__,
+                frames_of(error),
             )
             request.is_complete = True
             texts.broken.append(request)
