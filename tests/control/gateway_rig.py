@@ -82,13 +82,7 @@ class GatewayRig:
             metrics, bases=catalog.bases, collect=partial(clear_snapshots, data_dir)
         )
         self.driver = Driver(
-            Fleet(brain),
-            self.journal,
-            observer,
-            pools,
-            snapshots,
-            catalog.host_order,
-            catalog.prepare_orders,
+            Fleet(brain), self.journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders
         )
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(

@@ -107,11 +107,7 @@ class Snapshots:
     # Facts of workers.
 
     def receive(
-        self,
-        worker: WorkerId,
-        fact: SnapshotLooked | SnapshotProgress | SnapshotMade,
-        *,
-        is_current: bool,
+        self, worker: WorkerId, fact: SnapshotLooked | SnapshotProgress | SnapshotMade, *, is_current: bool
     ) -> None:
         """Take a fact about a model's stay on a worker; not `is_current`: the stay has ended."""
         match fact:

@@ -800,8 +800,7 @@ def test_cancelling_the_wait_for_a_process_that_was_called_off_kills_it(
 @pytest.mark.slow
 def test_an_order_of_a_parent_that_is_killed_leaves_nothing(data_dir: DataDir) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", DEPLOYING, str(SMOLLM2), str(data_dir.path)],
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", DEPLOYING, str(SMOLLM2), str(data_dir.path)], stdout=subprocess.PIPE
     ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"converting\n"

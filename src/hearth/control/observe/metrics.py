@@ -81,11 +81,7 @@ class Metrics:
         )
         #: The time to load, by the slowest rung that had to help.
         self.cold_start = histograms.add_labelled(
-            "hearth_cold_start_seconds",
-            "Time to load a model.",
-            _COLD_START_S,
-            "tier",
-            [ON_DEVICE, *Rung],
+            "hearth_cold_start_seconds", "Time to load a model.", _COLD_START_S, "tier", [ON_DEVICE, *Rung]
         )
         self.adapter_load = histograms.add_labelled(
             "hearth_adapter_load_seconds",

@@ -28,16 +28,16 @@ class ModelSeries:
     """All that is counted of one model. Mutable; used on the event loop alone."""
 
     __slots__ = (
-        "first_token",
-        "inter_token",
-        "whole",
-        "num_prompt_tokens",
-        "num_output_tokens",
-        "requests",
-        "turns",
-        "loads",
         "busy_s",
         "device_s",
+        "first_token",
+        "inter_token",
+        "loads",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "requests",
+        "turns",
+        "whole",
     )
 
     def __init__(self) -> None:
@@ -146,10 +146,7 @@ class ModelMetrics:
             latencies = get(series)
             buckets = latencies.buckets()
             lines += [f'{name}_bucket{{{label},le="{bound}"}} {count}' for bound, count in buckets]
-            lines += [
-                f"{name}_count{{{label}}} {buckets[-1][1]}",
-                f"{name}_sum{{{label}}} {latencies.sum_s}",
-            ]
+            lines += [f"{name}_count{{{label}}} {buckets[-1][1]}", f"{name}_sum{{{label}}} {latencies.sum_s}"]
         return _text(lines)
 
     def _counter(self, name: str, text: str, get: Callable[[ModelSeries], float]) -> str:
