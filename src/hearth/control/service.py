@@ -63,9 +63,9 @@ log = logging.getLogger(__name__)
 async def running(
     config: HearthConfig, data_dir: DataDir, devices: Devices, first_template: TemplateProcess | None = None
 ) -> AsyncIterator[Gateway]:
-    """Run a service: yields a gateway whose workers are starting. Nothing keeps running afterwards.
+    """Run a service: yields a gateway whose workers are starting. Everything ends with the context.
 
-    `first_template`: one that was started before, which is the service's now.
+    `first_template`: a template process that was started before; the service owns it from here.
 
     Raises:
         HearthError: something that the configuration asks for cannot be had.
@@ -161,7 +161,7 @@ async def running(
         )
         receiver.supervisor = supervisor
         stack.push_async_callback(supervisor.close)
-        # While the imports of workers are waited for, and not longer: a request then waits for its own alone.
+        # Only while workers import their modules: later it would delay the tokenizers of requests.
         pinned_first = sorted(catalog.entries(), key=lambda entry: not entry.config.pinned)
         reading = asyncio.create_task(
             encoder.read_ahead((entry.deployed for entry in pinned_first), lambda: not driver.fleet.workers)
@@ -211,7 +211,7 @@ async def running(
 
 
 def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
-    """Make the directory of snapshots and its key, if any are to be kept; say why they cannot be."""
+    """Make the directory of snapshots and its key, if any are to be kept; return why they cannot be."""
     if config.store.snapshot_bytes:
         try:
             SnapshotDirectory.open(data_dir.snapshots_path, config.store.snapshot_bytes)
@@ -221,7 +221,7 @@ def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
 
 
 def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
-    """Warn of host memory for chunks that is asked for and that the devices do not use."""
+    """Warn about configured host memory that the devices do not use."""
     if devices.kind == "cpu" and config.store.unused_host_bytes:
         log.warning(
             "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
@@ -232,7 +232,7 @@ def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
 
 
 def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
-    """Return the keys that requests need; there may be none where only this machine reaches the port.
+    """Return the API keys; there may be none if only this machine reaches the port.
 
     Raises:
         ConfigError: keys are needed, and there is none.
@@ -241,32 +241,32 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
     keys = ApiKeys.load(path)
     if not keys.are_required and not is_loopback(service.host):
         raise ConfigError(
-            f"`service.host` is {service.host}, which others can reach, and `{path}` holds no API key; "
-            f"make one with `hearth keys add NAME --api-keys-file {path}`, or listen on 127.0.0.1"
+            f"`service.host` is {service.host}, which other machines can reach, but `{path}` holds no API "
+            f"key; make one with `hearth keys add NAME --api-keys-file {path}`, or listen on 127.0.0.1"
         )
     if not keys.are_required and service.api_keys_file is not None:
         raise ConfigError(
-            f"`service.api_keys_file` is given, and `{path}` holds no API key; make one with "
+            f"`service.api_keys_file` is given, but `{path}` holds no API key; make one with "
             f"`hearth keys add NAME --api-keys-file {path}`, or leave the setting out"
         )
     return keys
 
 
 class _LinkReceiver:
-    """Passes on what links bring: to the supervisor and to the driver, each what concerns it."""
+    """Passes on what links bring, to the supervisor and to the driver."""
 
     def __init__(self, catalog: Catalog, driver: Driver, decoder: FactDecoder) -> None:
         self.secret = secrets.token_bytes(32)
-        self.supervisor: Supervisor | None = None  #: set before anyone can connect
+        self.supervisor: Supervisor | None = None  #: set before a worker can connect
         self._catalog, self._driver, self._decoder = catalog, driver, decoder
 
     def expects(self, worker: WorkerId) -> bool:
         return self.supervisor is not None and self.supervisor.expects(worker)
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
-        assert self.supervisor is not None, "nobody is expected before it is there"
+        assert self.supervisor is not None, "no worker is expected before"
         self.supervisor.joined(link, hello)
-        for entry in self._catalog.fit(hello.budget_bytes):  # before anybody is sent there
+        for entry in self._catalog.fit(hello.budget_bytes):  # before a request is sent there
             self._driver.post(ModelDeployed(self._driver.now_s, entry.profile))
         self._driver.joined(link, hello)
 
@@ -274,13 +274,13 @@ class _LinkReceiver:
         self._decoder.decode(link, body)
 
     def left(self, link: WorkerLink) -> None:
-        assert self.supervisor is not None, "nobody is expected before it is there"
+        assert self.supervisor is not None, "no worker is expected before"
         self.supervisor.left(link)
         self._decoder.left(link)
 
 
 def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
-    """Return a socket of this life of the service: the keeper of one that was killed may linger."""
+    """Return a socket path of this life of the service: the keeper of one that was killed may linger."""
     for stale in data_dir.run_path.glob("keeper-*.sock"):
         stale.unlink(missing_ok=True)
     path = data_dir.run_path / f"keeper-{os.getpid()}.sock"

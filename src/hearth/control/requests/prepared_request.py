@@ -1,4 +1,4 @@
-"""A request whose prompt is tokenised, that was found right and is charged for. Starts nothing."""
+"""A request that is tokenised, checked and charged, but not started."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """All that is known of a request before the brain hears of it."""
-
     wanted: GenerationRequest
     admission: KeyAdmission
     entry: CatalogEntry
