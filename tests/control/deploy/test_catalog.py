@@ -217,8 +217,8 @@ def test_the_name_of_an_adapter_means_its_base_with_the_adapter(registry: Regist
     registry.add(ADAPTER)
     known = catalog(registry, FITTING_BYTES)
     entry = known.find("shop")
-    assert known.adapter("shop") == entry.adapter == ADAPTER
-    assert known.adapter(BIG) is None
+    assert entry.adapter == ADAPTER
+    assert known.find(BIG).adapter is None
     assert replace(entry, adapter=None) == known.find(BIG)
     assert [one.name for one in known.entries()] == [BIG]
     assert [one.name for one in known.adapters()] == ["shop"]
@@ -231,10 +231,10 @@ def test_the_name_of_an_adapter_means_its_base_with_the_adapter(registry: Regist
 def test_a_key_may_use_an_adapter_only_by_its_own_name(registry: Registry) -> None:
     registry.add(ADAPTER)
     known = catalog(registry, FITTING_BYTES)
-    assert known.adapter("shop", allowed=["shop"]) == ADAPTER
+    assert known.find("shop", allowed=["shop"]).adapter == ADAPTER
     assert known.adapters(allowed=[BIG]) == []
     with pytest.raises(UnknownModel, match="deployed: big"):
-        known.adapter("shop", allowed=[BIG])
+        known.find("shop", allowed=[BIG])
     with pytest.raises(UnknownModel, match="deployed: shop"):
         known.find(BIG, allowed=["shop"])
 
@@ -255,7 +255,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused_with_the_reason(
     registry.add(replace(ADAPTER, facts=replace(ADAPTER.facts, dtype="float32")))
     known = catalog(registry, FITTING_BYTES)
     with pytest.raises(UnsupportedModel, match=r"`shop` .* for float32, .* `big` is computed in bfloat16"):
-        known.adapter("shop")
+        known.find("shop")
     assert known.adapters() == []
     known.refresh()
     assert len([one for one in caplog.records if "adapter_unfit" in one.getMessage()]) == 1

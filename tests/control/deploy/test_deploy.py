@@ -718,7 +718,7 @@ def test_a_process_that_dies_without_a_word_is_told(
     monkeypatch.setattr("hearth.control.deploy.deploy._COMMAND", (sys.executable, "-c", dying))
     with pytest.raises(ServiceError, match="ended with code 9 and without a word"):
         asyncio.run(all_of(DeployOrder(source), data_dir))
-    with pytest.raises(ServiceError, match=r"ended with code 9 and without a word; see `.*service.log`"):
+    with pytest.raises(ServiceError, match=r"ended with code 9 and no result; see `.*service.log`"):
         list(deploying_here(DeployOrder(source), data_dir))
     assert data_dir.log_path.read_text() == "last words" * 2
     gc.collect()  # of what is left open, warnings are errors
