@@ -1,11 +1,11 @@
 """The process that owns the host segment and the disk of this machine, and lends chunks to its workers.
 
-    python -m hearth.store.keeper     a `KeeperSetup` comes as a line on standard input; a line of JSON on
-                                      standard output says `ready`, or what is wrong; each line that
-                                      follows is answered by a `KeeperPulse`
+    python -m hearth.store.keeper     reads a `KeeperSetup` as a line on standard input; writes a line of JSON
+                                      to standard output, `ready` or an error; then answers each further
+                                      line by a `KeeperPulse`
 
-The process ends when its standard input does. It copies nothing to a device and so never touches one. Its
-main thread only answers, and so does at once whatever the disk and object storage take their time for.
+The process ends when its standard input closes. It never touches a device. Its main thread only answers, so
+it answers at once however slow disk and object storage are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from hearth.system.garbage import collect_when_idle
 
 
 class BooksProbe:
-    """One thread of its own looks whenever it is asked for. One other thread asks."""
+    """Tells for how long the locks of shared books could not be taken, without waiting for them.
+
+    Its own thread takes the locks. One other thread asks.
+    """
 
     def __init__(self, look: Callable[[], None]) -> None:
         """`look` takes every lock of the books once, and returns."""
@@ -43,7 +46,7 @@ class BooksProbe:
         threading.Thread(target=self._work, name="hearth-probe", daemon=True).start()
 
     def held_s(self) -> float:
-        """Return for how long the look under way has been waiting, and begin one if none is; at once."""
+        """Return how long the present look has waited; begin one if there is none. Returns at once."""
         began_s, now_s = self._began_s, time.monotonic()
         if began_s is not None:
             return now_s - began_s
@@ -76,8 +79,8 @@ def main() -> int:
             return 1
         _say({"ready": True, "reads_natively": is_native()})
         probe = BooksProbe(tiers.pass_books)
-        stack.enter_context(collect_when_idle())  # its threads leave next to no garbage: late is soon enough
-        for _ in sys.stdin.buffer:  # until whoever started this is gone, or has had enough
+        stack.enter_context(collect_when_idle())  # its threads leave hardly any garbage
+        for _ in sys.stdin.buffer:  # until the parent closes it
             _answer(KeeperPulse(probe.held_s()))
     return 0
 

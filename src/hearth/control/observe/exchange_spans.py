@@ -60,7 +60,6 @@ class CountingExporter(SpanExporter):
         return result
 
     def drop(self, num_traces: int, reason: str) -> None:
-        """Count traces that are not sent, and log the first of them."""
         self._dropped.inc(num_traces)
         if self.note is None:
             self.note = f"traces are dropped: {reason}"
@@ -150,7 +149,6 @@ def _parent(trace: TraceParent | None) -> Context:
 
 
 def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
-    """Return the attributes of OpenTelemetry's conventions for an HTTP request, and who sent it."""
     attributes: dict[str, str | int] = {
         "http.request.method": record.method,
         "http.response.status_code": record.status_code,
@@ -170,7 +168,6 @@ def _exchange_attributes(record: ExchangeRecord) -> dict[str, str | int]:
 
 
 def _request_attributes(timeline: Timeline) -> dict[str, str | int | list[str]]:
-    """Return the attributes of OpenTelemetry's conventions for an answer, and where it was generated."""
     attributes: dict[str, str | int | list[str]] = {
         "gen_ai.request.model": timeline.adapter or timeline.model,
         "gen_ai.response.finish_reasons": [timeline.outcome],

@@ -53,7 +53,7 @@ def explain(timeline: Timeline, now_s: float) -> Explanation:
 
 
 def _awaited(timeline: Timeline) -> LoadLog | None:
-    """Return the load that the request waited for, which is none that began after its end, or never."""
+    """Return the load that the request waited for; None: none happened before its end."""
     load = timeline.load
     if load is None or load.is_void or load.awaits_turn:
         return None
@@ -61,7 +61,7 @@ def _awaited(timeline: Timeline) -> LoadLog | None:
 
 
 def _load_s(timeline: Timeline, load: LoadLog, now_s: float) -> float:
-    """Return the seconds of a load, as far as the request has seen it."""
+    """Return the seconds of a load before the request's end."""
     end_s = min(load.ended_s or now_s, timeline.ended_s or now_s)
     return end_s - (max(load.began_s, timeline.arrived_s) if load.is_guessed else load.began_s)
 
@@ -74,7 +74,7 @@ def _paused_s(timeline: Timeline, now_s: float) -> float:
 
 
 def _told_waits(timeline: Timeline, now_s: float) -> Iterator[TurnWait]:
-    """Yield the waits for turns that are worth telling."""
+    """Yield the waits for turns that are worth showing."""
     for wait in timeline.waits:
         if wait.is_pause or (wait.ended_s or now_s) - wait.began_s >= MIN_WAIT_S:
             yield wait
@@ -92,7 +92,7 @@ def _queue_end_s(timeline: Timeline, now_s: float) -> float:
 
 
 def spans_of(timeline: Timeline, now_s: float) -> list[TimelineSpan]:
-    """Return the phases of the request in the order of their beginnings."""
+    """Return the phases of the request, by their begin."""
     end_s = timeline.ended_s or now_s
     spans = [_span(timeline, "queue", timeline.arrived_s, _queue_end_s(timeline, now_s), timeline.waits_for)]
     if (load := _awaited(timeline)) is not None:
@@ -147,7 +147,7 @@ def _span(timeline: Timeline, what: str, begin_s: float, end_s: float, detail: s
 
 
 def marks_of(timeline: Timeline, now_s: float) -> list[tuple[float, str, str]]:
-    """Return when what happened, and more about it, from the arrival on."""
+    """Return times, names and details of what happened, from the arrival on."""
     what = "" if timeline.pooling is None else f"for an embedding, pooling: {timeline.pooling}"
     marks = [(timeline.arrived_s, "queued", what), *timeline.marks]
     for wait in _told_waits(timeline, timeline.ended_s or now_s):

@@ -1,4 +1,4 @@
-"""A histogram of times that costs the event loop next to nothing. Knows no metric by name."""
+"""A histogram of times that is cheap to update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 
 class Latencies:
-    """A histogram that costs a token a third of a microsecond. Mutable; used on the event loop alone."""
+    """A histogram whose update takes a third of a microsecond. Mutable; used on the event loop alone."""
 
     __slots__ = ("_bounds_s", "_counts", "_sum_s")
 

@@ -126,62 +126,62 @@ class ServiceViews:
         )
         watch(
             "hearth_requests_waiting",
-            "Requests that wait for a slot, for room or for the first turn of their model.",
+            "Requests waiting for a slot, for memory or for the first turn of their model.",
             lambda: fleet.queues.num_waiting + fleet.queues.num_awaiting_turn,
         )
         watch(
-            "hearth_workers_ready", "Workers that can take requests.", lambda: self.health().num_ready_workers
+            "hearth_workers_ready", "Workers that accept requests.", lambda: self.health().num_ready_workers
         )
         watch("hearth_models_resident", "Models on workers.", lambda: sum(1 for _ in fleet.replicas()))
         self._metrics.registry.register(pools)
         watch(
             "hearth_device_used_bytes",
-            "Device memory that models take, by the pools' own books.",
+            "Device memory in use, as the pools report it.",
             lambda: sum(pong.budget_bytes - pong.free_bytes for pong in pools.pongs.values()),
         )
         watch(
             "hearth_device_budget_bytes",
-            "Device memory for models.",
+            "Device memory available to models.",
             lambda: sum(worker.budget_bytes for worker in self.ps().workers),
         )
         watch(
             "hearth_host_used_bytes",
-            "Host memory that holds chunks of models.",
+            "Host memory in use for chunks of models.",
             lambda: 0 if (host := self._keeper.host_memory) is None else host.used_bytes,
         )
         watch(
             "hearth_host_budget_bytes",
-            "Host memory for chunks of models.",
+            "Host memory available for chunks of models.",
             lambda: 0 if (host := self._keeper.host_memory) is None else host.budget_bytes,
         )
         watch(
             "hearth_kv_blocks_used",
-            "Blocks of KV that hold tokens of running requests.",
+            "KV blocks of running requests.",
             lambda: sum(use.kv_used_blocks for pong in pools.pongs.values() for use in pong.models),
         )
         watch(
             "hearth_kv_blocks",
-            "Blocks of KV that there are.",
+            "KV blocks of all models.",
             lambda: sum(use.kv_blocks for pong in pools.pongs.values() for use in pong.models),
         )
         watch(
             "hearth_adapters_resident",
-            "Adapters that have device memory.",
+            "Adapters in device memory.",
             lambda: sum(use.num_bytes > 0 for pong in pools.pongs.values() for use in pong.adapters),
         )
         watch(
             "hearth_adapter_requests_waiting",
-            "Requests on workers that wait for their adapter.",
+            "Requests on workers waiting for their adapter.",
             lambda: sum(use.num_waiting for pong in pools.pongs.values() for use in pong.adapters),
         )
         watch(
             "hearth_service_notes",
-            "Things that the service has to do without now; `hearth doctor` names them.",
+            "Missing features and faults that `hearth doctor` lists.",
             lambda: len(self._notes()),
         )
         watch(
             "hearth_gateway_longest_collection_seconds",
-            "The longest collection of garbage in the gateway that could not wait until it was idle.",
+            "The longest garbage collection in the gateway while it was not idle.",
             lambda: LATE_COLLECTIONS.longest_s,
         )
         watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))

@@ -1,4 +1,4 @@
-"""The timeline of a request: what happened to it and when, and its explanation. Reads no clock."""
+"""The timeline of a request: what happened to it and when. Reads no clock."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hearth.core.types import ModelId, Pace, Pooling, RequestId, TurnEnd, Worker
 from hearth.policy.fleet.events import Option
 from hearth.policy.turns.paced_request import PacedRequest
 
-#: Explanations that are kept.
+#: Timelines that are kept.
 MAX_EXPLAINED = 1000
-#: Waits for turns that are told of one by one; all of them are counted.
+#: Waits for turns that are recorded one by one; all are counted.
 MAX_WAITS = 32
-#: A shorter wait for a first turn is not worth a line: that long it takes to say that nobody is in the way.
+#: A shorter wait for a first turn is not shown: so long it takes to learn that no other model runs.
 MIN_WAIT_S = 0.01
 #: Why a model had to wait for its next turn, for people.
 PAUSE_REASONS = {
@@ -113,7 +113,6 @@ class Timeline:
         self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {found}")
 
     def adapter_loaded(self, now_s: float, loaded: AdapterLoaded) -> None:
-        """Note that the adapter of the request has come, for which it waited."""
         self.adapter_load, self.adapter_loaded_s = loaded, now_s
         self.mark(now_s, "adapter_loaded", f"{self.adapter}, {adapter_bytes(loaded)}")
 
@@ -141,7 +140,7 @@ class Timeline:
             self.waits.append(self.wait)
 
     def turn_began(self, now_s: float) -> float | None:
-        """Note that the model is in turn again; returns the seconds of a pause that is over by that."""
+        """Note that the model is in turn again; return the seconds of the pause that ends."""
         wait, self.wait = self.wait, None
         if wait is None:
             return None
@@ -172,7 +171,7 @@ class Timeline:
         return bool(self.stays) and self.stays[-1].started_s is not None
 
     def lost(self, now_s: float, worker: WorkerId, how: str = "died") -> None:
-        """Note that the worker of the request, or its replica there, is gone; `how` says what that did."""
+        """Note that the request's worker, or its replica there, is gone; `how`: what it did."""
         self.stays[-1].ended_s = now_s
         self.turn_began(now_s)  # it waits for a worker now
         self.mark(now_s, "worker_lost", f"{worker} {how} after {self.num_output_tokens} tokens")
@@ -208,9 +207,9 @@ class Timelines:
             self._timelines.popitem(last=False)
 
     def find(self, request_id: str, caller: Caller) -> Timeline | None:
-        """Return the request of an id, or else the last one that its client has called so.
+        """Return the request of an id, or else the last one with that client id.
 
-        Only those that the caller may know of are looked at: nobody hides a request by calling his own alike.
+        Only requests that the caller may see are searched: another group's equal id hides nothing.
         """
         timeline = self._timelines.get(RequestId(request_id))
         if timeline is not None and caller.can_see(timeline.group):
@@ -226,7 +225,6 @@ class Timelines:
 
 
 def adapter_bytes(loaded: AdapterLoaded) -> str:
-    """Say how many bytes came from where, and after how long a wait for room."""
     megabytes = [f"{use.num_bytes / 1e6:.1f} MB from {use.rung}" for use in loaded.rungs]
     waited = [f"after {loaded.wait_s:.3f} s until it had room"] if loaded.wait_s >= MIN_WAIT_S else []
     return ", ".join([*megabytes, *waited])
