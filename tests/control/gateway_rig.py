@@ -70,7 +70,7 @@ class GatewayRig:
     def __init__(self, data_dir: DataDir, *, takes_turns: bool = False) -> None:
         config, brain = HearthConfig(), BrainConfig(takes_turns=takes_turns)
         self.exchange_sinks: list[Callable[[ExchangeRecord], None]] = []
-        self.registry = Registry.open(data_dir)
+        self.registry = Registry(data_dir)
         self.journal = Journal(data_dir.journal_path, brain, 1 << 30)
         self.encoder = PromptEncoder(2.0)
         configs = {"tiny": ModelConfig(context=CONTEXT, pace=20.0)}

@@ -112,7 +112,7 @@ def test_a_cpu_is_told_of_no_kernels(data_dir: DataDir, deployed: Deployed) -> N
 
 
 def test_a_model_that_makes_room_is_retired_and_its_bytes_stay(data_dir: DataDir, deployed: Deployed) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(replace(deployed, name="other"))
 
     async def scene(rig: GatewayRig) -> None:
@@ -402,7 +402,7 @@ def test_stopping_a_model_that_is_removed_meanwhile_finds_none(data_dir: DataDir
         await asyncio.sleep(0)
         ping = link.orders[-1]
         assert isinstance(ping, Ping)
-        with Registry.open(data_dir) as registry:
+        with Registry(data_dir) as registry:
             registry.remove("tiny")
         assert rig.gateway.deployments.models(ANYBODY) == []
         rig.receive(link, Pong(ping.number, 10_000, 10_000, 0, 0, 0, {}, ()))
@@ -460,7 +460,7 @@ def test_a_request_for_an_adapter_goes_to_its_base_and_on_with_it_elsewhere(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
     facts = AdapterFacts(4096, 64, "float32", 8, ("qkv",), deployed.facts.dimensions)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(DeployedAdapter("shop", "tiny", "/lora", "/there", "/there", "ab" * 32, facts, 1.0))
 
     async def scene(rig: GatewayRig) -> None:

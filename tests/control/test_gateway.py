@@ -94,7 +94,7 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
-        with Registry.open(data_dir) as other:
+        with Registry(data_dir) as other:
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.replace(replace(deployed, digest="1" * 32)), patch)
                 with pytest.raises(ServiceError, match="`tiny` was replaced while the request was prepared"):
@@ -123,7 +123,7 @@ def test_an_adapter_that_is_replaced_while_a_prompt_is_encoded_answers_as_it_is_
     second = replace(first, digest="2" * 64)
 
     async def scene(rig: GatewayRig) -> None:
-        with Registry.open(data_dir) as other:
+        with Registry(data_dir) as other:
             other.add(first)
             during_encoding(rig, lambda: other.replace(second), monkeypatch)
             await rig.submit(replace(ask(), model="shop"), ANYBODY)
@@ -627,7 +627,7 @@ def test_a_key_with_models_is_told_of_no_others(
         assert rig.gateway.views.explain("of-tiny", monitor) == whole
         told = [rig.gateway.views.explain("of-secret", caller) is not None for caller in (USER, own, monitor)]
         assert told == [True, False, True]
-        with Registry.open(data_dir) as other:
+        with Registry(data_dir) as other:
             during_encoding(rig, lambda: other.remove("tiny") and None, monkeypatch)
             with pytest.raises(UnknownModel, match="`tiny`; none is; deploy one"):
                 await rig.submit(ask(), own)

@@ -120,7 +120,7 @@ def test_requests_at_the_gateway_keep_a_busy_model_dear_in_the_keepers_host_memo
 
 
 def test_every_name_of_the_same_bytes_is_reported(data_dir: DataDir, deployed: Deployed) -> None:
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(replace(deployed, name="another"))
         registry.add(replace(deployed, name="other", digest="of other bytes"))
     keeper = Keeper()

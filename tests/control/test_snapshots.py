@@ -271,7 +271,7 @@ def test_a_service_that_keeps_none_loads_no_model_for_one(
 
 def deploy_adapter(data_dir: DataDir, deployed: Deployed, name: str = "shop") -> None:
     facts = AdapterFacts(4096, 64, "float32", 8, ("qkv",), deployed.facts.dimensions)
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         registry.add(DeployedAdapter(name, "tiny", "/lora", "/there", "/there", "ab" * 32, facts, 1.0))
 
 

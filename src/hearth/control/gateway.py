@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 
 from hearth.control.deploy.catalog import CatalogEntry
 from hearth.control.deploy.deploy import DeployOrder, DeployProgress
@@ -220,7 +221,7 @@ class Gateway:
         async with aclosing(self.deployments.deploy(order)) as progress:
             async for event in progress:
                 if isinstance(event, DeployProgress):
-                    yield {"event": "progress", **event.as_json()}
+                    yield {"event": "progress", **asdict(event)}
                 else:
                     yield {"event": "done", "model": event}
 

@@ -77,7 +77,7 @@ async def running(
     async with AsyncExitStack() as stack:
         if isinstance(tracing, Tracing):
             stack.push_async_callback(tracing.close)
-        registry = Registry.open(data_dir, LOOP_WAIT_S)
+        registry = Registry(data_dir, LOOP_WAIT_S)
         stack.callback(registry.close)
         collect(data_dir, registry)
         collect_snapshots(data_dir, registry, config.store.snapshot_bytes)

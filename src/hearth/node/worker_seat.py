@@ -229,11 +229,10 @@ class WorkerSeat:
                 self.predecessor = Predecessor(process.pid, gone)
                 continue
             await self._see_off(departed, delay_s)
-            ending = self._last_ending
-            assert ending is not None, "`_see_off` sets it"
-            if ending.is_final and not self._was_ever_ready:
-                return ConfigError(ending.reason)
-            await self._back_off(ending, delay_s)
+            assert self._last_ending is not None, "`_see_off` sets it"
+            if self._last_ending.is_final and not self._was_ever_ready:
+                return ConfigError(self._last_ending.reason)
+            await self._back_off(self._last_ending, delay_s)
         raise AssertionError("lives are not counted to an end")
 
     def shut_down(self) -> None:

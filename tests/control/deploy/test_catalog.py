@@ -32,7 +32,7 @@ TIGHT_BYTES = fixed_bytes_of(LARGE, "cuda", LIMITS, LARGE.max_positions) + (600 
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[Registry]:
-    with Registry.open(DataDir.open(tmp_path)) as registry:
+    with Registry(DataDir.open(tmp_path)) as registry:
         registry.add(Deployed(BIG, "hf:a/b", "/models/big", "/models/big", "digest", LARGE, 1.0))
         yield registry
 

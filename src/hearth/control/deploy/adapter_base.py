@@ -31,7 +31,7 @@ def find_base(order: DeployOrder, trained_on: str | None, data_dir: DataDir) -> 
             "an adapter is stored as its base is computed; deploy it without `dtype` and `quant`, given: "
             f"{order.dtype}, {order.quant}"
         )
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         models, adapters = registry.all(), registry.adapters()
     if order.base is not None:
         wanted = order.aliases.get(order.base, order.base)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -64,9 +64,6 @@ class DeployProgress:
     phase: str  #: downloading, converting, verifying, fetching
     done_bytes: int
     total_bytes: int
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +190,7 @@ def remove_files(location: ModelLocation, data_dir: DataDir) -> None:
     directory = Path(location.directory)
     if directory.is_symlink() or directory.resolve().parent != data_dir.models_path.resolve():
         return
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         if directory.resolve() in _named(registry):
             return
     try:
@@ -247,7 +244,7 @@ def collect_snapshots(data_dir: DataDir, registry: Registry, quota_bytes: int | 
 
 def clear_snapshots(data_dir: DataDir) -> None:
     """Delete the snapshots of models that are not registered, from any thread."""
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         collect_snapshots(data_dir, registry)
 
 

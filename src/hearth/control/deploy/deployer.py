@@ -157,7 +157,7 @@ def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
 
 def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:
     """Refuse a taken name before the work; registering checks again."""
-    with Registry.open(data_dir) as registry:
+    with Registry(data_dir) as registry:
         if not overwrite and registry.location(name) is not None:
             raise name_taken(name)
 

@@ -55,6 +55,7 @@ class Registry:
     """A connection to the registry's file; used on the thread that opened it."""
 
     def __init__(self, data_dir: DataDir, wait_s: float = WAIT_S) -> None:
+        """Open the file; `wait_s`: for other writers. Raises DataDirError, or StoreError for a bad disk."""
         self._path = data_dir.registry_path
         self._data_dir = data_dir
         with self._translated():
@@ -66,16 +67,6 @@ class Registry:
             self._connection.execute(_SLOTS_SCHEMA)
         self._give_slots()  # to models that were registered when there were none
         self._seen_version = -1
-
-    @staticmethod
-    def open(data_dir: DataDir, wait_s: float = WAIT_S) -> Registry:
-        """Open the registry. It waits `wait_s` for other writers.
-
-        Raises:
-            DataDirError: the file is damaged or cannot be opened.
-            StoreError: its disk fails.
-        """
-        return Registry(data_dir, wait_s)
 
     def close(self) -> None:
         self._connection.close()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.core.errors import ModelError, RequestError, SourceMissing, StoreFull, Unreachable
+from hearth.node.process_log import is_open_as
 from hearth.store.tiers.upstream import parse_address
 
 #: Is called with the bytes that are done, and of how many.
@@ -145,7 +146,7 @@ def _locked(path: Path) -> Iterator[None]:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_open_as(path, lock):
+            if not is_open_as(path, lock):
                 continue  # its last holder has removed it
             try:
                 yield
@@ -154,13 +155,6 @@ def _locked(path: Path) -> Iterator[None]:
             return
         finally:
             os.close(lock)
-
-
-def _is_open_as(path: Path, file: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _download(source: HubSource, where: Path, on_bytes: OnBytes, is_adapter: bool) -> str:

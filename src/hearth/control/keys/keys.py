@@ -120,7 +120,7 @@ def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyT
 
 
 def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
-    """Change the terms of a key and return its owner.
+    """Change the terms of a key and return them.
 
     Raises:
         ConfigError: there is no key of that name, the terms are invalid, or the file cannot be used.
@@ -164,21 +164,13 @@ def list_keys(path: Path) -> list[KeyInfo]:
     return [entry.info for entry in _read(path)]
 
 
-@dataclass(frozen=True, slots=True)
-class _FileVersion:
-    """The version of a file, which differs after every change: a change puts a new file in its place."""
-
-    inode: int
-    mtime_ns: int
-    num_bytes: int
-
-
 class ApiKeys:
     """The keys of a file, reread when it changes. Mutable; used by one thread at a time."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._version: _FileVersion | None = None
+        self.path = path
+        #: Inode, time and size of the file: each change puts a new file in its place.
+        self._version: tuple[int, int, int] | None = None
         self._entries: list[_StoredKey] = []
         self._have_existed = False
 
@@ -192,10 +184,6 @@ class ApiKeys:
     def __len__(self) -> int:
         self._refresh()
         return len(self._entries)
-
-    @property
-    def path(self) -> Path:
-        return self._path
 
     @property
     def are_required(self) -> bool:
@@ -228,9 +216,9 @@ class ApiKeys:
 
     def _refresh(self) -> None:
         """Read the file again if it has changed. The check takes microseconds, so every key has one."""
-        version = _version_of(self._path)
+        version = _version_of(self.path)
         if version != self._version or version is None:
-            self._entries = _read(self._path)
+            self._entries = _read(self.path)
             self._version = version
             self._have_existed = self._have_existed or bool(self._entries)
 
@@ -265,12 +253,12 @@ def _hash(key: str, salt: bytes) -> bytes:
     return hashlib.blake2b(key.encode(errors="replace"), key=salt, digest_size=32).digest()
 
 
-def _version_of(path: Path) -> _FileVersion | None:
+def _version_of(path: Path) -> tuple[int, int, int] | None:
     try:
         found = path.stat()
     except OSError:
         return None
-    return _FileVersion(found.st_ino, found.st_mtime_ns, found.st_size)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _read(path: Path) -> list[_StoredKey]:
