@@ -23,13 +23,12 @@ from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.keys.key_admission import KeyAdmission
 from hearth.control.requests.caller import Caller
 from hearth.control.requests.generation import AnswerStream
-from hearth.control.requests.prepared_request import PreparedRequest
 from hearth.core.errors import BadPrompt, HearthError, PromptTooLong
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
-    from hearth.control.gateway import Gateway
+    from hearth.control.gateway import Gateway, PreparedRequest
 
 #: A comment among server-sent events, and their content type.
 WAITING = b": waiting\n\n"

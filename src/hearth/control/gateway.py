@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from hearth.control.deploy.catalog import CatalogEntry
 from hearth.control.deploy.deploy import DeployOrder, DeployProgress
@@ -31,19 +31,31 @@ from hearth.control.requests.active_request import ActiveRequest
 from hearth.control.requests.caller import Caller, GroupId
 from hearth.control.requests.correlation import UNNAMED, Correlation
 from hearth.control.requests.generation import AnswerStream, GenerationRequest
-from hearth.control.requests.prepared_request import PreparedRequest
 from hearth.control.requests.prompts import Prompts
 from hearth.control.requests.request_checks import check_prompt, check_reading, check_tokens
 from hearth.control.requests.request_pace import pace_of
 from hearth.control.snapshots import Snapshots
 from hearth.core.errors import ConfigError, HearthError, RequestError, ServiceError, ShuttingDown
 from hearth.core.messages import SnapshotProgress
-from hearth.core.types import ModelId, RequestId, Rung, SamplingParams, SnapshotPhase
+from hearth.core.types import ModelId, Pace, RequestId, Rung, SamplingParams, SnapshotPhase
 from hearth.node.supervisor import Supervisor
 from hearth.policy.fleet import events
+from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
 
 SALT_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    wanted: GenerationRequest
+    admission: KeyAdmission
+    entry: CatalogEntry
+    tokenizer: Tokenizer
+    prompt: tuple[int, ...]
+    pace: Pace
+    arrived_s: float  #: on the clock of the event loop
+    arrived_at_s: float  #: since the epoch
 
 
 class Gateway:

@@ -19,9 +19,8 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from hearth.control.observe.exchange_record import ExchangeRecord
-from hearth.control.observe.latencies import Latencies
 from hearth.control.observe.load_log import ON_DEVICE, slowest_tier
-from hearth.control.observe.model_metrics import FIRST_TOKEN_S, INTER_TOKEN_S, ModelMetrics
+from hearth.control.observe.model_metrics import FIRST_TOKEN_S, INTER_TOKEN_S, Latencies, ModelMetrics
 from hearth.core.messages import AdapterLoaded
 from hearth.core.types import Rung
 from hearth.core.version import hearth_version

@@ -9,10 +9,9 @@ loop stands still. So they are formatted here, one family at a time, in a twenti
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-
-from hearth.control.observe.latencies import Latencies
 
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -22,6 +21,32 @@ MAX_MODEL_LABELS = 200
 #: The label of all others; not a valid name of a model.
 OTHER_MODELS = "_other"
 _SECONDS_PER_HOUR = 3600.0
+
+
+class Latencies:
+    """A histogram whose update takes a third of a microsecond. Mutable; used on the event loop alone."""
+
+    __slots__ = ("_bounds_s", "_counts", "_sum_s")
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        below, buckets = 0, []
+        for bound, count in zip([*map(str, self._bounds_s), "+Inf"], self._counts, strict=True):
+            below += count
+            buckets.append((bound, float(below)))
+        return buckets
+
+    @property
+    def sum_s(self) -> float:
+        return self._sum_s
 
 
 class ModelSeries:
