@@ -93,7 +93,7 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Predecessor:
+class LeavingProcess:
     """A process that exits while its successor starts."""
 
     pid: int
@@ -128,7 +128,7 @@ class WorkerSeat:
         self.state: SeatState = Waiting()
         self.num_restarts = 0
         self.num_failed_starts = 0  #: in a row, without one that was ready
-        self.predecessor: Predecessor | None = None
+        self.predecessor: LeavingProcess | None = None
         self._setup_of, self._launch, self._vigilance = setup_of, launch, vigilance
         self._is_keeper_ready, self._on_failed_start = is_keeper_ready, on_failed_start
         self._greeted = asyncio.Event()  #: the present process said hello
@@ -226,7 +226,7 @@ class WorkerSeat:
             if not departed.is_gone and not delay_s:
                 self._last_ending = WorkerEnding(departed.killed_for or "it is ending")
                 gone = processes.run_vital(self._see_off(departed, delay_s))
-                self.predecessor = Predecessor(process.pid, gone)
+                self.predecessor = LeavingProcess(process.pid, gone)
                 continue
             await self._see_off(departed, delay_s)
             assert self._last_ending is not None, "`_see_off` sets it"

@@ -51,7 +51,7 @@ class ModelView:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, then its aliases."""
+        """The name of the model, then its aliases."""
         return (self.name, *(alias for alias in self.aliases if alias != self.name))
 
 
